@@ -92,6 +92,9 @@ print("recipe:", RECIPE)
 # controls. Then every rule at the draft length that is best for it, lossless rules too, since a longer draft is another
 # way to get more tokens per step (arXiv 2607.08690). If the runtime is lost, this cell goes on where it was. Expect 10
 # minutes on two cores, and about an hour for an 8B pair; the first line says what it takes at most.
+#
+# Programs that a model writes for HumanEval are not run here. They are in `samples-*.jsonl` below `OUTPUT`.
+# docs/commands.md shows how to score them in a container; after that, this cell fills in the scores.
 
 # %%
 flags = ["--recipe", RECIPE, "--problems", str(PROBLEMS), "--temperatures", "1", "--controls", "all", *mesh]

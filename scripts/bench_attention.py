@@ -16,7 +16,7 @@ import common
 import jax
 import jax.numpy as jnp
 
-from mars_jax.lab.commands.check.timing import looped, taken
+from mars_jax.lab.commands.check.large import looped, seconds_of
 from mars_jax.models import attention
 
 HEADS, GROUP, DIM, SLOTS, LIVE = 8, 4, 128, 4736, 4160
@@ -43,7 +43,7 @@ def measure(batch: int, nodes: int) -> dict[str, Any]:
         run = looped(form, TIMES, operands)
         got = run().astype(jnp.float32)
         first = got if first is None else first
-        seconds = min(taken(run, 2)) / TIMES
+        seconds = min(seconds_of(run, 2)) / TIMES
         row[name] = {"milliseconds": 1e3 * seconds, "off": float(jnp.max(jnp.abs(got - first)))}
     return row
 

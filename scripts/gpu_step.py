@@ -43,7 +43,7 @@ from jax.experimental import topologies
 
 from mars_jax.contrib import simulated
 from mars_jax.core.types import PyTree
-from mars_jax.lab.commands.check import large, machine
+from mars_jax.lab.commands.check import device_check, large
 from mars_jax.lab.commands.check.large import Arm, Pair
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import draft_of, programs
@@ -275,7 +275,7 @@ def measure(what: str, name: str, shape: Shape, path: Path) -> None:
     if what == "device":
         copy, product = large.copy_rate(shape.copied), large.product_rate(shape.side)
         rates = {"copy_bytes_per_second": copy, "product_flops": product}
-        add(machine.device() | rates | {"unsupported": _unsupported()})
+        add(device_check.device() | rates | {"unsupported": _unsupported()})
     else:
         pair = large.random_pair(shape.config, shape.dtype, shape.context, attention=variant.attention)
         if what == "prompts":

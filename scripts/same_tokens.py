@@ -38,9 +38,9 @@ STORIES += ["There was a", "It was a sunny"]
 
 def prompts(target: Any) -> list[list[int]]:
     """Eight beginnings of stories and eight word problems, as tokens."""
-    from mars_jax.lab.evaluate.tasks import arithmetic
+    from scripts.arithmetic import generator
 
-    questions = [p.question for p in arithmetic.generate(8, split="eval", seed=7)]
+    questions = [p.question for p in generator.generate(8, split="eval", seed=7)]
     return [target.encode(text) for text in STORIES] + [target.encode(q, chat=True) for q in questions]
 
 

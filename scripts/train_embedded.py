@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.lab.evaluate.tasks import arithmetic
 from mars_jax.lab.training import data, distillation, head_training
 from mars_jax.lab.training.loop import fit
 from mars_jax.lab.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
 from mars_jax.lab.training.recipe import muon, plot
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
+from scripts.arithmetic import generator
 
 VOCAB, CONTEXT, SEPARATOR_ID = 4096, 1024, 0
 SHAPE = {
@@ -81,7 +81,7 @@ def dialogues(path: Path) -> Iterator[str]:
 
 
 def problems(count: int) -> Iterator[str]:
-    for p in arithmetic.generate(count, split="train"):
+    for p in generator.generate(count, split="train"):
         yield f"User: {p.question}\nAssistant: {p.answer}"
 
 
@@ -90,7 +90,7 @@ def texts(args) -> dict[str, list[str]]:
     return {
         "stories": [t for path in args.stories for t in data.documents(path)],
         "arithmetic": list(problems(args.problems)),
-        "drill": list(arithmetic.drill(args.problems // 4)),
+        "drill": list(generator.drill(args.problems // 4)),
         "dialogues": [t for path in args.dialogues for t in dialogues(path)],
         "novels": [t for path in args.novels for t in novels(path, limit=args.novel_characters)],
     }

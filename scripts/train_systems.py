@@ -22,8 +22,8 @@ from train_embedded import dialogues, problems
 
 from mars_jax import hub
 from mars_jax.hub.files import resolve
-from mars_jax.lab.evaluate.tasks import arithmetic
 from mars_jax.lab.training import data
+from scripts.arithmetic import generator
 
 KEPT = (0, 5)
 """Layers of the target that the proxy starts with."""
@@ -33,7 +33,7 @@ def text(args: argparse.Namespace) -> None:
     """Three fifths stories, a quarter arithmetic, the rest dialogues, by tokens and about."""
     mixed = [t for path in args.stories for t in itertools.islice(data.documents(path), args.count)]
     mixed += problems(args.count)
-    mixed += arithmetic.drill(args.count // 10)
+    mixed += generator.drill(args.count // 10)
     talk = [t for path in args.dialogues for t in itertools.islice(dialogues(path), args.count // 8)]
     mixed += talk
     random.Random(0).shuffle(mixed)

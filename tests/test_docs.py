@@ -18,7 +18,7 @@ import pytest
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
 from tests.helpers import slow_but
-from tests.pages import blocks
+from tests.helpers.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -294,6 +294,7 @@ def test_every_picture_is_shown_by_a_document():
 def test_flags_that_documents_name_exist():
     # Those of tools that are not ours; blocks of code are looked at too.
     foreign = {"--quiet", "--model", "--model_args", "--tasks", "--check", "--no-deps", "--no-compile"}
+    foreign |= {"--rm", "--network", "--problem_file"}
     of_rules = {name for row in specs.RULES.values() for name, s in row.settings.items() if s.flag}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
     for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):

@@ -1,4 +1,4 @@
-"""Silence for what libraries print on stderr. Call `quiet` before jax is imported."""
+"""Silence for the messages that libraries print on stderr. Call `quiet` before jax is imported."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_GOOGLE = "0x1ae0"
-_NOT_A_TPU = ("0x0042",)  # Google's network card, in every machine of its cloud
 _QUIET = {
-    # Level 3 is fatal errors alone: at 2 XLA's alarms about slow compilations still come, as errors.
+    # Level 3 keeps fatal errors only: XLA logs alarms about slow compilations as errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    # Bars of huggingface_hub would write over ours, which say the same of a download.
+    # The bars of huggingface_hub would overwrite ours, which show the same download.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
-    # libtpu looks for the host it runs on, and complains in five lines where it finds none. Both values are what a
-    # machine with one chip would have, and are read by nothing else: JAX finds no chip and takes the next device.
+    # Without a TPU, libtpu complains in five lines that it does not find its host. These are the values of a machine
+    # with one chip; nothing else reads them, and JAX chooses another device.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_JAX_SETS = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")  # also where there is no TPU; children inherit them
+_SET_BY_JAX = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
+"""Variables that JAX sets on every machine, and that child processes inherit."""
 
 
 def quiet() -> None:
-    """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
+    """Set the variables that silence jaxlib and libtpu, unless the environment sets them."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
@@ -49,22 +48,12 @@ def quiet_duplicates() -> None:
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:
-    """Tell whether this machine may have a TPU: then libtpu must find its host by itself, with whatever it prints.
+    """Return whether this machine may have a TPU. Then libtpu must find its host, whatever it prints.
 
     Args:
       root: of the file system, for tests.
     """
-    told = [name for name in os.environ if name.startswith("TPU_") and name not in _JAX_SETS]
-    if told or "JAX_FORCE_TPU_INIT" in os.environ:
-        return True
-    if any(root.glob("dev/accel*")) or any(root.glob("dev/vfio/[0-9]*")):
-        return True
-    return any(_is_tpu(device) for device in root.glob("sys/bus/pci/devices/*"))
-
-
-def _is_tpu(device: Path) -> bool:
-    try:
-        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
-    except OSError:
-        return False
-    return vendor == _GOOGLE and kind not in _NOT_A_TPU
+    names = [name for name in os.environ if name.startswith("TPU_") and name not in _SET_BY_JAX]
+    variables = names or "JAX_FORCE_TPU_INIT" in os.environ
+    devices = any(root.glob("dev/accel*")) or any(root.glob("dev/vfio/[0-9]*"))
+    return bool(variables) or devices

@@ -174,18 +174,14 @@ def test_what_the_environment_says_stands(monkeypatch):
         (["dev/accel0"], True),
         (["dev/vfio/vfio"], False),
         (["dev/vfio/0"], True),
-        (["sys/bus/pci/devices/0/vendor=0x1ae0", "sys/bus/pci/devices/0/device=0x0063"], True),
-        (["sys/bus/pci/devices/0/vendor=0x1ae0", "sys/bus/pci/devices/0/device=0x0042"], False),
-        (["sys/bus/pci/devices/0/vendor=0x10de", "sys/bus/pci/devices/0/device=0x2330"], False),
     ],
 )
 def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, monkeypatch):
     for name in [n for n in os.environ if n.startswith(("TPU_", "JAX_FORCE"))]:
         monkeypatch.delenv(name)
-    for file in made:
-        name, _, content = file.partition("=")
+    for name in made:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content + "\n")
+        (tmp_path / name).touch()
     assert quiet.may_have_tpu(tmp_path) is expected
 
 

@@ -1,17 +1,16 @@
-"""Lines that a terminal is asked for, with editing and a history that stays. Nothing here imports jax."""
+"""Input lines on a terminal, with editing, completion and a history. Nothing here imports jax."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import readline
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from mars_jax.core import home
 
-KEEPS = 1000
-"""Lines of the history."""
+HISTORY_LINES = 1000
 
 
 def history_file() -> Path | None:
@@ -26,36 +25,31 @@ def history_file() -> Path | None:
 
 @contextlib.contextmanager
 def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]]:
-    """Give a function from a prompt to the line that is typed, without its end; `EOFError` at the end of the input.
+    """Yield a function from a prompt to the line that the user types; it raises `EOFError` at the end of the input.
 
-    The history's file is made for the user alone. If it cannot be written, the history lasts for the session only.
+    Only the user can read the file of the history. If it cannot be written, the history lasts for the session.
 
     Args:
       out: the terminal.
-      words: what the tabulator key completes at the beginning of a line.
+      words: completed by the tabulator key at the beginning of a line.
     """
-    try:
-        import readline
-    except ImportError:  # a Python without it, as on Windows, has its console's own editing
-        readline = None
+    readline.set_completer_delims(" \t\n")
+    readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
+    readline.parse_and_bind("tab: complete")
+    readline.set_history_length(HISTORY_LINES)
+    readline.clear_history()
     path = history_file()
-    kept = readline is not None and path is not None and _made(path)
-    if readline is not None:
-        readline.set_completer_delims(" \t\n")
-        readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
-        own = "libedit" in (readline.__doc__ or "")
-        readline.parse_and_bind("bind ^I rl_complete" if own else "tab: complete")
-        readline.set_history_length(KEEPS)
-        readline.clear_history()
-        if kept:
-            with contextlib.suppress(OSError):
-                readline.read_history_file(path)
+    with contextlib.suppress(OSError):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+            readline.read_history_file(path)
 
     def ask(prompt: str) -> str:
-        # Python edits lines where its own stdout is the terminal; commands put stderr there.
+        # Python edits lines only if its own stdout is the terminal; commands redirect stdout to stderr.
         with contextlib.redirect_stdout(out):
             line = input(prompt)
-        if readline is not None and kept and line.strip():
+        if path is not None and line.strip():
             with contextlib.suppress(OSError):
                 readline.append_history_file(1, path)
         return line
@@ -63,18 +57,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
     try:
         yield ask
     finally:
-        if readline is not None:
-            readline.set_completer(None)
-
-
-def _made(path: Path) -> bool:
-    """Tell whether the file is there, after making it for the user alone if it was not."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except OSError:
-        return False
-    return True
+        readline.set_completer(None)
 
 
 def _completion(line: str, words: Sequence[str], state: int) -> str | None:
@@ -83,5 +66,5 @@ def _completion(line: str, words: Sequence[str], state: int) -> str | None:
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'
     """
-    fits = [word for word in words if word.startswith(line)] if line.startswith("/") else []
-    return fits[state] if state < len(fits) else None
+    candidates = [word for word in words if word.startswith(line)] if line.startswith("/") else []
+    return candidates[state] if state < len(candidates) else None

@@ -42,8 +42,7 @@ _OF_LENGTHS = (
 """Flags that neither a forecast nor a tuned run heeds."""
 _OF_ARMS = (
     *_OF_LENGTHS,
-    *("--verify", "--rule-option", "--thetas", "--allow-code-execution", "--allow-unconfined-code"),
-    "--head-embed",
+    *("--verify", "--rule-option", "--thetas", "--head-embed"),
 )
 """Flags that a forecast does not heed."""
 _OF_ALL = ("--controls all", "--tune", "--forecast")
@@ -132,7 +131,6 @@ def parser() -> Parser:
         help="cost of a drafted token, in forwards of the target: with --forecast adds the best lengths, with "
         "--tune takes the place of the clock",
     )
-    pair.add_code_flags(made)
     group = made.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
@@ -307,10 +305,8 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.tasks.problems import Problem
     from mars_jax.lab.pictures.style import check_installed
 
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
-
     def check(problems: list[Problem]) -> None:
-        scores.check_metrics(problems, **code)
+        scores.check_metrics(problems)
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
@@ -328,8 +324,6 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             drafter,
             problems,
             folder,
-            allow_code_execution=args.allow_code_execution,
-            allow_unconfined_code=args.allow_unconfined_code,
             names={
                 name: plain(getattr(args, name))
                 for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
@@ -354,9 +348,8 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = open_study(args, folder, lambda found: scores.check_metrics(found, **code))
+    problems, target, drafter = open_study(args, folder, scores.check_metrics)
     samples = specs.parse_draft(args.draft).row.samples
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
@@ -382,7 +375,6 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             progress=tick,
             **{name: getattr(args, name) for name in ("rule", "thetas", "temperatures", "max_new_tokens")},
             **{name: getattr(args, name) for name in ("batch_size", "seed", "chat")},
-            **{name: getattr(args, name) for name in ("allow_code_execution", "allow_unconfined_code")},
         )
     print(tuned.markdown(made), file=out, end="")
     say(f"rows and tables are in {args.output}")

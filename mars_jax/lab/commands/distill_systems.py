@@ -20,7 +20,7 @@ from mars_jax.core.rule import LoadedRule
 from mars_jax.drafters import LoadedDrafter, language_model
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.lab.evaluate.scoring.scores import score
-from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.training import data, diversed_training, slim, sprinter_training
@@ -28,7 +28,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.serve.generation import generate
 
 LEFT_OUT, EVALUATIONS, UPDATES = 0.45, 128, 40
-CHAIN, ROLLOUTS, ANSWER_TOKENS, TRAINING_PROBLEMS = 5, 48, 128, 4096
+CHAIN, ROLLOUTS, ANSWER_TOKENS = 5, 48, 128
 _HELD_OUT = 8  # of so many batches the last one is
 
 
@@ -179,13 +179,7 @@ def rewarded(task: str | None) -> list[Problem]:
     """
     name, _, path = (task or "arithmetic").partition("=")
     if name == "arithmetic" and not path:
-        made = arithmetic.generate(TRAINING_PROBLEMS, split="train")
-        return [
-            Problem(
-                task=name, id=str(i), turns=(p.question,), metric="final_answer", references=(str(p.result),)
-            )
-            for i, p in enumerate(made)
-        ]
+        return read_arithmetic("train")
     problems = read(name, path or None, chat=True)
     metrics = ("final_answer", "last_number", "rouge_l")
     if any(p.metric not in metrics for p in problems):

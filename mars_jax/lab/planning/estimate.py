@@ -1,8 +1,8 @@
 """Estimates of a step's time on a TPU, from counted bytes and a table of measured overheads.
 
 `overheads.json` lists for each generation what a step takes beyond the bytes that it has to read: launches,
-collectives, and computation that is slower than its bytes. `python -m scripts.tpu_schedule --overheads` measures them on
-the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
+collectives, and computation that is slower than its bytes. `python -m scripts.tpu_schedule --overheads` measures them
+on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
 """
 
 from __future__ import annotations

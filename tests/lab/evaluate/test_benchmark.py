@@ -17,7 +17,7 @@ from mars_jax.lab.commands.benchmark import main, parse, parser
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots, report, table
 from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT
-from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim
 from mars_jax.lab.pictures import style
 from mars_jax.serve.journal import Lock
@@ -281,25 +281,24 @@ def test_notes_say_what_the_figures_do_not(finished):
     settings = finished.summary["settings"] | {"batch_size": 1, "chat": False}
     told = Problem(task="mt_bench", id="0", turns=("One?", "Two?"))
     bare = Problem(task="humaneval", id="0", turns=("Complete it.",))
-    coded = Problem(task="mbpp", id="0", turns=("Write it.",), metric="pass@1", code=Code("", "", ""))
-    notes = report.notes(settings, [told, bare, coded])
+    notes = report.notes(settings, [told, bare])
     notes += report.notes_of_rows([{"finish_reason": "context"}])
     words = (
         "Follow-up turns were left out",
-        "programs were not run",
         "has no tests",
         "In 1 rows a follow-up turn",
     )
-    assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
-    allowed = settings | {"chat": True, "allow_code_execution": True}
-    assert report.notes(allowed, [told, coded]) == report.notes_of_rows([{"finish_reason": "stop"}]) == []
+    assert len(notes) == 3 and all(word in note for word, note in zip(words, notes, strict=True))
+    assert (
+        report.notes(settings | {"chat": True}, [told])
+        == report.notes_of_rows([{"finish_reason": "stop"}])
+        == []
+    )
     rows = [{"finish_reason": "stop", "date": f"2026-11-2{day}T01:00", "commit": "a"} for day in (4, 4, 5)]
     [days] = report.notes_of_rows(rows)
     assert days.startswith(
         "The rows were decoded on 2 days (2026-11-24, 2026-11-25): arms that were timed apart"
     )
-    hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded])
-    assert len(hooked) == 1 and "audit hook alone" in hooked[0]
 
 
 # Killed and run again.
@@ -500,11 +499,6 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         (["--task", "arithmetic"], "--task names a task twice"),
         (["--task", "chess=x"], "there is no task 'chess'"),
         (["--margin", "width"], "--margin is width: expected one of ratio, gap"),
-        (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
-        (
-            ["--allow-unconfined-code"],
-            "--allow-unconfined-code does not apply without --allow-code-execution",
-        ),
         (["--chat"], "has no chat template: leave --chat out"),
         (["--surprise"], "unrecognized arguments: --surprise"),
     ],

@@ -396,7 +396,6 @@ def test_trees_are_told_apart(theta_file):
             ["--thetas", "0.5", "0.9"],
             "--thetas are not in order: give finite numbers from strict to loose, falling",
         ),
-        (["--allow-unconfined-code", "--bound", "0.9"], "does not apply without --allow-code-execution"),
         (["--verify", "exact"], "--verify exact has no theta to calibrate"),
         (
             ["--thetas", "1.5"],

@@ -1,22 +1,21 @@
-"""Times of a model of 8 billion weights on this device: steps, a prompt and a batch, beside a copy and a product.
+"""Times of a model with 8 billion weights on this device: steps, a batch and a prompt, next to a copy and a product.
 
-Weights and caches are drawn at random, and how much of a draft is accepted by chance, with a tau that was published.
-So nothing is read from disk, the times are those of a real model, and the text means nothing. B batch.
+Weights and caches are random, and acceptance is simulated at a published tau. So nothing is read from disk, the times
+are those of a real model, and the text is meaningless. B batch.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mars_jax import contrib
 from mars_jax.core import decode
@@ -24,7 +23,6 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.given import begun
 from mars_jax.core.rule import Rule, for_rows
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.lab.commands.check.timing import looped, taken
 from mars_jax.lab.planning.fit import draft_of, step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
@@ -37,16 +35,16 @@ from mars_jax.specs import BITS
 
 TARGET = "llama-3.1-8b"
 GIB = 2**30
-KEPT = ((24 * GIB, "bfloat16"), (12 * GIB, "int4"))
-"""From how much memory of a device on weights are kept so."""
+DTYPES = ((24 * GIB, "bfloat16"), (12 * GIB, "int4"))
+"""(least memory of a device in bytes, dtype of the weights)"""
 ROWS = ((56 * GIB, 32), (12 * GIB, 8))
-"""The same for the rows of a batch."""
+"""(least memory of a device in bytes, rows of the batch)"""
 CONTEXT = 4096
 STEPS, ROUNDS = 16, 3
 PEAK = 8.0
-"""Nats."""
+"""Standard deviation of the random head's logits, in nats."""
 COPIED, SIDE = GIB, 8192
-"""Bytes that are copied, and the side of the matrices that are multiplied."""
+"""Bytes of the copied array, and side of the multiplied matrices."""
 
 
 class Arm(NamedTuple):
@@ -140,16 +138,16 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 
 
 def check_large(tick: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Times of `TARGET` on the device that is there, as `measured` gives them, or why there are none."""
+    """Return the times of `TARGET` on this device as `measure` returns them, or why there are none."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    dtype = next((dtype for least, dtype in KEPT if memory >= least), None)
+    dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
     if jax.default_backend() == "cpu" or dtype is None:
-        return {"missing": f"an accelerator with {KEPT[-1][0] // GIB} GiB of memory is needed"}
-    many = next(rows for least, rows in ROWS if memory >= least)
-    return {"target": TARGET} | measured(CONFIGS[TARGET], dtype, rows=many, context=CONTEXT, tick=tick)
+        return {"missing": f"an accelerator with {DTYPES[-1][0] // GIB} GiB of memory is needed"}
+    rows = next(rows for least, rows in ROWS if memory >= least)
+    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=rows, context=CONTEXT, tick=tick)
 
 
-def measured(
+def measure(
     config: ModelConfig,
     dtype: str,
     *,
@@ -157,14 +155,14 @@ def measured(
     context: int,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Milliseconds of steps, of one row and of many, and of a prompt.
+    """Return milliseconds of steps with one row and with many, and of a prompt.
 
     Args:
       config: of the target.
-      dtype: of its weights, as `specs.DTYPES` has them; the EAGLE-3 head of its size is not kept in fewer bits.
+      dtype: of the target's weights, one of `specs.DTYPES`; the EAGLE-3 head of its size stays wide.
       rows: B of the batch.
-      context: tokens of each text before its first step, and of the prompt.
-      tick: told what is being done.
+      context: tokens of each row before its first step, and of the prompt.
+      tick: called with the name of each part before it runs.
     """
     tick("weights")
     pair = random_pair(config, dtype, context)
@@ -175,45 +173,73 @@ def measured(
         "copy_bytes_per_second": copy_rate(COPIED),
         "product_flops": product_rate(SIDE),
     }
-    # Compile in parallel, except on a GPU, where XLA times kernels while it compiles. Measure when all are compiled.
-    with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else os.cpu_count()) as pool:
-        tick("compiling")
-        began = time.perf_counter()
-        lowered, prompts = pair.prompt()
-        prefill = pool.submit(lowered.compile)
-        programs = []
-        for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows)):
-            program = pair.steps(arm, batch)
-            programs.append((arm, batch, program, pool.submit(program.lowered.compile)))
-    report["compile_seconds"] = round(time.perf_counter() - began, 1)
     tick("a prompt")
+    lowered, prompts = pair.prompt()
     report["prompt"] = {"tokens": context, "flops": 2 * pair.num_weights * context} | attempt(
-        lambda: prompt_times(prefill.result(), pair.plain, prompts)
+        lambda: prompt_times(lowered.compile(), pair.plain, prompts)
     )
     report["steps"] = []
-    for arm, batch, program, compiled in programs:
+    for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows)):
         tick(f"{arm.name}, {batch} rows")
+        program = pair.steps(arm, batch)
         row = {"arm": arm.name, "rows": batch, "bytes": program.bytes, "flops": program.flops}
-        report["steps"].append(row | attempt(functools.partial(_timed, program, compiled)))
+        report["steps"].append(
+            row | attempt(lambda program=program: step_times(program, program.lowered.compile()))
+        )
     return report
 
 
-def _timed(program: Program, compiled: Future[Any]) -> dict[str, Any]:
-    return step_times(program, compiled.result())
-
-
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Bytes of a context in caches of a slot for each token and more."""
+    """Return the bytes that a context fills in caches with one slot per token or more."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
+
+
+def failure(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:500]}"
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of `measure`, or why it failed, so that one program without memory does not end the report."""
     try:
         return measure()
-    except Exception as error:  # whatever a compiler or a driver raises belongs in the report
-        return {"failed": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"}
+    except Exception as error:  # compilers and drivers raise errors of many types
+        return {"failed": failure(error)}
+
+
+def seconds_of(call: Callable[[], Any], rounds: int) -> list[float]:
+    """Return the seconds of each of so many calls, after one that is not counted."""
+    seconds = []
+    for _ in range(1 + rounds):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], Any]:
+    """Return a function that calls `call(*operands)` so many times in one loop on the device.
+
+    One call from the host would take longer than a short operation.
+
+    >>> looped(lambda x: x + 1, 3, (jnp.ones(2),))().tolist()
+    [2.0, 2.0]
+    """
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(times: int, operands: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            # Without a barrier XLA would move the call out of the loop.
+            operands, _ = lax.optimization_barrier(carry)
+            return operands, call(*operands)
+
+        shapes = jax.eval_shape(call, *operands)
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.fori_loop(0, times, body, (operands, empty))[1]
+
+    return functools.partial(run, times, operands)
 
 
 def step_times(program: Program, compiled: Any) -> dict[str, Any]:
@@ -233,25 +259,27 @@ def step_times(program: Program, compiled: Any) -> dict[str, Any]:
 
 def prompt_times(compiled: Any, params: Params, prompts: Prompts) -> dict[str, Any]:
     """Time a prefill in `ROUNDS` calls, after one that is not counted."""
-    times = [1e3 * seconds for seconds in taken(lambda: compiled(params, prompts), ROUNDS)]
+    times = [1e3 * seconds for seconds in seconds_of(lambda: compiled(params, prompts), ROUNDS)]
     return {"milliseconds": statistics.median(times), "all": times}
 
 
 def copy_rate(size: int, times: int = 16) -> float:
-    """Bytes a second that an array of so many bytes is read and written with."""
+    """Return the bytes per second with which an array of so many bytes is read and written."""
     call = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
-    return 2 * size * times / min(taken(call, ROUNDS))
+    return 2 * size * times / min(seconds_of(call, ROUNDS))
 
 
 def product_rate(side: int, times: int = 8) -> float:
-    """Floating-point operations a second of a product of bfloat16 matrices of so many rows and columns."""
+    """Return the floating-point operations per second of a product of square bfloat16 matrices."""
     operands = tuple(jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
-    return 2 * side**3 * times / min(taken(looped(jnp.matmul, times, operands), ROUNDS))
+    return 2 * side**3 * times / min(seconds_of(looped(jnp.matmul, times, operands), ROUNDS))
 
 
 def drawn(shapes: PyTree) -> PyTree:
-    """Arrays of these shapes: numbers about 0 of a size that weights have, ones for what is a scale of a norm, whole
-    numbers of all their bits, and ids in order."""
+    """Return random arrays of these shapes: floats as small as weights, and integers with random bits.
+
+    Vectors of floats are ones, since they scale norms. Vectors of integers are ids in order.
+    """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])
 

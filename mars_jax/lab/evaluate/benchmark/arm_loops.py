@@ -21,7 +21,7 @@ from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row, place_of
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of, make_arms, margin_of, other_margin
 from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, STEPS, Match, match
-from mars_jax.lab.evaluate.scoring import sandbox, scores
+from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
 from mars_jax.lab.ticking import Progress, Speed, Work
@@ -50,10 +50,6 @@ class Evaluation:
         self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
         self._made: dict[tuple[float, float | None], list[Arm]] = {}
         self._tasks = by_task(problems if part is None else problems[part.share()])
-        self._code = {
-            "run_code": settings["allow_code_execution"],
-            "unconfined": settings.get("confinement") == sandbox.HOOK,
-        }
         # Of all problems, so that seeds do not depend on the part.
         self._numbers = {
             (task, p.id): i for task, group in by_task(problems).items() for i, p in enumerate(group)
@@ -178,7 +174,7 @@ class Evaluation:
         return [
             make_row(problem, arm, temperature, seed, answer, scored, stops)
             for problem, seed, answer, scored in zip(
-                group, seeds, answers, scored(self._decoding, group, answers, **self._code), strict=True
+                group, seeds, answers, scored(self._decoding, group, answers), strict=True
             )
         ]
 
@@ -267,17 +263,16 @@ def turns_of(problems: Sequence[Problem], chat: bool) -> int:
 
 
 def scored(
-    decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer], **code: bool
+    decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer]
 ) -> list[list[float] | None]:
     """Scores of the last turn of each problem of a task, by its metric; a likelihood is of all turns.
 
     Args:
       decoding: that gave the answers.
       problems, answers: in the same order.
-      code: `run_code` and `unconfined`, as for `scores.score`.
     """
     if problems[0].metric != "likelihood":
-        return [scores.score(p, a.texts[-1], **code) for p, a in zip(problems, answers, strict=True)]
+        return [scores.score(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
     target, chat = decoding.session.target, decoding.chat
     turns = [
         (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)

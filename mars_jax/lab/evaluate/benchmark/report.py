@@ -11,7 +11,7 @@ from mars_jax.lab.evaluate.benchmark import page, plots, rehearsal, table
 from mars_jax.lab.evaluate.benchmark.arm_rows import Row, place_of
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.benchmark.match import Match
-from mars_jax.lab.evaluate.scoring import sandbox
+from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
 from mars_jax.serve.journal import write_whole
@@ -76,7 +76,7 @@ def summarize(
         "environment": {**environment, **latest(rows)},
         "date": max((row["date"] for row in rows if "date" in row), default=None),
         "days": _days(rows),
-        "notes": [*told, *notes_of_rows(rows)],
+        "notes": [*told, *notes_of_rows(rows), *_notes_of_programs(metrics, rows)],
         "tables": tables,
     }
 
@@ -106,15 +106,16 @@ def notes_of_rows(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def _notes_of_programs(metrics: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
+    unscored = any(metrics[row["task"]] == "pass@1" and row["score"] is None for row in rows)
+    return [UNSCORED] if unscored else []
+
+
 def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]:
     """Facts about settings and problems that a reader needs and that the figures do not show."""
     told = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
-    if any(p.metric == "pass@1" for p in problems) and not settings["allow_code_execution"]:
-        told.append("Generated programs were not run and so not scored: --allow-code-execution runs them.")
-    if settings.get("confinement") == sandbox.HOOK:
-        told.append("Generated programs ran under Python's audit hook alone, without walls.")
     if any(p.task == "humaneval" and p.code is None for p in problems):
         told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
     if settings["batch_size"] > 1:

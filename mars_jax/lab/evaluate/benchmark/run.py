@@ -20,7 +20,7 @@ from mars_jax.lab.evaluate.answers import GROUP, Decoding, check_problems
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, by_task
 from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT, MARS, default_thetas
-from mars_jax.lab.evaluate.scoring import sandbox, scores
+from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim, write_json
 from mars_jax.lab.pictures import style
@@ -47,8 +47,6 @@ def evaluate(
     batch_size: int = 1,
     seed: int = 0,
     chat: bool = False,
-    allow_code_execution: bool = False,
-    allow_unconfined_code: bool = False,
     refiner: Refiner | None = None,
     part: Part | None = None,
     names: Mapping[str, Any] | None = None,
@@ -77,8 +75,6 @@ def evaluate(
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.
       chat: put questions through the target's chat template, with all their turns.
-      allow_code_execution: run what the model writes, to score it, behind the walls of `scoring.sandbox`.
-      allow_unconfined_code: and without walls where this machine has none, with your rights.
       refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
         from there, and its tokens are the same.
       part: the share of the problems that is decoded, for `merging.merge`; it writes rows and summary alone. Controls
@@ -117,7 +113,7 @@ def evaluate(
         )
     for theta in thetas:
         rule.but(theta=theta)
-    scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
+    scores.check_metrics(problems)
     style.check_installed()
     check_problems(target, problems, chat=chat)
     folder = Path(output)
@@ -139,13 +135,6 @@ def evaluate(
         **({"group": GROUP} if batch_size > 1 else {}),
         "seed": seed,
         "chat": chat,
-        "allow_code_execution": allow_code_execution,
-        # What kept the programs may decide what passes; left out where none ran.
-        **(
-            {"confinement": sandbox.confinement(unconfined=allow_unconfined_code)}
-            if allow_code_execution
-            else {}
-        ),
         "problems": digest(repr(list(problems)).encode()),
         "weights": fingerprint((target.params, drafter.params), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
@@ -161,6 +150,9 @@ def evaluate(
             evaluation.decode(progress or (lambda what, done, of, left: None))
         finally:
             evaluation.file.close()
+        rows = evaluation.file.rows
+        if part is None:
+            rows = samples.with_results(folder, problems, rows)
         with activity.doing("figures and plots"):
             summary = report.summarize(
                 settings,
@@ -173,7 +165,7 @@ def evaluate(
                     for problem in (problems if part is None else problems[part.share()])
                 },
                 report.notes(settings, problems),
-                evaluation.file.rows,
+                rows,
                 lambda temperature, matched: [arm.legend() for arm in evaluation.arms(temperature, matched)],
             )
             if part is None:

@@ -1,6 +1,6 @@
 """The Python of the documents: block by block for the tests that run it, as files for pyright.
 
-python -m tests.pages FOLDER      writes a file for each page, whose lines have the numbers of the page's
+python -m tests.helpers.pages FOLDER      writes a file for each page, whose lines have the numbers of the page's
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -1,4 +1,4 @@
-"""The oracle of this folder: the same checkpoint in PyTorch transformers, eager attention, float32."""
+"""The same checkpoint in PyTorch transformers, with eager attention in float32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The words of the arithmetic problems: every phrase of a kind says the same, and any of them may be drawn.
 
-Phrases are lines with slots, which `arithmetic` fills. {who} holds the quantity and {other} is the second person, of
+Phrases are lines with slots, which `generator` fills. {who} holds the quantity and {other} is the second person, of
 the other gender, so that {he} is never ambiguous; {left} {k} and {eq} are the numbers and the equation; {things} is
 plural, while {noun} agrees with the result and {before} with {left}.
 """
@@ -21,11 +21,7 @@ class Kind(NamedTuple):
 
     @property
     def opens(self) -> bool:
-        """True where its telling is the start of the story. Source: ours. Raises: nothing.
-
-        >>> [kind.name for kind in KINDS if kind.opens]
-        ['groups', 'sell']
-        """
+        """Whether its telling starts the story."""
         return self.sign == "*" and not self.pair
 
 

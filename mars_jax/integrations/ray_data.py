@@ -1,0 +1,112 @@
+"""Generation in `ray.data`: many machines decode the rows of one dataset.
+
+Oracle: `generate` over all rows in one process (tests/integrations/test_ray_data.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mars_jax import drafters, generate, load
+from mars_jax import verify as rules
+from mars_jax.core.errors import MarsError
+from mars_jax.serve.prepare import AnyRule
+
+try:
+    import pyarrow
+except ImportError:
+    raise MarsError('the package ray is not installed: pip install "mars-jax[ray]".') from None
+
+
+class Generate:
+    """Stateful callable for `ray.data.Dataset.map_batches`: continues the prompts of a batch of rows.
+
+    Every actor loads the pair once. A row draws with its own `seed`, or with the base seed plus its `id`. So its tokens
+    do not depend on the batch, on the number of actors, or on a restart.
+
+    Args:
+      target: name or path of the target, as for `mars_jax.load`.
+      draft: spec of the drafter, as for `mars_jax.drafters.load`.
+      verify: the rule, such as `verify.mars(theta=0.9)`, or its name; default `verify.exact()`.
+      prompt: column of the prompts: texts, token ids, or conversations as for `mars_jax.generate`.
+      seed: base seed, for rows without one.
+      load_options: other arguments of `mars_jax.load`, such as `{"dtype": "int8"}`.
+      draft_options: other arguments of `mars_jax.drafters.load`, such as `{"num_draft_tokens": 5}`.
+      **settings: other arguments of `mars_jax.generate`, one value for all rows, such as `max_new_tokens`.
+
+    Raises:
+      MarsError: as `load` and `generate`, or the rows have no integer `id`.
+
+    >>> import ray  # doctest: +SKIP
+    >>> rows = ray.data.read_json("in.jsonl")  # doctest: +SKIP
+    >>> rows.map_batches(  # doctest: +SKIP
+    ...     Generate, fn_constructor_kwargs={"target": "tiny/target", "draft": "ngram"}, concurrency=4, batch_size=64
+    ... ).write_json("out")
+    """
+
+    def __init__(
+        self,
+        target: str,
+        draft: str = "none",
+        verify: AnyRule | str | None = None,
+        *,
+        prompt: str = "prompt",
+        seed: int = 0,
+        load_options: dict[str, Any] | None = None,
+        draft_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ):
+        self.target = load(target, **(load_options or {}))
+        self.rule = rules.load(verify, self.target) if isinstance(verify, str) else verify
+        self.drafter = drafters.load(draft, self.target, **(draft_options or {}))
+        self.prompt, self.seed, self.settings = prompt, seed, settings
+
+    def __call__(self, batch: Any) -> pyarrow.Table:
+        """Return the batch with the columns of its completions.
+
+        Args:
+          batch: `pyarrow.Table`, or columns by name.
+
+        Returns:
+          All columns of `batch`, and `text`, `tokens` (new token ids), `finish_reason`, and `tau` (tokens per step);
+          with `log_probs=True` also `log_probs`: natural logarithms under the target, one per new token.
+        """
+        if not isinstance(batch, pyarrow.Table):
+            batch = pyarrow.Table.from_pydict({name: list(column) for name, column in batch.items()})
+        completions = generate(
+            self.target,
+            self.drafter,
+            self._column(batch, self.prompt),
+            verify=self.rule,
+            seed=self._seeds(batch),
+            **self.settings,
+        ).completions
+        columns = {
+            "text": [completion.text for completion in completions],
+            "tokens": [completion.tokens for completion in completions],
+            "finish_reason": [completion.finish_reason for completion in completions],
+            "tau": [completion.metrics.tau for completion in completions],
+        }
+        if self.settings.get("log_probs"):
+            log_probs = (completion.log_probs for completion in completions)
+            columns["log_probs"] = [list(scores.log_prob) for scores in log_probs if scores is not None]
+        for name, values in columns.items():
+            batch = batch.append_column(name, pyarrow.array(values))
+        return batch
+
+    def _column(self, batch: pyarrow.Table, name: str) -> list[Any]:
+        if name not in batch.column_names:
+            raise MarsError(
+                f"the rows have no column '{name}', only {', '.join(batch.column_names)}: add it."
+            )
+        return batch[name].to_pylist()
+
+    def _seeds(self, batch: pyarrow.Table) -> list[int]:
+        if "seed" in batch.column_names:
+            return batch["seed"].to_pylist()
+        ids = self._column(batch, "id")
+        if not all(isinstance(number, int) for number in ids):
+            raise MarsError(
+                "the column 'id' holds other values than integers: number the rows, or add a column 'seed'."
+            )
+        return [(self.seed + number) % 2**32 for number in ids]

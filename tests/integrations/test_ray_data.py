@@ -1,0 +1,114 @@
+"""`ray.data` over several actors gives the rows of one process, also if an actor dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+
+import mars_jax
+from mars_jax import verify
+from mars_jax.core.errors import MarsError
+
+ray_data = pytest.importorskip("mars_jax.integrations.ray_data")
+
+PROMPTS = ["Once upon a time", "The cat", "Lily wanted to", "One day, a boy", "The old dog", "There was a"]
+SETTINGS = {"temperature": 1.0, "max_new_tokens": 12, "log_probs": True}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = mars_jax.load("tiny/target", dtype="float32")
+    return target, ray_data.Generate(
+        "tiny/target", "ngram", load_options={"dtype": "float32"}, seed=7, **SETTINGS
+    )
+
+
+@pytest.mark.slow
+def test_a_row_draws_with_the_base_seed_plus_its_id(pair):
+    target, decode = pair
+    rows = decode({"id": np.array([3, 1]), "prompt": np.array(PROMPTS[:2])}).to_pylist()
+    expected = mars_jax.generate(target, "ngram", PROMPTS[:2], seed=[10, 8], **SETTINGS).completions
+    assert [row["tokens"] for row in rows] == [completion.tokens for completion in expected]
+    assert [row["text"] for row in rows] == [completion.text for completion in expected]
+    assert [row["tau"] for row in rows] == [completion.metrics.tau for completion in expected]
+    assert rows[0]["log_probs"] == pytest.approx(expected[0].log_probs.log_prob, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_seed_of_a_row_replaces_its_id(pair):
+    _, decode = pair
+    by_id = decode(pyarrow.table({"id": [0], "prompt": PROMPTS[:1]}))
+    by_seed = decode(pyarrow.table({"seed": [7], "prompt": PROMPTS[:1]}))
+    assert by_id["tokens"] == by_seed["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"prompt": ["a"]}, "no column 'id', only prompt"),
+        ({"id": ["a"], "prompt": ["a"]}, "values other than integers"),
+        ({"id": [1]}, "no column 'prompt', only id"),
+    ],
+)
+def test_rows_without_a_needed_column_are_refused(columns, message):
+    decode = ray_data.Generate.__new__(ray_data.Generate)
+    decode.prompt, decode.seed, decode.settings, decode.rule = "prompt", 0, {}, None
+    decode.target = decode.drafter = None
+    with pytest.raises(MarsError, match=message):
+        decode(pyarrow.table(columns))
+
+
+class Mortal(ray_data.Generate):
+    """A `Generate` of which one actor is killed after its first batch."""
+
+    def __init__(self, marker: str, *args, **settings):
+        super().__init__(*args, **settings)
+        self.marker = Path(marker)
+
+    def __call__(self, batch):
+        result = super().__call__(batch)
+        with contextlib.suppress(FileExistsError):
+            self.marker.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_four_actors_give_the_rows_of_one_process_though_one_is_killed(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    )
+    prompts = PROMPTS * 4
+    rule = verify.mars(theta=0.8)
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    try:
+        rows = ray.data.from_items([{"id": i, "prompt": text} for i, text in enumerate(prompts)])
+        arguments = {
+            "marker": str(tmp_path / "killed"),
+            "target": "tiny/target",
+            "draft": "ngram",
+            "verify": rule,
+        }
+        arguments |= {"load_options": {"dtype": "float32"}, "seed": 7, **SETTINGS}
+        done = rows.map_batches(
+            Mortal, fn_constructor_kwargs=arguments, concurrency=4, batch_size=3
+        ).take_all()
+    finally:
+        ray.shutdown()
+    assert (tmp_path / "killed").exists()
+    done.sort(key=lambda row: row["id"])
+    target = mars_jax.load("tiny/target", dtype="float32")
+    result = mars_jax.generate(target, "ngram", prompts, verify=rule, seed=7, **SETTINGS)
+    assert [list(row["tokens"]) for row in done] == result.tokens
+    assert [row["text"] for row in done] == result.text
+    assert [row["finish_reason"] for row in done] == [one.finish_reason for one in result.completions]
+    for row, one in zip(done, result.completions, strict=True):
+        np.testing.assert_allclose(row["log_probs"], one.log_probs.log_prob, atol=1e-5)
