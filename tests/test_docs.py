@@ -192,7 +192,6 @@ def test_the_glossary_has_twelve_terms_that_the_main_pages_link_to():
 @pytest.mark.parametrize(
     ("command", "picture", "word"),
     [
-        (("tpu_cost.py", "--picture", "--pictures"), "tpu_cost.svg", "target/attention"),
         (("cost_picture.py", "--folder"), "rule_cost.svg", "mars over rejection"),
     ],
 )
