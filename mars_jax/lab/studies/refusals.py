@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import verify
+from mars_jax.contrib.teaching import read
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import by_rows, size_of
 from mars_jax.core.rule import LoadedRule, facts, for_rows
 from mars_jax.core.tree import chain
 from mars_jax.core.types import LanguageModel
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.training.objectives import read
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.likelihood import POSITIONS, ROWS, batches
 

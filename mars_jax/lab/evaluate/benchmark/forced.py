@@ -21,6 +21,7 @@ from jax import Array
 
 from mars_jax import hub, specs
 from mars_jax.contrib.drafters.replay import load_replay
+from mars_jax.contrib.teaching import read
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.evidence import node_stats
@@ -31,8 +32,7 @@ from mars_jax.drafters.by_name import check_finite
 from mars_jax.drafters.ngram import load_ngram
 from mars_jax.drafters.shared_tokens import shared_tokens, translated
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.training.head_training import drafted_ahead, entries
-from mars_jax.lab.training.objectives import read
+from mars_jax.lab.training.eagle_training import drafted_ahead, entries
 from mars_jax.models.heads import widen
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.likelihood import POSITIONS, ROWS, batches
