@@ -122,18 +122,14 @@ def start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndar
             divergence=loss,
             seed=args.seed,
         )
-    steps = args.steps_ahead or 5
-    if first is not None:
-        return eagle_training.trained_eagle3(
-            target.config, first.config, first.params, steps=steps, divergence=loss
-        )
     return eagle_training.new_eagle3(
         target.config,
         target.params,
         ids=ids,
         layers=layers_of(args.feature_layers),
         intermediate_size=args.intermediate_size,
-        steps=steps,
+        trained=first,
+        steps=args.steps_ahead or 5,
         divergence=loss,
         seed=args.seed,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,9 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _distill(args: argparse.Namespace, work: Path) -> None:
+    for package in ("grain", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise MarsError(f'distill needs the package {package}: pip install "mars-jax[train]".')
     # Refuse wrong arguments before the models load.
     if args.loss is not None:
         divergence(args.loss)

@@ -8,7 +8,7 @@ hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -289,56 +289,46 @@ def new_eagle3(
     ids: np.ndarray | None = None,
     layers: Sequence[int] | None = None,
     intermediate_size: int | None = None,
+    trained: tuple[EagleConfig, PyTree] | None = None,
     steps: int = 5,
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Make an EAGLE-3 head that starts from its target; see `from_target`.
+    """Make an apprentice of an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
 
     Args:
       target, params: the model and its weights.
       ids: i32[W]; tokens of the draft vocabulary, default: all.
       layers: see `feature_layers`.
       intermediate_size: of the head's MLP, default: the target's.
+      trained: a head as `hub.load_eagle` returns it, which has its own `ids`, `layers` and `intermediate_size`.
       steps, divergence: see `eagle3`.
       seed: of the random weights.
     """
-    config = EagleConfig(
-        version=3,
-        layer=layers_like(target, intermediate_size),
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size if ids is None else len(ids),
-        feature_layers=tuple(feature_layers(target) if layers is None else layers),
-    )
-    vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
-    init = functools.partial(from_target, config, target, params, vocabulary, seed)
-    return _eagle3(target, config, init, vocabulary, steps, divergence)
-
-
-def trained_eagle3(
-    target: ModelConfig, config: EagleConfig, params: PyTree, *, steps: int = 5, divergence: Divergence
-) -> Apprentice:
-    """Continue with a trained EAGLE-3 head, given by `config` and `params` of `hub.load_eagle`; see `new_eagle3`."""
+    if trained is not None:
+        config, head_params = trained
+        vocabulary = head_params.get("ids")
+    else:
+        config = EagleConfig(
+            version=3,
+            layer=layers_like(target, intermediate_size),
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=target.vocab_size if ids is None else len(ids),
+            feature_layers=tuple(feature_layers(target) if layers is None else layers),
+        )
+        vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
+        head_params = None
 
     def init() -> PyTree:
+        if head_params is None:
+            return from_target(config, target, params, vocabulary, seed)
         # Copies, because the optimizer overwrites them.
-        trained = {name: part for name, part in params.items() if name != "ids"}
-        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
+        weights = {name: part for name, part in head_params.items() if name != "ids"}
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
 
-    return _eagle3(target, config, init, params.get("ids"), steps, divergence)
-
-
-def _eagle3(
-    target: ModelConfig,
-    config: EagleConfig,
-    init: Callable[[], PyTree],
-    ids: Array | None,
-    steps: int,
-    divergence: Divergence,
-) -> Apprentice:
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
-    loss = eagle3(config, model, ids=ids, steps=steps, divergence=divergence)
-    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(steps), ids=ids)
+    loss = eagle3(config, model, ids=vocabulary, steps=steps, divergence=divergence)
+    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(steps), ids=vocabulary)
 
 
 def new_eagle1(
