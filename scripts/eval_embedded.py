@@ -22,12 +22,13 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import mars_jax as mj
 from mars_jax import assets
+from mars_jax.contrib.teaching import predict
 from mars_jax.lab.evaluate.tasks import arithmetic
 from mars_jax.lab.training.data import documents
-from mars_jax.lab.training.objectives import cross_entropy, predict
 
 CHAIN = 5
 PROMPT_TOKENS, NEW_TOKENS = 24, 160  # of a story
@@ -53,7 +54,8 @@ def bits_per_byte(pretrained: mj.Pretrained, texts: Sequence[str], *, rows: int 
 
     @jax.jit
     def losses(params, tokens, segments):
-        return cross_entropy(predict(pretrained.model, params, tokens[:, :-1], segments), tokens[:, 1:])
+        logits = predict(pretrained.model, params, tokens[:, :-1], segments)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
     inside = end = 0.0
     order = sorted(range(len(pieces)), key=lambda i: len(pieces[i]))

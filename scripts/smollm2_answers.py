@@ -28,7 +28,7 @@ import torch
 
 import mars_jax as mj
 from mars_jax.lab.folder import claim
-from mars_jax.lab.training import data, features, head_training
+from mars_jax.lab.training import data, eagle_training, features
 from mars_jax.lab.training.features import TOP, Recorded
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.fingerprint import digest, fingerprint
@@ -222,7 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     low, target = (mj.load("smollm2", dtype=dtype) for dtype in ("bfloat16", "float32"))
-    layers = head_training.feature_layers(target.config)
+    layers = eagle_training.feature_layers(target.config)
     texts = [text for text in map(str.strip, data.documents(args.sources)) if len(text) < 500]
     writer = Writer(target, layers)
     if args.check:

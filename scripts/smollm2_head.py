@@ -6,7 +6,7 @@
     mars-jax distill features --target smollm2 --data prompts/texts.txt --length 512 --output features/texts
     for name in own sources; do
       mars-jax distill features --target smollm2 --data prompts/$name.txt --chat --temperatures 0,1 \\
-          --length 320 --shard 512 --output features/$name
+          --length 320 --output features/$name
     done
     mars-jax distill eagle3 --target smollm2 --features features/texts features/own features/sources \\
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
@@ -23,8 +23,7 @@ That made the first head, and answers of the target's own made what ships of it:
         --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
     python scripts/smollm2_head.py tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-`features` writes shard by shard, and `eagle3` begins every epoch with the shards that are there by then, so both can
-run at once; killed, each goes on with the same arguments. No prompt of an evaluation is among these: MT-Bench,
+After a kill, each command continues with the same arguments. No prompt of an evaluation is among these: MT-Bench,
 Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read.
 """
 

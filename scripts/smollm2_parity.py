@@ -30,7 +30,7 @@ from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.files import resolve
-from mars_jax.lab.training import head_training
+from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
 
 KINDS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
@@ -103,7 +103,7 @@ def in_float32(path: Path, made: Path) -> None:
 def arms(target: Any, head: str | None) -> dict[str, Any]:
     """The drafters. Without a head, one that was not trained: what it drafts is checked all the same."""
     if head is None:
-        made = head_training.new_eagle3(target.config, target.params, steps=1, divergence=forward_kl)
+        made = eagle_training.new_eagle3(target.config, target.params, steps=1, divergence=forward_kl)
         params = made.init()
         chain = LoadedDrafter(eagle(made.config, target.model, 4), params)
         tree = LoadedDrafter(eagle(made.config, target.model, tree=Dynamic(8, 4, 24)), params)

@@ -13,20 +13,23 @@ temporaries are then mapped in huge pages.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import common
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from mars_jax import hub
-from mars_jax.lab.training import data, distillation, head_training
-from mars_jax.lab.training.loop import fit
-from mars_jax.lab.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
-from mars_jax.lab.training.recipe import muon, plot
+from mars_jax.contrib.teaching import Batch, Training, predict
+from mars_jax.lab.training import data, distillation, eagle_training
+from mars_jax.lab.training.loop import fit, muon, plot
+from mars_jax.lab.training.objectives import divergence, forward_kl, total_variation
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 from scripts.arithmetic import generator
@@ -130,7 +133,7 @@ def _first(documents: list[str], characters: int) -> Iterator[str]:
         yield text
 
 
-def logits(config: ModelConfig, params: Any, batch: data.Batch) -> jax.Array:
+def logits(config: ModelConfig, params: Any, batch: Batch) -> jax.Array:
     """Computed in bfloat16 from float32 params."""
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     return predict(
@@ -138,18 +141,31 @@ def logits(config: ModelConfig, params: Any, batch: data.Batch) -> jax.Array:
     )
 
 
-def target_objective(params, batch: data.Batch):
-    return jnp.mean(cross_entropy(logits(TARGET, params, batch), batch.tokens[:, 1:])), {}
+def target_loss(params, batch: Batch, _):
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits(TARGET, params, batch), batch.tokens[:, 1:]
+    )
+    return jnp.mean(losses), {}
 
 
-def draft_objective(params, lesson: tuple[data.Batch, Any]):
-    """Half KL, which covers what the target may say, half total variation, which is what rejection costs."""
-    batch, teacher = lesson
+def draft_loss(params, batch: Batch, teacher):
+    """Half KL, which covers every token of the target, half total variation, which is the cost of rejection."""
     p = jax.lax.stop_gradient(logits(TARGET, teacher, batch))
     q = logits(DRAFT, params, batch)
     kl, tv = jnp.mean(forward_kl(p, q)), jnp.mean(total_variation(p, q))
     same = jnp.mean((jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)).astype(jnp.float32))
     return kl + tv, {"kl": kl, "total_variation": tv, "same_argmax": same}
+
+
+def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> grain.MapDataset:
+    """Batches of about `tokens` tokens, in rows of the lengths of `LENGTHS`, one length after the other."""
+    parts, first = [], 0
+    for share, length in zip(itertools.accumulate(LENGTHS.values()), LENGTHS, strict=True):
+        last = round(steps * share)
+        rows = data.batches(streams, rows=max(1, tokens // length), length=length, seed=seed)
+        parts.append(rows[first:last])
+        first = last
+    return grain.MapDataset.concatenate(parts)
 
 
 def initial(config: ModelConfig, seed: int):
@@ -221,30 +237,28 @@ def main() -> None:
         )
     del sources
 
-    def train(name, init, objective, shares, tokens, size, *, seed=args.seed, wrap=lambda batch: batch):
+    def train(name, init, loss, shares, tokens, size, *, seed=args.seed, teacher=()):
         steps = round(tokens / size)
         mixed = [streams[source]._replace(weight=share) for source, share in shares.items()]
-        batches = data.batches(mixed, steps=steps, tokens=size, lengths=LENGTHS, seed=seed)
-        params = fit(
-            objective,
-            muon(args.learning_rate, steps),
-            init,
-            lambda step: wrap(batches(step)),
+        training = Training(
+            init=init,
+            loss=loss,
+            batches=batches(mixed, steps, size, seed),
+            optimizer=muon(args.learning_rate, steps),
             steps=steps,
-            directory=args.work / name,
-            tokens_per_step=size,
-            description=name,
+            step_tokens=size,
         )
-        plot(args.work / name / "log.jsonl", args.work / name / "loss.png", {"loss": ("loss",)}, tokens=size)
+        params = fit(training, args.work / name, teacher=teacher, description=name)
+        plot(args.work / name, {"loss": ("loss",)}, tokens=size)
         return params
 
     first = functools.partial(initial, TARGET, args.seed)
-    target = train("target", first, target_objective, SHARES, args.target_tokens, TARGET_STEP)
+    target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
     again = functools.partial(jax.tree.map, jnp.array, target)
     target = train(
         "refine",
         again,
-        target_objective,
+        target_loss,
         REFINE_SHARES,
         args.refine_tokens,
         TARGET_STEP,
@@ -256,21 +270,21 @@ def main() -> None:
     draft = train(
         "draft",
         taught,
-        draft_objective,
+        draft_loss,
         SHARES,
         args.draft_tokens,
         DRAFT_STEP,
-        wrap=lambda batch: (batch, teacher),
+        teacher=teacher,
     )
     export(args, "draft", DRAFT, draft)
 
     if not args.eagle3_tokens:
         return
     mixed = [streams[source]._replace(weight=share) for source, share in SHARES.items()]
-    apprentice = head_training.new_eagle3(
+    apprentice = eagle_training.new_eagle3(
         TARGET,
         target,
-        ids=distillation.draft_vocabulary(mixed, EAGLE3_VOCAB, VOCAB, TARGET.eos_token_ids),
+        ids=data.draft_vocabulary(mixed, EAGLE3_VOCAB, VOCAB, TARGET.eos_token_ids),
         layers=EAGLE3_LAYERS,
         intermediate_size=EAGLE3_MLP,
         steps=EAGLE3_STEPS,

@@ -235,12 +235,12 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
     from mars_jax.lab.commands.open_pair import open_study
-    from mars_jax.lab.commands.open_refiner import open_refiner
     from mars_jax.lab.evaluate import evaluate
     from mars_jax.lab.evaluate.benchmark import tables
     from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.evaluate.tasks.problems import Problem
     from mars_jax.lab.pictures import check_installed
+    from mars_jax.lab.training.online import open_refiner
 
     def check(problems: list[Problem]) -> None:
         scores.check_metrics(problems)

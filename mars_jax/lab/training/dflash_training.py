@@ -1,9 +1,9 @@
-"""Block drafters, as they begin and what they learn: masked blocks at many places of a text at once.
+"""Training of block drafters: masked blocks at many places of a text at once.
 
 Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the places of a block); DSpark
-(deepseek-ai/DeepSpec: the Markov head learns on the true tokens, the confidence head how much of the draft's
-distribution is the target's). B rows, L tokens of a row, A blocks of a row, K tokens of a block, D of them drafted, V
-vocabulary, W draft vocabulary. Oracle: the drafter itself, fed the same tokens (tests/lab/training/test_blocks.py).
+(deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's
+distribution with the target's). B rows, L tokens of a row, A blocks of a row, K tokens of a block, D of them drafted, V
+vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens (tests/lab/training/test_blocks.py).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jax import Array
 
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.teaching import Batch, Loss, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
-from mars_jax.lab.training.data import Batch
-from mars_jax.lab.training.head_training import feature_layers, from_target, teach
-from mars_jax.lab.training.loop import Apprentice, Objective, panels_of
+from mars_jax.lab.training.eagle_training import cast, feature_layers, from_target
+from mars_jax.lab.training.loop import Apprentice, panels_of
 from mars_jax.lab.training.objectives import Divergence, forward_kl, total_variation
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 
 SPACING = 8
-"""Tokens of a row for each block in it, unless told otherwise."""
+"""Tokens of a row per block, by default."""
 
 
 def decay_of(block_size: int) -> float:
-    """The published decay: place i weighs exp(-i / this), 7 of blocks of 16, 5 of 10 and 4 of 8 (DFlash, section 3.3).
+    """Return the published decay (DFlash, section 3.3): place i weighs exp(-i / decay).
 
     >>> decay_of(16), decay_of(8)
     (7.0, 4.0)
@@ -41,9 +41,9 @@ def decay_of(block_size: int) -> float:
 
 
 def anchors(tokens: Array, count: int) -> Array:
-    """Places of A blocks in each row, i32[B, A]: one in each of A equal parts, drawn again for every batch.
+    """Draw the places of A blocks in each row, i32[B, A]: one in each of A equal parts.
 
-    They are a function of the tokens i32[B, L], so that a run that was killed continues bit for bit.
+    They are a function of the tokens i32[B, L], so that a killed run continues bit for bit.
     """
     rows, length = tokens.shape
     key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
@@ -62,38 +62,36 @@ def dflash(
     divergence: Divergence = forward_kl,
     confidence_weight: float = 1.0,
     dtype: Any = "bfloat16",
-) -> Objective:
-    """Every place of a block learns the target's distribution there, which saw the true tokens of the block before it.
+) -> Loss:
+    """Return the loss of a head: a place of a block learns the target's distribution after the true tokens before it.
 
     Args:
       config: of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
-      ids: i32[W]; the target tokens of the draft vocabulary, where it is smaller.
-      blocks: A; default: one for each `SPACING` tokens of a row.
-      decay: place i of those drafted weighs exp(-i / decay); default: `decay_of`.
+      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller.
+      blocks: A; default: one per `SPACING` tokens of a row.
+      decay: drafted place i weighs exp(-i / decay); default: `decay_of`.
       divergence: of the head's distribution from the target's.
-      confidence_weight: of the confidence head's cross-entropy, where there is one.
+      confidence_weight: of the confidence head's cross-entropy, if there is one.
       dtype: of the computation.
     """
     fade = decay_of(config.block_size) if decay is None else decay
 
-    def objective(params: PyTree, lesson: tuple[Batch, PyTree]) -> tuple[Array, dict[str, Array]]:
-        batch, teacher = lesson
-        said = teach(target, teacher, batch)
+    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+        lesson = teach(target, teacher, batch)
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
         places = anchors(tokens, blocks or max(1, tokens.shape[1] // SPACING))
-        low = jax.tree.map(lambda x: x.astype(dtype), params)
-        both = Params(target=teacher, draft=low | ({} if ids is None else {"ids": ids}))
-        hidden = block_hidden(config, target, both, said.output, tokens, segments, places)
+        both = Params(target=teacher, draft=cast(params, dtype) | ({} if ids is None else {"ids": ids}))
+        hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
 
-        # What place i of those drafted learns is what the target says after the token `after[..., i]`.
+        # Drafted place i learns the target's distribution after token `after[..., i]`.
         length = tokens.shape[1]
         after = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
         inside = jnp.minimum(after, length - 1)
         one_document = jnp.take_along_axis(segments[:, None], inside, axis=2)
         valid = (after < length) & (one_document == jnp.take_along_axis(segments, places, axis=1)[..., None])
         before = jnp.take_along_axis(tokens[:, None], inside, axis=2)
-        wanted = jax.vmap(lambda z, at: z[at])(said.logits, inside)  # [B, A, D, V]
+        wanted = jax.vmap(lambda z, at: z[at])(lesson.logits, inside)  # [B, A, D, V]
         choice = jnp.argmax(wanted, axis=-1)
         labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
 
@@ -121,7 +119,7 @@ def dflash(
             figures["confidence"] = doubt
         return total, figures
 
-    return objective
+    return loss
 
 
 def block_hidden(
@@ -133,9 +131,9 @@ def block_hidden(
     segments: Array,
     places: Array,
 ) -> Array:
-    """Hidden states [B, A, D, E] of the drafted places of blocks that begin at `places`, by the functions that draft.
+    """Return hidden states [B, A, D, E] of the drafted places of blocks that begin at `places`.
 
-    A block sees the context of the tokens before it in its own document, and itself.
+    They are computed by the functions that draft. A block attends to the earlier tokens of its document and to itself.
 
     Args:
       config, target, params: of the head and its target.
@@ -174,13 +172,13 @@ def block_hidden(
 
 
 def _means(values: Array, valid: Array) -> Array:
-    """f32[D]: means over the blocks, of those that are valid."""
+    """Return f32[D]: means over the valid blocks."""
     total = jnp.sum(jnp.where(valid, values, 0.0), axis=(0, 1))
     return total / jnp.maximum(jnp.sum(valid, axis=(0, 1), dtype=jnp.float32), 1.0)
 
 
 def block_layers(target: ModelConfig, count: int = 5) -> tuple[int, ...]:
-    """The layers whose outputs a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
+    """Return the layers that a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -206,14 +204,14 @@ def new_dflash(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """A DFlash head, begun from its target; see `head_training.from_target`.
+    """Make a DFlash head that starts from its target; see `eagle_training.from_target`.
 
     Args:
-      target, params, ids, seed: as for `head_training.new_eagle3`.
+      target, params, ids, seed: as for `eagle_training.new_eagle3`.
       layers: of the target, default: `block_layers`.
       depth: layers of the head.
       block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
-      mask_token: default: the token that begins a text, or ends one.
+      mask_token: default: the token that begins or ends a text.
       intermediate_size: of the layers' MLPs, default: the target's.
       divergence: see `dflash`.
     """
@@ -235,15 +233,15 @@ def new_dflash(
         confidence_bias=confidence,
         confidence_markov=confidence and markov_rank > 0,
     )
-    chosen = None if ids is None else jnp.asarray(ids, jnp.int32)
+    vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
 
     def init() -> PyTree:
-        made = from_target(config, target, params, chosen, seed)
-        if markov_rank:  # it begins as no correction at all
-            made["markov_out"] = jnp.zeros_like(made["markov_out"])
-        return made
+        first = from_target(config, target, params, vocabulary, seed)
+        if markov_rank:
+            # The correction starts at zero.
+            first["markov_out"] = jnp.zeros_like(first["markov_out"])
+        return first
 
     model = language_model(target, dtype="bfloat16", feature_layers=layers)
-    objective = dflash(config, model, ids=chosen, divergence=divergence)
-    panels = panels_of(config.drafts)
-    return Apprentice(config=config, init=init, objective=objective, panels=panels, ids=chosen)
+    loss = dflash(config, model, ids=vocabulary, divergence=divergence)
+    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(config.drafts), ids=vocabulary)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mars_jax.contrib.drafters import sprinter_training, via_sd_training
+from mars_jax.contrib.teaching import Batch, predict, read
 from mars_jax.core.errors import MarsError
-from mars_jax.lab.training import slim, sprinter_training
-from mars_jax.lab.training.data import Batch
-from mars_jax.lab.training.objectives import forward_kl, predict, read
+from mars_jax.lab.training.loop import fit
+from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 
@@ -58,15 +59,15 @@ def test_the_classifier_learns_what_its_features_say(tmp_path):
     accepted = (hidden[:, 2] > 0.3).astype(np.float32)
     data = sprinter_training.Examples(hidden, accepted, np.ones(4096, bool))
     with jax.numpy_dtype_promotion("standard"):  # optax's counters
-        arrays = sprinter_training.train(data, tmp_path, learning_rate=2e-2)
-    found = sprinter_training.figures(data, arrays, 0.5)
+        params = fit(sprinter_training.training(data, learning_rate=2e-2), tmp_path)
+    found = sprinter_training.figures(data, params, 0.5)
     assert found["accepted"] > 0.97 and abs(found["trusted"] - accepted.mean()) < 0.03
 
 
 @pytest.mark.slow
 def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_path):
     log = tmp_path / "masks.jsonl"
-    best = slim.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log)
+    best = via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log)
     lines = log.read_text().splitlines()
     assert len(lines) == 6  # two of the four sublayers between the first layer and the last
     tokens, segments = jnp.asarray(BATCH.tokens[:, :-1]), jnp.asarray(BATCH.segments[:, :-1])
@@ -79,16 +80,16 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
     assert best.mask == min(divergences, key=divergences.__getitem__)
     assert abs(best.kl - divergences[best.mask]) < 1e-5
     log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')  # killed while it wrote
-    assert slim.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log).mask == best.mask
+    assert via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log).mask == best.mask
 
 
 def test_a_guided_search_stays_within_its_evaluations(tmp_path):
     log = tmp_path / "masks.jsonl"
-    found = slim.search(MODEL, PARAMS, [BATCH], left_out=0.25, evaluations=5, log=log)
+    found = via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, evaluations=5, log=log)
     assert len(log.read_text().splitlines()) <= 5
     assert sum(map(sum, found.mask)) == 6 and found.mask[0] == found.mask[-1] == (True, True)
 
 
 def test_more_than_lies_between_the_ends_is_refused():
     with pytest.raises(MarsError, match="5 of 8 sublayers are to be left out, and 4 lie between"):
-        slim.search(MODEL, PARAMS, [BATCH], left_out=0.6)
+        via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.6)

@@ -1,10 +1,10 @@
-"""Search VIA-SD's slim verifier: which sublayers of a target can be left out, for the least divergence from it.
+"""Search of VIA-SD's slim verifier: the sublayers of a target to leave out with the least divergence from it.
 
 L layers. Source: arXiv 2606.12243, section 3: about 45% of the sublayers (attention or MLP) are left out, the first and
-the last layer kept, the mask found by a random and then a guided search of the sum of KL(target, slim). Where there are
-no more masks than evaluations all are tried; else half are random, and half are the best one with two sublayers of its
-own exchanged, a kept one for one that is not.
-Oracle: the models without those sublayers, one by one, in tests/lab/training/test_systems.py.
+the last layer kept, the mask found by a random and then a guided search of the sum of KL(target, slim). If there are at
+most as many masks as evaluations, all are tried. Otherwise half are random, and half exchange one kept and one removed
+sublayer of the best mask.
+Oracle: the models without those sublayers, one by one, in tests/contrib/test_system_training.py.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
+from mars_jax.contrib.teaching import Batch, predict
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.lab.training.data import Batch
-from mars_jax.lab.training.objectives import forward_kl, predict
 
 Mask = tuple[tuple[bool, bool], ...]
-"""Two bools per layer: its attention is kept, and its MLP is."""
+"""(attention, MLP) of each layer: whether it is kept."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
-"""The weights through which a sublayer adds to the residual stream, and its place in a mask's pair."""
+"""Weights through which a sublayer adds to the residual stream, and its index in a mask's pair."""
 
 
 class Found(NamedTuple):
-    """A mask and what it costs."""
+    """A mask and its cost."""
 
     mask: Mask
     kl: float  # KL(target || slim) in nats a token
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 def leave_out(params: PyTree, mask: Array) -> PyTree:
-    """Params whose sublayers add nothing where mask f32[L, 2] is 0: one program for every mask.
+    """Return params whose sublayers add nothing if mask f32[L, 2] is 0, so that one program serves all masks.
 
     >>> params = {"layers": ({"o": jnp.ones((2, 2)), "down": jnp.ones((2, 2))},)}
     >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]
@@ -65,18 +65,18 @@ def search(
     seed: int = 0,
     log: str | os.PathLike[str] | None = None,
 ) -> Found:
-    """The mask with the least KL(target || slim) over the batches.
+    """Find the mask with the least KL(target || slim) over the batches.
 
     Args:
-      model, params: the target; a transformer of this library, its weights not in 8 bits.
+      model, params: the target; a transformer of this library, not in 8 bits.
       batches: text to compare on.
       left_out: share of all sublayers.
-      evaluations: masks to try at most.
+      evaluations: the most masks to try.
       seed: of the search.
-      log: a file that takes one line for each mask; a search that was stopped goes on from it.
+      log: a file with one line per mask, from which a killed search continues.
 
     Raises:
-      MarsError: weights in 8 bits, or more is to be left out than lies between the first and the last layer.
+      MarsError: weights in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
     """
     layers = len(params["layers"])
     places = [(i, j) for i in range(1, layers - 1) for j in range(2)]
@@ -97,12 +97,13 @@ def search(
         p = predict(model, params, tokens, segments)
         q = predict(model, leave_out(params, mask), tokens, segments)
         same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
-        return jnp.mean(forward_kl(p, q)), jnp.mean(same.astype(jnp.float32))
+        divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(q), jax.nn.log_softmax(p))
+        return jnp.mean(divergence), jnp.mean(same.astype(jnp.float32))
 
     def as_mask(out: frozenset[tuple[int, int]]) -> Mask:
         return tuple(((i, 0) not in out, (i, 1) not in out) for i in range(layers))
 
-    known = _read(log)
+    known = _logged(log)
 
     def tried(out: frozenset[tuple[int, int]]) -> Found:
         mask = as_mask(out)
@@ -136,8 +137,8 @@ def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[F
         yield found
 
 
-def _read(log: str | os.PathLike[str] | None) -> dict[Mask, Found]:
-    """The masks that were tried before; a line that a kill cut short is left out."""
+def _logged(log: str | os.PathLike[str] | None) -> dict[Mask, Found]:
+    """Read the masks that were tried before. A line that a kill cut short is skipped."""
     known: dict[Mask, Found] = {}
     if log is None or not Path(log).exists():
         return known
