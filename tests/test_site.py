@@ -16,23 +16,19 @@ import pytest
 import kernels_pallas
 from mars_jax import __version__
 from mars_jax.cli.commands import COMMANDS
+from scripts.tools import release_notes as notes
+from scripts.tools import site_pages as pages
 from tests.helpers.public_names import named, promised
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def pages(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("site_pages")
-
-
-def test_examples_run(pages):
+def test_examples_run():
     found = doctest.testmod(pages)
     assert found.attempted >= 3 and not found.failed
 
 
-def test_every_flag_of_every_command_is_on_the_page(pages):
+def test_every_flag_of_every_command_is_on_the_page():
     page = pages.flags_page()
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     assert list(sections) == [name for name in COMMANDS if name != "lm_eval"]
@@ -50,7 +46,7 @@ def test_every_flag_of_every_command_is_on_the_page(pages):
             assert len(loose) <= 5, one.prog
 
 
-def test_every_public_name_has_an_entry(pages):
+def test_every_public_name_has_an_entry():
     import mars_jax
     from mars_jax import contrib, drafters, verify
 
@@ -79,7 +75,7 @@ def at(home):
     return getattr(importlib.import_module(module), own)
 
 
-def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape(pages):
+def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape():
     counted = 0
     for name in (name for row in pages.api_names().values() for name in row):
         value, told = at(name.home), pages.fields(name.home)
@@ -96,7 +92,7 @@ def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape
     assert counted > 150
 
 
-def test_every_promised_function_says_what_it_returns(pages):
+def test_every_promised_function_says_what_it_returns():
     """By a part of its docstring, or by a class that has an entry."""
     entries = {name.home.rpartition(".")[2] for row in pages.api_names().values() for name in row}
     for full in promised():
@@ -108,7 +104,7 @@ def test_every_promised_function_says_what_it_returns(pages):
             )
 
 
-def test_every_page_has_its_place_and_is_written(pages, tmp_path):
+def test_every_page_has_its_place_and_is_written(tmp_path):
     pages.write(tmp_path)
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -117,22 +113,17 @@ def test_every_page_has_its_place_and_is_written(pages, tmp_path):
     assert "::: mars_jax.hub.load.load\n" in (tmp_path / "api" / "text.md").read_text(encoding="utf-8")
 
 
-def test_links_out_of_the_site_lead_into_the_repository(pages):
-    picture = "scripts/results/evidence/stories-chain/depth.png"
-    text = f"[a](../README.md#start) [b](../scripts/results) ![c](../{picture}) [d](rules.md)"
-    made = pages.on_site(text, "docs/faq.md", "https://x.org/y")
-    shown = "pictures/scripts-results-evidence-stories-chain-depth.png"
-    assert made.text == (
-        f"[a](index.md#start) [b](https://x.org/y/tree/main/scripts/results) ![c]({shown}) [d](rules.md)"
-    )
-    assert made.pictures == {shown: picture}
+def test_links_out_of_the_site_lead_into_the_repository():
+    text = "[a](../README.md#start) [b](../scripts/results) ![c](fair.svg) [d](rules.md)"
+    shown = "[a](index.md#start) [b](https://x.org/y/tree/main/scripts/results) ![c](fair.svg) [d](rules.md)"
+    assert pages.on_site(text, "docs/faq.md", "https://x.org/y") == shown
     code = "```sh\n[a](nowhere.md)\n```\n"
-    assert pages.on_site(code, "docs/faq.md", "").text == code
+    assert pages.on_site(code, "docs/faq.md", "") == code
     with pytest.raises(ValueError, match=r"docs/faq\.md links to nowhere\.md"):
         pages.on_site("[a](nowhere.md)", "docs/faq.md", "")
 
 
-def test_the_address_of_the_repository_has_one_place(pages, monkeypatch):
+def test_the_address_of_the_repository_has_one_place(monkeypatch):
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     told = (
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository", "")
@@ -168,9 +159,7 @@ def test_the_version_is_one():
     assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
 
 
-def test_the_notes_of_a_release_are_its_part_of_the_changelog(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    notes = importlib.import_module("release_notes")
+def test_the_notes_of_a_release_are_its_part_of_the_changelog():
     found = doctest.testmod(notes)
     assert found.attempted and not found.failed
     text = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\n- New.\n\n## 0.1.0 (2026-11-01)\n\n- Old.\n"

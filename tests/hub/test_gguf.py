@@ -269,7 +269,7 @@ class TestSmolLM2:
     def test_logits_and_greedy_tokens_are_those_of_transformers(self):
         """A ragged batch by autoregression, n-grams, and chains and trees of a head that was not trained.
 
-        `scripts/smollm2_parity.py` does it for a hundred.
+        `scripts/smollm2/parity.py` does it for a hundred.
         """
         torch = pytest.importorskip("torch")
         pytest.importorskip("accelerate")
