@@ -52,8 +52,7 @@ import jax
 from IPython.display import Image, display
 
 import mars_jax as mj
-from mars_jax.lab.pictures.palette import COLOURS
-from mars_jax.lab.pictures.style import picture
+from mars_jax.lab.pictures import COLOURS, picture
 
 TARGET = os.environ.get("TARGET", "tiny/target")
 TOKENS = os.environ.get("TOKENS", "200000")

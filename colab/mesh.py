@@ -118,4 +118,4 @@ print(f"{same} of {len(prompts)} texts are those of one device")
 #
 #     python -m mars_jax.generate --mesh data=2,model=4 --coordinator HOST:PORT --num-processes 2 --process-id 0 ...
 #
-# `benchmark`, `calibrate`, `compounding` and `lm_eval` take the same flags, and the first process writes.
+# `benchmark`, `calibrate` and `lm_eval` take the same flags, and the first process writes.

@@ -55,9 +55,9 @@ import jax
 from IPython.display import HTML, Image, display
 
 import mars_jax as mj
-from mars_jax.lab.evaluate.tasks import arithmetic
-from mars_jax.lab.pictures.palette import look
-from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
 PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # of the sweep below; more make its curves smoother
 print(
@@ -107,9 +107,9 @@ display(HTML((f"<b>{begun}</b>" + "".join(pieces)).replace("\n", "<br>")))
 # It solves word problems through its chat template; the result stands after `####`.
 
 # %%
-problem = next(iter(arithmetic.generate(1, split="eval")))
-print(problem.question, "\n")
-print(mj.generate(target, drafter, [problem.question], verify=mars, chat=True, max_new_tokens=128).text[0])
+[question] = read_arithmetic("eval", 1)[0].turns
+print(question, "\n")
+print(mj.generate(target, drafter, [question], verify=mars, chat=True, max_new_tokens=128).text[0])
 
 # %% [markdown]
 # ## A target from Hugging Face with its EAGLE-3 head
@@ -142,9 +142,9 @@ if RUN_LARGE:
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 
-problems = list(arithmetic.generate(PROBLEMS, split="eval"))
+problems = read_arithmetic("eval", PROBLEMS)
 ending = " End with the result after ####." if RUN_LARGE else ""
-questions = [p.question + ending for p in problems]
+questions = [p.turns[0] + ending for p in problems]
 ways = {
     "autoregressive": ("none", mj.verify.exact()),
     "exact": (drafter, mj.verify.exact()),
@@ -175,7 +175,12 @@ for _ in range(3):
         seconds[name].append(time.perf_counter() - began)
 
 speeds = {name: sorted(found[name].metrics.emitted / s for s in seconds[name]) for name in ways}
-right = {name: 100 * sum(map(arithmetic.is_correct, problems, found[name].text)) / PROBLEMS for name in ways}
+right = {
+    name: 100
+    * sum(score(p, text) == [1.0] for p, text in zip(problems, found[name].text, strict=True))
+    / PROBLEMS
+    for name in ways
+}
 for name, (low, middle, high) in speeds.items():
     m = found[name].metrics
     print(

@@ -92,6 +92,9 @@ print("recipe:", RECIPE)
 # controls. Then every rule at the draft length that is best for it, lossless rules too, since a longer draft is another
 # way to get more tokens per step (arXiv 2607.08690). If the runtime is lost, this cell goes on where it was. Expect 10
 # minutes on two cores, and about an hour for an 8B pair; the first line says what it takes at most.
+#
+# Programs that a model writes for HumanEval are not run here. They are in `samples-*.jsonl` below `OUTPUT`.
+# docs/commands.md shows how to score them in a container; after that, this cell fills in the scores.
 
 # %%
 flags = ["--recipe", RECIPE, "--problems", str(PROBLEMS), "--temperatures", "1", "--controls", "all", *mesh]
@@ -112,8 +115,7 @@ display(Markdown((OUTPUT / "recipe.md").read_text()))
 # %% [markdown]
 # ## Theta
 #
-# A lower theta accepts more. Points are decodes with 95% intervals over the problems; the line is replayed from the
-# target's own texts.
+# A lower theta accepts more. Whiskers are 95% intervals over the problems.
 
 # %%
 display(Image(OUTPUT / "paper" / "tau_theta.png"))
@@ -124,15 +126,6 @@ for table in summary["tables"]:
             low, high = arm["intervals"]["tau"]
             score = "not scored" if arm["score"] is None else f"score {100 * arm['score']:.1f}"
             print(f"{table['task']}: {arm['arm']:18} tau {arm['tau']:.2f} [{low:.2f}, {high:.2f}], {score}")
-
-# %% [markdown]
-# ## Refusals
-#
-# Where a draft is refused, how far apart are the target's two best tokens? MARS takes the runner-up on the right of
-# theta.
-
-# %%
-display(Image(OUTPUT / "paper" / "margins.png"))
 
 # %% [markdown]
 # ## Every rule at its own length

@@ -55,8 +55,7 @@ import optax
 from IPython.display import Image, display
 
 import mars_jax as mj
-from mars_jax.lab.pictures.palette import BLUE, VERMILLION
-from mars_jax.lab.pictures.style import picture
+from mars_jax.lab.pictures import BLUE, VERMILLION, picture
 from mars_jax.lab.training import online
 
 UPDATES = int(os.environ.get("UPDATES", "12"))

@@ -94,8 +94,7 @@ import jax
 from IPython.display import Image, display
 
 import mars_jax as mj
-from mars_jax.lab.pictures.palette import look
-from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
 print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
 target = mj.load(TARGET)

@@ -52,8 +52,7 @@ import jax.numpy as jnp
 from IPython.display import Image, display
 
 import mars_jax as mj
-from mars_jax.lab.pictures.palette import OTHER, look
-from mars_jax.lab.pictures.style import picture
+from mars_jax.lab.pictures import OTHER, look, picture
 
 NEW = int(os.environ.get("NEW_TOKENS", "64"))
 print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")

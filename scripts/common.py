@@ -1,6 +1,7 @@
-"""What the scripts share: times taken in turns, intervals, where and of what a figure was measured, JSON of results.
+"""Shared by the scripts: interleaved timing, intervals, the JSON of results, and the origin of each report.
 
-Only the standard library is imported at the top, since processor_seconds.py runs before anything is installed.
+Run a script from the root of the checkout, as `python -m scripts.FOLDER.NAME`. Only the standard library is imported at
+the top, since checks/processor_seconds.py runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,18 @@ from mars_jax.lab.provenance import cores, digest, git, machine, provenance, sta
 __all__ = ["cores", "digest", "git", "machine", "provenance", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
 RESAMPLES = 10_000
+PLACES = ("environment", "made", "machine")
+"""Keys below which a report may keep its provenance."""
+
+
+class Origin(NamedTuple):
+    """The run of a report, or what git history knows of it if the run did not record its commit."""
+
+    date: str | None  # of the run
+    commit: str
+    committed: str | None  # when the figures entered the history; None if the commit is the run's own
+    machine: str | None
+    dirty: bool
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -109,20 +122,70 @@ def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:
     part.replace(path)
 
 
-def first_text(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, before: str = ""
-) -> tuple[float, str]:
-    """(seconds from the start of a process to the first letter that it prints after `before`, all that it prints)."""
-    told = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
-    began = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=told) as process:
-        assert process.stdout is not None
-        head = process.stdout.read(len(before) + 1)
-        seconds = time.perf_counter() - began
-        rest = process.stdout.read()
-    if process.returncode or not head.decode().startswith(before):
-        raise SystemExit(f"{shlex.join(command[:3])} failed with exit code {process.returncode}.")
-    return seconds, (head + rest).decode()
+def load(name: str) -> Any:
+    """The contents of a JSON file of scripts/results."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def span(mean: float, low: float, high: float, show: str = "{:.2f}") -> str:
+    """A mean with its interval.
+
+    >>> span(1.0, 0.5, 1.5)
+    '1.00 [0.50, 1.50]'
+    """
+    return f"{show.format(mean)} [{show.format(low)}, {show.format(high)}]"
+
+
+def made(name: str) -> str:
+    """A sentence with the date and the commit of the figures of a JSON file."""
+    return sentence(origin(load(name)))
+
+
+def origin(report: Any) -> Origin:
+    """The origin of a report. If its records have origins of their own, the latest one.
+
+    Raises:
+      ValueError: it has none.
+
+    >>> origin({"recovered": {"commit": "fa252ce", "committed": "2026-11-23T00:52:49+00:00"}}).commit
+    'fa252ce'
+    """
+    origins = list(_origins(report))
+    if not origins:
+        raise ValueError("a report has neither the commit and date of its run nor a record of its history.")
+    return max(origins, key=lambda one: one.date or one.committed or "")
+
+
+def _origins(report: Any) -> Iterator[Origin]:
+    if isinstance(report, list):
+        for record in report:
+            yield from _origins(record)
+        return
+    places = [place for place in (report, *map(report.get, PLACES)) if isinstance(place, dict)]
+    dated = [place for place in places if place.get("date")]
+    run = next((place for place in dated if place.get("commit")), dated[0] if dated else {})
+    history = report.get("recovered", {})
+    if history.get("commit"):
+        yield Origin(run.get("date"), history["commit"], history["committed"], None, False)
+    elif run.get("commit"):
+        count = run["cores"]
+        machine = f"{count} core{'s' * (count != 1)} of {run['processor']}"
+        yield Origin(run["date"], run["commit"], None, machine, bool(run["dirty"]))
+
+
+def sentence(found: Origin) -> str:
+    """When figures were measured, and the commit that has their code."""
+    if found.committed is None:
+        changed = " with uncommitted changes" if found.dirty else ""
+        return f"Measured on {str(found.date)[:10]} at {found.commit}{changed}, {found.machine}."
+    if found.date is not None:
+        return f"Measured on {found.date[:10]}, committed in {found.commit}."
+    return f"Committed on {found.committed[:10]} in {found.commit}."
+
+
+def script_of(checkout: Path, name: str) -> str:
+    """The path of a script in a checkout, wherever that commit keeps it."""
+    return str(next((checkout / "scripts").rglob(name)))
 
 
 class Worker:

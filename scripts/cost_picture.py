@@ -15,8 +15,7 @@ from typing import Any
 
 import common
 
-from mars_jax.lab.pictures.palette import BLACK, look
-from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.pictures import BLACK, look, no_grid, picture, whiskers
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "scripts" / "results" / "rule_cost.json"

@@ -1,16 +1,17 @@
-"""Write the pages of results in docs and the figures of the embedded family's card from scripts/results.
+"""Write the generated pages of results in docs, and scripts/results/README.md, from the JSON in scripts/results.
 
-    python scripts/results_page.py            # after any script there was run again
-    python scripts/results_page.py --check    # exits with 1 where a page is not what the JSON says
+    python -m scripts.results_page            # after a measurement was repeated
+    python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-The prose is in templates beside this file, every number in the package results_tables. A sentence that the figures must
-support is wrapped in `claim(condition, sentence)`: where new figures contradict it, the page is not written, and the
-sentence has to be changed first.
+Each page has a folder here: `page.md.jinja` has the prose, and `figures()` of `tables.py` its numbers. A sentence that
+depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it, the page is not
+written until the sentence is changed.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import sys
 import textwrap
@@ -18,30 +19,25 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import common
 import jinja2
-from results_tables import everything
-from results_tables.bars import Bar
-from results_tables.origins import made
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts import common
+
 PAGES = {
-    "docs/results.md": "results_page.md.jinja",
-    "docs/rules-compared.md": "rules_compared.md.jinja",
-    "docs/when-it-pays.md": "when_it_pays.md.jinja",
-    "docs/smollm2.md": "smollm2.md.jinja",
-    "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja",
-    "scripts/results/README.md": "results_bars.md.jinja",
-    "docs/tpu.md": "slices.md.jinja",
-    "docs/kernels.md": "kernels_speed.md.jinja",
+    "docs/rules-compared.md": "rules_compared",
+    "docs/when-it-pays.md": "when_it_pays",
+    "docs/smollm2.md": "smollm2",
+    "docs/tpu.md": "tpu",
+    "docs/kernels.md": "kernels",
+    "scripts/results/README.md": "checks",
 }
-"""The pages and their templates. Where a page has the marks below, only what is between them is written."""
+"""The pages and their folders. If a page has the marks below, only the text between them is written."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
 END = "<!-- end of figures -->\n"
 
 
 def claim(condition: bool, sentence: str) -> str:
-    """The sentence, where the figures support it.
+    """The sentence, if the figures support it.
 
     Raises:
       ValueError: they do not.
@@ -65,11 +61,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     texts = ["| " + " | ".join(cells) + " |" for cells in lines]
     return "\n".join([texts[0], "|" + "---|" * len(header), *texts[2:]])
-
-
-def barred(rows: Sequence[Bar]) -> str:
-    """A Markdown table of figures beside the bars that were set for them."""
-    return table(["case", "measured", "bar", "met"], [[r.case, r.measured, r.bar, r.met] for r in rows])
 
 
 def wrapped(text: str) -> str:
@@ -103,8 +94,8 @@ def _fill(block: str) -> str:
     return block[:start] + "\n".join(lines) + block[end:]
 
 
-def render(template: str) -> str:
-    """A template with the figures in it."""
+def render(folder: str) -> str:
+    """The text of a page with its figures."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -113,8 +104,9 @@ def render(template: str) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown, from our own files
     )
-    environment.globals |= {"claim": claim, "table": table, "barred": barred, "made": made}
-    return wrapped(environment.get_template(template).render(everything()))
+    environment.globals |= {"claim": claim, "table": table, "made": common.made}
+    figures = importlib.import_module(f"scripts.{folder}.tables").figures()
+    return wrapped(environment.get_template(f"{folder}/page.md.jinja").render(figures))
 
 
 def page(found: str, figures: str) -> str:
@@ -135,14 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; exit with 1 where a page has drifted"
     )
     parser.add_argument(
-        "--root", type=Path, default=ROOT, help="the checkout whose pages are written or checked"
+        "--root", type=Path, default=common.ROOT, help="the checkout whose pages are written or checked"
     )
     chosen = parser.parse_args(argv)
     drift = []
-    for name, template in PAGES.items():
+    for name, folder in PAGES.items():
         path = chosen.root / name
         found = path.read_text(encoding="utf-8") if path.exists() else ""
-        wanted = page(found, render(template))
+        wanted = page(found, render(folder))
         drift += difflib.unified_diff(
             found.splitlines(), wanted.splitlines(), name, "scripts/results", lineterm="", n=0
         )
@@ -150,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path.write_text(wanted, encoding="utf-8")
     if not chosen.check or not drift:
         return 0
-    print("\n".join([*drift, "", "Run python scripts/results_page.py."]), file=sys.stderr)
+    print("\n".join([*drift, "", "Run python -m scripts.results_page."]), file=sys.stderr)
     return 1
 
 

@@ -1,14 +1,15 @@
 """The layers of docs/design.md, and an import that stays light."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from pathlib import Path
 
 from mars_jax.core.drafter import Drafter
-from scripts.code_lines import code_lines
 
 ROOT = Path(__file__).parent.parent
 
@@ -146,6 +147,25 @@ print(sorted({"transformers", "orbax", "optax", "flax", "torch", "matplotlib"} &
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def code_lines(source):
+    """The numbers of the lines with code: no comments, no docstrings and no blank lines."""
+    layout = {
+        getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
+    }
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return lines
 
 
 def functions(path):

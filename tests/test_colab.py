@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from scripts.tools import notebooks
 
 jupytext = pytest.importorskip("jupytext")
 
@@ -22,12 +23,10 @@ NOTEBOOKS = sorted(path.stem for path in COLAB.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebook_is_its_source(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(COLAB.parent / "scripts"))
-    scripts = importlib.import_module("notebooks")
+def test_the_notebook_is_its_source(name):
     source = (COLAB / f"{name}.py").read_text(encoding="utf-8")
-    assert scripts.installing(source) == source
-    notebook, made = jupytext.read(COLAB / f"{name}.ipynb"), scripts.notebook(name)
+    assert notebooks.installing(source) == source
+    notebook, made = jupytext.read(COLAB / f"{name}.ipynb"), notebooks.notebook(name)
     assert [(c.cell_type, c.source) for c in notebook.cells] == [(c.cell_type, c.source) for c in made.cells]
     assert notebook.metadata["accelerator"] == "TPU"
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

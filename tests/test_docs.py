@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-import lzma
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +17,7 @@ import pytest
 
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
+from scripts.results_page import claim
 from tests.helpers import slow_but
 from tests.helpers.pages import blocks
 
@@ -53,103 +54,83 @@ def table(heading: str) -> list[list[str]]:
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        *(("-m", f"scripts.{script}") if script[-3:] != ".py" else (f"scripts/{script}",)),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_the_results_are_those_of_the_json():
-    done = run("results_page.py", "--check")
+    done = run("results_page", "--check")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 PAGES = {
-    "docs/results.md": ("| none | 1.00 |", "| none | 1.01 |"),
     "docs/smollm2.md": ("| none | 99 |", "| none | 98 |"),
     "docs/when-it-pays.md": ("| a step on this CPU |", "| a step here |"),
     "docs/rules-compared.md": ("| exact | 64 |", "| exact | 65 |"),
-    "mars_jax/assets/tiny/README.md": ("Committed on", "Measured on"),
-    "scripts/results/README.md": ("| no |", "| yes |"),
+    "scripts/results/README.md": ("| nothing cached |", "| all cached |"),
     "docs/tpu.md": ("| 10-8-60 |", "| 10-9-60 |"),
     "docs/kernels.md": ("| `(8, 8, 4096) float32` |", "| `(8, 8, 4095) float32` |"),
 }
 """The pages that are written from JSON, and a figure that drifts in each."""
 
 
-@pytest.mark.parametrize("name", slow_but(PAGES, "docs/results.md"))
+@pytest.mark.parametrize("name", slow_but(PAGES, "docs/smollm2.md"))
 def test_drift_of_the_results_is_noticed(tmp_path, name):
     for page in PAGES:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
-    assert run("results_page.py", "--check", "--root", str(tmp_path)).returncode == 0
+    assert run("results_page", "--check", "--root", str(tmp_path)).returncode == 0
     text = (ROOT / name).read_text(encoding="utf-8")
     drifted = text.replace(*PAGES[name], 1)
     assert drifted != text
     (tmp_path / name).write_text(drifted, encoding="utf-8")
-    done = run("results_page.py", "--check", "--root", str(tmp_path))
+    done = run("results_page", "--check", "--root", str(tmp_path))
     assert done.returncode == 1
-    assert f"--- {name}" in done.stderr and "Run python scripts/results_page.py." in done.stderr
+    assert f"--- {name}" in done.stderr and "Run python -m scripts.results_page." in done.stderr
     assert (tmp_path / name).read_text(encoding="utf-8") == drifted, "--check must not write"
-    assert run("results_page.py", "--root", str(tmp_path)).returncode == 0
+    assert run("results_page", "--root", str(tmp_path)).returncode == 0
     assert (tmp_path / name).read_text(encoding="utf-8") == text
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-
-
-@pytest.mark.parametrize(
-    "name", ["common", "results_page", "results_tables.bars", "results_tables.origins", "torch_side"]
-)
-def test_examples_of_the_scripts_run(scripts, name):
-    found = doctest.testmod(importlib.import_module(name))
+@pytest.mark.parametrize("name", ["common", "results_page", "smollm2.torch_side"])
+def test_examples_of_the_scripts_run(name):
+    found = doctest.testmod(importlib.import_module(f"scripts.{name}"))
     assert found.attempted and not found.failed
 
 
-def test_a_sentence_that_the_figures_contradict_is_not_written(scripts):
-    claim = importlib.import_module("results_page").claim
+def test_a_sentence_that_the_figures_contradict_is_not_written():
     with pytest.raises(ValueError, match=r"do not support 'It is faster\.'"):
         claim(False, "It is faster.")
 
 
-def test_a_bar_without_a_number_is_refused_and_few_prompts_carry_no_verdict(scripts):
-    bar = importlib.import_module("results_tables.bars").bar
-    assert [bar("", x, "{}", w).met for x, w in ((2, ">= 2"), (2, "< 2 s"), (13.1, ">= +13%"))] == [
-        "yes",
-        "no",
-        "yes",
-    ]
-    assert (
-        bar("", 2, "{}", ">= 2", prompts=29).met == bar("", 2, "{}", ">= 2", turns=4).met == "too few to say"
-    )
-    assert bar("", 2, "{}", ">= 2", prompts=30, turns=5).met == "yes"
-    with pytest.raises(ValueError, match="'about 2' is no bar"):
-        bar("", 2, "{}", "about 2")
-
-
 def test_the_picture_of_the_readme_has_the_caption_of_its_json():
-    caption = run("fair_picture.py", "--caption").stdout.strip()
+    caption = run("when_it_pays.fair_picture", "--caption").stdout.strip()
     date = json.loads((ROOT / "scripts" / "results" / "fair_arms.json").read_text())["date"][:10]
     assert date in caption
     assert caption in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize(
-    ("script", "picture", "word"),
-    [
-        ("fair_picture.py", "fair.svg", "rejection, by blocks"),
-        ("speed_picture.py", "speed.svg", "transformers, assisted"),
-    ],
-)
-def test_a_picture_shows_the_figures_of_its_json(tmp_path, script, picture, word):
+def test_the_picture_of_the_readme_shows_the_figures_of_its_json(tmp_path):
     pytest.importorskip("matplotlib")
-    done = run(script, "--folder", str(tmp_path))
+    done = run("when_it_pays.fair_picture", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     shown, kept = (
-        re.findall(r"<text[^>]*>([^<]*)</text>", (folder / picture).read_text(encoding="utf-8"))
+        re.findall(r"<text[^>]*>([^<]*)</text>", (folder / "fair.svg").read_text(encoding="utf-8"))
         for folder in (tmp_path, ROOT / "docs")
     )
-    assert any(text.startswith(word) for text in shown)
+    assert any(text.startswith("rejection, by blocks") for text in shown)
     assert shown == kept
 
 
@@ -157,7 +138,7 @@ def test_a_picture_shows_the_figures_of_its_json(tmp_path, script, picture, word
 @pytest.mark.parametrize("task", ["stories", "arithmetic"])
 def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
     pytest.importorskip("matplotlib")
-    done = run("rules_pictures.py", "--folder", str(tmp_path), "--task", task)
+    done = run("rules_compared.rules_pictures", "--folder", str(tmp_path), "--task", task)
     assert done.returncode == 0, done.stderr
     drawn, kept = (
         (folder / f"rules_{task}.svg").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs")
@@ -170,11 +151,6 @@ def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
         assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], abs=0.01)
     texts, kept_texts = (re.findall(r"<text[^>]*>([^<]*)</text>", text) for text in (drawn, kept))
     assert "mars (gap)" in texts and texts == kept_texts
-
-
-def test_the_picture_of_a_step_is_what_its_script_draws(scripts):
-    drawn = importlib.import_module("step_picture").svg()
-    assert drawn == (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
 
 
 def test_the_glossary_has_twelve_terms_that_the_main_pages_link_to():
@@ -193,7 +169,6 @@ def test_the_glossary_has_twelve_terms_that_the_main_pages_link_to():
 @pytest.mark.parametrize(
     ("command", "picture", "word"),
     [
-        (("tpu_cost.py", "--picture", "--pictures"), "tpu_cost.svg", "target/attention"),
         (("cost_picture.py", "--folder"), "rule_cost.svg", "mars over rejection"),
     ],
 )
@@ -208,43 +183,11 @@ def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word
     assert word in texts and texts == kept_texts
 
 
-@pytest.mark.slow
-def test_the_evidence_has_the_figures_of_its_rows(scripts):
-    """Of one folder: all figures of the summary are counted again, and every interval holds its figure."""
-    pictures = importlib.import_module("evidence_pictures")
-    folder = ROOT / "scripts" / "results" / "evidence" / "stories-chain"
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    with lzma.open(folder / "rows.jsonl.xz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    replays = json.loads((folder / "replay.json").read_text(encoding="utf-8"))
-    again = pictures.completed(json.loads(json.dumps(summary)), rows, replays)
-    assert pictures.same(again, summary)
-    for table in summary["tables"]:
-        assert len(table["replay"]["thetas"]) >= 6  # inf and at least five others
-        for arm in table["arms"]:
-            for name in ("tau", "tokens_per_second", "score", "regret_per_token"):
-                low, high = arm["intervals"][name]
-                assert low <= arm[name] <= high
-    summary["tables"][0]["arms"][2]["tau"] += 0.01
-    with pytest.raises(ValueError, match="tau is 3"):
-        pictures.completed(summary, rows, replays)
-
-
 def test_the_picture_of_the_stream_fetches_nothing():
     svg = (ROOT / "docs" / "stream.svg").read_text(encoding="utf-8")
     assert "@font-face" not in svg and "<script" not in svg and not re.search(r"(?:href|src)=\"(?!#)", svg)
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert any("mars-jax&#160;generate" in text for text in texts)
-
-
-@pytest.mark.slow
-def test_the_picture_of_the_stream_is_what_the_command_writes(tmp_path):
-    done = run("stream_picture.py", "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    drawn, kept = (
-        (folder / "stream.svg").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs")
-    )
-    assert drawn == kept
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *REPORTS], ids=lambda path: str(path.relative_to(ROOT)))
@@ -295,6 +238,7 @@ def test_every_picture_is_shown_by_a_document():
 def test_flags_that_documents_name_exist():
     # Those of tools that are not ours; blocks of code are looked at too.
     foreign = {"--quiet", "--model", "--model_args", "--tasks", "--check", "--no-deps", "--no-compile"}
+    foreign |= {"--rm", "--network", "--problem_file"}
     of_rules = {name for row in specs.RULES.values() for name, s in row.settings.items() if s.flag}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
     for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):

@@ -8,7 +8,8 @@ import pytest
 import mars_jax as mj
 from mars_jax import assets
 from mars_jax.hub.files import resolve
-from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 
 PROMPT = "Once upon a time"
 
@@ -114,10 +115,10 @@ def test_the_draft_and_the_head_are_worth_having_and_change_nothing(family, chai
 
 @pytest.mark.slow
 def test_it_does_arithmetic_it_has_not_seen(family, chain):
-    problems = list(arithmetic.generate(32, split="eval", seed=1))
+    problems = read_arithmetic("eval", 32)
     result = mj.generate(
-        family[assets.TARGET], chain, [p.question for p in problems], chat=True, max_new_tokens=96
+        family[assets.TARGET], chain, [p.turns[0] for p in problems], chat=True, max_new_tokens=96
     )
-    # 99% of 1,000 by scripts/eval_embedded.py; guessing a number would be right hardly ever.
-    assert np.mean([arithmetic.is_correct(p, t) for p, t in zip(problems, result.text, strict=True)]) >= 0.9
+    # 99% of 1,000 by scripts/eval_embedded.py of 5336526; guessing a number would be right hardly ever.
+    assert np.mean([score(p, t) for p, t in zip(problems, result.text, strict=True)]) >= 0.9
     assert all(c.finish_reason == "stop" for c in result.completions)

@@ -50,7 +50,6 @@ FORMS = {
 NEEDED = {
     "benchmark": ["--task", "arithmetic", "--output", "made"],
     "calibrate": ["--task", "arithmetic", "--output", "made"],
-    "compounding": ["--task", "arithmetic", "--output", "made"],
     "distill": ["--data", "texts", "--output", "made", "--target", "tiny/target"],
     "convert": ["tiny/target", "made"],
 }

@@ -16,18 +16,14 @@ import pytest
 import kernels_pallas
 from mars_jax import __version__
 from mars_jax.cli.commands import COMMANDS
+from scripts.tools import release_notes as notes
+from scripts.tools import site_pages as pages
 from tests.helpers.public_names import named, promised
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def pages(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("site_pages")
-
-
-def test_every_flag_of_every_command_is_on_the_page(pages):
+def test_every_flag_of_every_command_is_on_the_page():
     page = pages.flags_page()
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     assert list(sections) == [name for name in COMMANDS if name != "lm_eval"]
@@ -45,7 +41,7 @@ def test_every_flag_of_every_command_is_on_the_page(pages):
             assert len(loose) <= 5, one.prog
 
 
-def test_every_public_name_has_an_entry(pages):
+def test_every_public_name_has_an_entry():
     import mars_jax
     from mars_jax import contrib, drafters, verify
 
@@ -74,7 +70,7 @@ def at(home):
     return getattr(importlib.import_module(module), own)
 
 
-def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape(pages):
+def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape():
     counted = 0
     for name in (name for row in pages.api_names().values() for name in row):
         value, told = at(name.home), pages.fields(name.home)
@@ -91,7 +87,7 @@ def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape
     assert counted > 150
 
 
-def test_every_promised_function_says_what_it_returns(pages):
+def test_every_promised_function_says_what_it_returns():
     """By a part of its docstring, or by a class that has an entry."""
     entries = {name.home.rpartition(".")[2] for row in pages.api_names().values() for name in row}
     for full in promised():
@@ -103,7 +99,7 @@ def test_every_promised_function_says_what_it_returns(pages):
             )
 
 
-def test_every_page_has_its_place_and_is_written(pages, tmp_path):
+def test_every_page_has_its_place_and_is_written(tmp_path):
     pages.write(tmp_path)
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -125,9 +121,7 @@ def test_the_version_is_one():
     assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
 
 
-def test_the_notes_of_a_release_are_its_part_of_the_changelog(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    notes = importlib.import_module("release_notes")
+def test_the_notes_of_a_release_are_its_part_of_the_changelog():
     found = doctest.testmod(notes)
     assert found.attempted and not found.failed
     text = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\n- New.\n\n## 0.1.0 (2026-11-01)\n\n- Old.\n"

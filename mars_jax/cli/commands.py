@@ -15,7 +15,6 @@ COMMANDS = {
     "generate": "continue prompts by speculative decoding",
     "benchmark": "measure a pair of models: speed, acceptance and quality, with controls",
     "calibrate": "choose theta from held-out prompts, with a bound on its risk",
-    "compounding": "study what relaxed tokens do to the text after them",
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
     "models": "list the models that have a short name, and which of them are here",
     "pairs": "say what can draft for a model",
@@ -25,7 +24,7 @@ COMMANDS = {
     "check": "check kernels, tokens and speed on the device that is there",
     "lm_eval": "run lm-evaluation-harness with drafts and rules",
 }
-_LAB = ("benchmark", "calibrate", "compounding", "distill", "plan")
+_LAB = ("benchmark", "calibrate", "distill", "plan")
 _HOME = {
     "generate": "mars_jax.cli.generate.command",
     "convert": "mars_jax.cli.convert",

@@ -9,7 +9,7 @@ from mars_jax import specs
 EXTRAS = {
     "--draft-device": "mars_jax.contrib.drafters.elsewhere:open_elsewhere",
     "--prompts-file": "mars_jax.lab.evaluate.tasks.datasets:columns",
-    "--refine": "mars_jax.lab.commands.refining:open_refining",
+    "--refine": "mars_jax.lab.training.online:open_refining",
     "--theta": "mars_jax.lab.theta:rule_of_file",
     "merge": "mars_jax.lab.merging:merge",
 }

@@ -1,97 +1,145 @@
-"""Reading what `conversion.convert` wrote: the files of a checkpoint, with its weights as an Orbax checkpoint."""
+"""Read a conversion, the directory that `conversion.convert` writes.
+
+`weights/` has one safetensors file for each array of params, named by its path, such as `layers.0.down.safetensors`. It
+holds `values`, and for a matrix in 8 or 4 bits its other fields too. conversion.json lists a checksum of each file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
+import jax
+import jax.numpy as jnp
+
+from mars_jax import specs
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
-from mars_jax.hub.digests import Digest
 from mars_jax.models.config import ModelConfig
-from mars_jax.placement.shardings import abstract_params
+from mars_jax.models.quantize import FORMS, Leaf
+from mars_jax.models.weights import Weight, build_rows, get, leaves
 
 MANIFEST = "conversion.json"
-"""File that is written last: a directory without it is no converted checkpoint."""
-WEIGHTS = "orbax"
+"""File that is written last: a directory without it is not a conversion."""
+WEIGHTS = "weights"
+FIELDS = ("values", "scale", "offset")
+"""Tensors in a file: `values`; in 8 bits also `scale`; in 4 bits all three."""
+_BITS = {1: None, 2: 8, 3: 4}
+"""Bits of a matrix by its number of fields."""
 
 
 class Conversion(NamedTuple):
-    """The manifest of a conversion."""
+    """Contents of conversion.json."""
 
-    dtype: str  # of the params, where they are not in 8 bits
-    int8: bool
-    digests: dict[str, Digest]  # by Orbax's name of the array
+    dtype: str  # floating; of all arrays that are not quantised
+    bits: int | None  # of matrices; None if they are floating
+    checksums: dict[str, int]  # CRC-32 by file in `WEIGHTS`
 
 
 def is_converted(directory: Path) -> bool:
-    """Tell whether a directory holds a finished conversion."""
+    """Return whether a directory holds a finished conversion."""
     return (directory / MANIFEST).is_file()
 
 
-def read_conversion(directory: Path) -> Conversion:
-    """Read the manifest of a conversion.
-
-    Raises:
-      MarsError: there is none, or it is not one.
-    """
-    data = read_json(directory / MANIFEST)
-    try:
-        dtype, int8, blocks = data["dtype"], data["int8"], data["blocks"]
-        if dtype not in ("float32", "bfloat16") or not isinstance(int8, bool):
-            raise ValueError
-        digests = {
-            name: Digest(int(whole), tuple(blocks[name]["shape"]), tuple(map(int, blocks[name]["crc32"])))
-            for name, whole in data["checksums"].items()
-        }
-        return Conversion(dtype, int8, digests)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise MarsError(
-            f"'{directory / MANIFEST}' is not a conversion's: convert the checkpoint again."
-        ) from None
-
-
-def write_digests(digests: Mapping[str, Digest]) -> dict[str, Any]:
-    """Return the manifest's entries for the checksums of all arrays."""
-    return {
-        "checksums": {name: made.whole for name, made in digests.items()},
-        "blocks": {
-            name: {"shape": list(made.block), "crc32": list(made.blocks)} for name, made in digests.items()
-        },
-    }
+def file_name(array: Weight) -> str:
+    """Return the name of the file that holds an array of params."""
+    return ".".join(map(str, array.path)) + ".safetensors"
 
 
 def restore_params(
-    directory: Path, config: ModelConfig, asked: str | None, *, shardings: PyTree = None, check: bool = True
+    directory: Path, config: ModelConfig, dtype: str | None, *, shardings: PyTree = None, check: bool = True
 ) -> tuple[PyTree, str]:
-    """Return the params of a conversion on their devices, and their floating dtype.
+    """Load the params of a conversion onto their devices, and return them with their floating dtype.
+
+    Each process reads the parts that its devices hold, and checks its share of the files.
 
     Args:
       directory: of the conversion.
       config: its config.
-      asked: dtype, as for `hub.load`.
+      dtype: as for `hub.load`.
       shardings: of the params.
-      check: compare the checksums of what is read.
+      check: compare the checksum of each file.
 
     Raises:
-      MarsError: 8 bits are asked of a conversion that has more, or more of one that has 8; it cannot be read, or a
-        checksum differs.
+      MarsError: the conversion has another dtype that cannot be cast, is damaged, or does not fit its config.
     """
-    from mars_jax.hub import orbax
+    conversion = _read_manifest(directory)
+    stored = next((name for name, bits in specs.BITS.items() if bits == conversion.bits), conversion.dtype)
+    if dtype not in (None, stored) and (dtype in specs.BITS or stored in specs.BITS):
+        raise MarsError(
+            f"'{directory}' was converted to {stored} and the dtype is {dtype}: leave it out, or convert with --dtype "
+            f"{dtype}."
+        )
+    floating = conversion.dtype if dtype is None or dtype in specs.BITS else dtype
+    table = list(leaves(config))
+    if {file_name(array) for array in table} != conversion.checksums.keys():
+        raise MarsError(
+            f"'{directory}' holds other weights than its config.json: convert the checkpoint again."
+        )
+    own_share = table[jax.process_index() :: jax.process_count()] if check else []
 
-    made = read_conversion(directory)
-    if asked == "int4":
+    def read(array: Weight) -> Any:
+        path = directory / WEIGHTS / file_name(array)
+        try:
+            if array in own_share and _checksum(path) != conversion.checksums[path.name]:
+                raise MarsError(f"'{path}' is damaged, its checksum differs: convert the checkpoint again.")
+            sharding = None if shardings is None else get(shardings, array.path)
+            return jax.block_until_ready(_read_array(path, array, floating, sharding))
+        except MarsError:
+            raise
+        except Exception as error:  # safetensors raises its own, ValueError and OSError alike
+            raise MarsError(
+                f"'{path}' cannot be read ({first_line(error)}): convert the checkpoint again."
+            ) from None
+
+    return build_rows(table, read), floating
+
+
+def _read_manifest(directory: Path) -> Conversion:
+    data = read_json(directory / MANIFEST)
+    if "blocks" in data:
         raise MarsError(
-            f"'{directory}' is a conversion, and weights in 4 bits are made of a checkpoint itself: load that one."
+            f"'{directory}' is a conversion by mars-jax 0.1, which is no longer read: convert the checkpoint again."
         )
-    if asked is not None and (asked == "int8") != made.int8:
-        held = "int8" if made.int8 else made.dtype
-        raise MarsError(
-            f"'{directory}' was converted to {held} and the dtype is {asked}: leave it out, or convert with --dtype "
-            f"{asked}."
-        )
-    dtype = made.dtype if asked in (None, "int8") else asked
-    like = abstract_params(config, dtype, bits=8 if made.int8 else None, shardings=shardings)
-    return orbax.restore(directory / WEIGHTS, like, expected=made.digests if check else None), dtype
+    conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
+    valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)
+    if not valid_dtype or not isinstance(conversion.checksums, dict):
+        raise MarsError(f"'{directory / MANIFEST}' is damaged: convert the checkpoint again.")
+    return conversion
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _read_array(path: Path, array: Weight, floating: str, sharding: Any) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        names = list(file.keys())
+        bits = _BITS[len(names)]
+        if bits is None:
+            expected = [Leaf(array.shape, floating, sharding)]
+        else:
+            group = file.get_slice(FIELDS[0]).get_shape()[1]
+            expected = FORMS[bits].leaves(array.shape, sharding, group)
+        fields = [_place(file.get_slice(name), leaf) for name, leaf in zip(FIELDS, expected, strict=False)]
+    return fields[0] if bits is None else FORMS[bits](*fields, dtype=jnp.dtype(floating))
+
+
+def _place(tensor: Any, leaf: Leaf) -> jax.Array:
+    """Put a tensor of a file on the devices of `leaf`, reading only their parts."""
+    if tuple(tensor.get_shape()) != leaf.shape:
+        raise ValueError(f"its shape is {tensor.get_shape()} and config.json implies {list(leaf.shape)}")
+    dtype = jnp.dtype(leaf.dtype)
+    if leaf.sharding is None:
+        return jax.device_put(tensor[:].astype(dtype, copy=False))
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: tensor[index].astype(dtype, copy=False)
+    )

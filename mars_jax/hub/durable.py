@@ -1,10 +1,8 @@
-"""Directories that are written whole: where they may be, and what of them has reached the disk."""
+"""Write files and directories whole: under a temporary name until everything is on disk."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import shutil
 import tempfile
@@ -16,7 +14,7 @@ from mars_jax.core.errors import MarsError, unwritable
 
 @contextlib.contextmanager
 def writing(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of the system, and a full disk by whatever type a library raises, into a MarsError."""
+    """Turn errors of the operating system, and a full disk as any library reports it, into a MarsError."""
     try:
         yield
     except MarsError as error:
@@ -32,12 +30,12 @@ def writing(target: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_place(target: str | os.PathLike[str]) -> None:
-    """Make the directory that `target` is to be in, and see whether it takes one.
+    """Create the parent directory of `target`, and check that it can be written to.
 
-    Only trying tells: to root, /proc seems to take files.
+    Only a trial shows this: for root, /proc appears to be writable.
 
     Raises:
-      MarsError: it does not, or it is a URL.
+      MarsError: it cannot, or `target` is a URL.
     """
     path = Path(target)
     if "://" in os.fspath(target):
@@ -57,74 +55,46 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(directory: Path) -> None:
-    """Do `sync` for everything in a directory, and for itself."""
+def sync_directory(directory: Path) -> None:
+    """Return when all files in a directory and its folders are on disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
             sync(Path(folder, name))
         sync(Path(folder))
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Give two directories each other's names in one step, which a kill or a power cut does or does not see.
+def write_whole(path: Path, text: str) -> None:
+    """Write a whole file or nothing, and return when it is on disk under its name.
 
-    Returns:
-      Whether it was done; False where the system or the file system cannot, and nothing has changed. Linux can, on the
-      file systems of its own disks.
+    Raises:
+      OSError: it cannot be written.
     """
+    staged = path.with_name(f"{path.name}.partial")
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):  # no Linux, or a C library of before 2018
-        return False
-    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fs.h
-    return renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
+        staged.write_text(text, encoding="utf-8")
+        sync(staged)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+    staged.replace(path)
+    sync(path.parent)
+
+
+def staging_path(target: Path) -> Path:
+    """Return the temporary name of a directory that is being written."""
+    return target.parent / f".{target.name}.writing"
 
 
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """Make an empty directory beside the target that one process has for itself; at the end nothing of it stays.
+    """Yield an empty directory next to `target`, on the same file system, and delete it at the end.
 
-    Whatever a process that was killed has left there goes first, and what it had put aside is put back.
-
-    Raises:
-      MarsError: another process is writing there.
+    It first deletes what a killed process left there.
     """
-    place = beside(target, "writing")
-    place.mkdir(parents=True, exist_ok=True)
-    lock = os.open(place, os.O_RDONLY)
+    place = staging_path(target)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it goes with the process, however that ends
-        except BlockingIOError:
-            raise MarsError(f"another process is writing '{target}': wait for it.") from None
-        replaced = beside(target, "replaced")
-        if replaced.exists() and not target.exists():  # killed between the two renames of `conversion`
-            os.rename(replaced, target)
-        shutil.rmtree(replaced, ignore_errors=True)
-        for left in place.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
+        yield place
     finally:
-        os.close(lock)
-
-
-def beside(target: Path, what: str) -> Path:
-    """Return the hidden name of a directory beside the target."""
-    return target.parent / f".{target.name}.{what}"
-
-
-def move(place: Path, target: Path) -> bool:
-    """Put a directory where nothing is, or an empty one, or in exchange for the one that is there.
-
-    Returns:
-      Whether it was done; see `exchange`.
-    """
-    if not target.exists() or not any(target.iterdir()):
-        os.replace(place, target)
-    elif not exchange(place, target):
-        return False
-    sync(target.parent)
-    return True
+        shutil.rmtree(place, ignore_errors=True)

@@ -113,8 +113,7 @@ def load(
         batch over `data`.
       shardings: of the params, a tree of `jax.sharding.Sharding` with their structure, for a division of your own;
         default: what the mesh gives, else JAX's default device. Each process reads the parts of its own devices.
-      check: of a conversion, compare the checksum of every part that is read with what was written. Files of the
-        Hugging Face layout hold none.
+      check: compare the checksum of each file of a conversion. Other checkpoints have none.
       cache_dtype: of keys and values: "float32", "bfloat16", or "int8", 8 bits a number and a scale for each token and
         head; default: the weights', and float32 on a CPU, where XLA would widen a bfloat16 cache again, whole, at every
         step.

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import shutil
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json, write_json
-from mars_jax.hub.durable import check_place, move, staging, sync, sync_tree, writing
+from mars_jax.hub.durable import check_place, staging, sync, sync_directory, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized
 from mars_jax.models.weights import Weight, get, weights
@@ -103,86 +99,44 @@ def save(
 def write_directory(
     target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any], *, file: str = "model.safetensors"
 ) -> Path:
-    """Write the weights into `file`, and config.json; everything is on disk before it appears under its name.
+    """Write the weights into `file`, and config.json; both are on disk before they get their names.
 
-    A new directory appears whole or not at all. In one that holds something, other files stay; whenever the process or
-    the machine stops, the two files are the old ones or the new ones. Where two directories cannot change places (not
-    on Linux, on a network file system, or in the working directory) there may be no config.json instead: never do old
-    weights and a new config pass for a checkpoint.
+    A new directory appears complete or not at all. In an existing one, other files stay, and config.json is absent
+    while the weights are replaced, unless it stays the same: old weights never load with a new config.
 
     Raises:
-      MarsError: the disk does not take them.
+      MarsError: they cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    with writing(target):
-        place = Path(os.path.realpath(target))
-        with staging(place) as made:
-            write_json(made / "config.json", data)
-            if arrays:  # a config may be all there is
-                try:
-                    save_file(arrays, made / file, metadata={"format": "pt"})
-                except SafetensorError as error:  # a full disk, among others
-                    raise OSError(str(error)) from error
-                # safetensors makes the file private, and a checkpoint need not be.
-                (made / file).chmod((made / "config.json").stat().st_mode)
-            sync_tree(made)
-            if not _swap(made, place):
-                _replace(made, place, file)
+    place = Path(os.path.realpath(target))
+    with writing(target), staging(place) as staged:
+        new = staged / "new"
+        new.mkdir()
+        write_json(new / "config.json", data)
+        if arrays:  # a config may be all there is
+            try:
+                save_file(arrays, new / file, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk, among others
+                raise OSError(str(error)) from error
+            # safetensors makes the file private, and a checkpoint need not be.
+            (new / file).chmod((new / "config.json").stat().st_mode)
+        sync_directory(new)
+        if not place.exists():
+            os.replace(new, place)
+            sync(place.parent)
+        else:
+            _replace_files(new, place)
     return target
 
 
-def _swap(made: Path, target: Path) -> bool:
-    """Let two directories change places, which replaces both files in one step; False where that cannot be.
-
-    The other files of the target are in both by then, as hard links.
-    """
-    if target in (Path.cwd(), *Path.cwd().parents):
-        return False  # this process would be left in the directory that goes
-    new = set(os.listdir(made))
-    if target.exists():
-        # It fails on a file system without hard links, say; what is linked goes with the directory.
-        try:
-            for name in set(os.listdir(target)) - new:
-                _link(target / name, made / name)
-            _like(made, target)
-            for folder, _, _ in os.walk(made):
-                sync(Path(folder))
-        except (OSError, shutil.Error):
-            return False
-    if not move(made, target):
-        return False
-    # Another process may have written there in the meantime.
-    for name in set(os.listdir(made)) - set(os.listdir(target)) if made.exists() else ():
-        os.replace(made / name, target / name)
-    return True
-
-
-def _link(source: Path, target: Path) -> None:
-    """Link a file or a directory under a second name."""
-    link = functools.partial(os.link, follow_symlinks=False)
-    if source.is_dir() and not source.is_symlink():
-        shutil.copytree(source, target, symlinks=True, copy_function=link)
-    else:
-        link(source, target)
-
-
-def _like(directory: Path, other: Path) -> None:
-    """Give a directory the mode and the owner of another."""
-    found = other.stat()
-    with contextlib.suppress(PermissionError):  # only root gives files away
-        os.chown(directory, found.st_uid, found.st_gid)
-    directory.chmod(stat.S_IMODE(found.st_mode))
-
-
-def _replace(made: Path, target: Path, file: str) -> None:
-    """Put the weights and config.json of one directory in the place of another's; see `write_directory`."""
-    new, old = made / "config.json", target / "config.json"
-    if not old.exists() or old.read_bytes() != new.read_bytes():
-        old.unlink(missing_ok=True)
-        sync(target)
-    os.replace(made / file, target / file)
-    sync(target)
-    os.replace(new, old)
-    sync(target)
+def _replace_files(new: Path, place: Path) -> None:
+    """Move the files of one directory into another, config.json last; see `write_directory`."""
+    config = place / "config.json"
+    if config.exists() and config.read_bytes() != (new / "config.json").read_bytes():
+        config.unlink()
+        sync(place)
+    for file in sorted(new.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, place / file.name)
+        sync(place)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.home import check_path
 from mars_jax.core.types import KEY_IMPL, DecodeState, PyTree
-from mars_jax.hub import orbax
 from mars_jax.hub.durable import writing
 
 
@@ -72,9 +71,15 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
         for name, old in zip(_names(like), leaves, strict=True)
     }
     _check(path, named)
-    made = orbax.restore(path, named)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(Path(path).absolute(), named)
+    except (
+        Exception
+    ) as error:  # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike
+        raise MarsError(f"'{path}' cannot be read ({first_line(error)}): save the state again.") from error
     back = [
-        jax.random.wrap_key_data(made[name], impl=KEY_IMPL) if _is_key(old) else made[name]
+        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(old) else restored[name]
         for name, old in zip(named, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, back)

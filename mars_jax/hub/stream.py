@@ -57,10 +57,6 @@ class HostArray:
         else:
             self.place(((at, at + 1), *box), block[None])
 
-    def overlaps(self, box: Box) -> bool:
-        """Tell whether any of a block of the array is needed here."""
-        return any(_common(box, own) is not None for own in self.parts)
-
     def place(self, box: Box, block: np.ndarray) -> None:
         """Put a block of the array there, in whatever dtype of its kind."""
         for own, part in self.parts.items():

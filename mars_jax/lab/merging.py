@@ -11,14 +11,13 @@ from mars_jax.cli import signals
 from mars_jax.cli.part import Part, rows_of
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.durable import staging
-from mars_jax.lab.commands import distill_features
 from mars_jax.lab.evaluate.benchmark import merged
 from mars_jax.lab.folder import SETTINGS, check_writable, write_json
 from mars_jax.serve.journal import difference
 
 
 def merge(parts: Mapping[Part, Path], target: Path) -> str:
-    """Write the folder of all parts together; returns how many rows or shards it has, in words.
+    """Write the folder of all parts together; returns how many rows it has, in words.
 
     Args:
       parts: from `parts_of`.
@@ -36,13 +35,12 @@ def merge(parts: Mapping[Part, Path], target: Path) -> str:
         if found := difference(first, settings):
             raise MarsError(f"'{folder}' was decoded with {found} than the parts before it: decode it again.")
     del first["rows"]
-    write, what = (distill_features.merge, "shards") if "shard" in first else (merged.write, "rows")
     try:
         leftover = ": the same command removes what is unfinished and starts again."
         with signals.ending(lambda: leftover), staging(target) as staged:
             made = staged / target.name
             made.mkdir()
-            told = f"{write(parts, first, made)} {what}"
+            told = f"{merged.write(parts, first, made)} rows"
             write_json(made / SETTINGS, first)
             made.rename(target)
     except OSError as error:

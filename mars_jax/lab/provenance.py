@@ -104,10 +104,13 @@ def command(arguments: list[str]) -> str:
     """Return a command line without the folders of this machine: of a path outside of the checkout, its last part.
 
     >>> command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
-    'python scripts/bench.py --task stories=stories.txt --data eval'
+    'python -m scripts.bench --task stories=stories.txt --data eval'
     """
     inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
     shown = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
+    if shown[0].startswith("scripts/"):
+        module = shown[0].removesuffix(".py").replace("/", ".")
+        return shlex.join(["python", "-m", module, *shown[1:]])
     return shlex.join(["python"] * shown[0].endswith(".py") + shown)
 
 

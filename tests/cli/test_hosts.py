@@ -108,7 +108,6 @@ def test_a_process_that_is_killed_ends_the_others(arguments):
 
 STUDIES = {
     "benchmark": ("--verify exact --temperatures 0", "rows.jsonl"),
-    "compounding": ("--theta 0.5 --horizon 8 --per-text 1", "events.jsonl"),
     "calibrate": ("--risk regret --bound 0.9 --confidence 0.5 --thetas 0.9 0.5", ""),
 }
 """Of each command that measures: its flags, and a file of its folder; calibrate writes one file."""

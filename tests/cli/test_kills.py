@@ -1,4 +1,4 @@
-"""Commands that get a signal at random moments and run again give the result of a whole run: see scripts/kills.py."""
+"""Commands that are killed at random and run again give the result of a whole run: see scripts/checks/kills.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", ["generate", "benchmark", "calibrate", "compounding", "distill", "convert"]
-)
+@pytest.mark.parametrize("command", ["generate", "benchmark", "calibrate", "distill", "convert"])
 @pytest.mark.parametrize("number", ["KILL", "INT"])
 def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, number, tmp_path):
     pytest.importorskip("matplotlib")
@@ -34,7 +32,7 @@ def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, numb
         results,
     ]
     run = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "kills.py", *argv],
+        [sys.executable, "-m", "scripts.checks.kills", *argv],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mars_jax.lab.commands import benchmark, calibrate, compounding
+from mars_jax.lab.commands import benchmark, calibrate
 from tests.helpers import noisy_copy, slow_but
 
 ENTROPY_GATE = '''
@@ -196,31 +196,13 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
     assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": ALWAYS}}
     [table] = summary["tables"]
     arms = {arm["arm"]: arm for arm in table["arms"]}
-    assert list(arms) == [
-        "autoregressive", "exact", "entropy_gate entropy=0", "mars matched", "low-margin sampling",
-    ]  # fmt: skip
+    assert list(arms) == ["autoregressive", "exact", "entropy_gate entropy=0"]
     ours = arms["entropy_gate entropy=0"]
     assert ours["relaxed_share"] > 0 and ours["tau"] > arms["exact"]["tau"]
-    assert ours["tau"] == table["match"]["wanted"]
-    assert arms["mars matched"]["theta"] == table["match"]["theta"]
-    assert set(table["margins"]) == {"exact", "entropy_gate entropy=0"}
     assert f"rule {gates}:entropy_gate (entropy 0" in (tmp_path / "out" / "table.md").read_text()
     # The same command goes on with its folder, and another rule does not.
     assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     assert benchmark.main([str(x) for x in (*flags[:-1], "entropy=1", "--output", tmp_path / "out")]) == 2
-
-
-@pytest.mark.slow
-def test_what_it_does_to_a_text_can_be_studied(pair, gates, tmp_path):
-    pytest.importorskip("matplotlib")
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-    flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 24, "--horizon", 4, "--batch-size", 3]
-    flags += ["--verify", f"{gates}:entropy_gate", "--rule-option", "entropy=3", "--output", tmp_path / "out"]
-    assert compounding.main([str(x) for x in flags]) == 0
-    summary = json.loads((tmp_path / "out" / "compounding.json").read_text())
-    assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": 3.0}}
-    assert summary["tasks"]["jsonl"]["relaxed"]["events"] > 0
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_a_store_that_refuses_later_is_tried_again_and_no_row_is_lost(decode, mo
     [
         ["benchmark", "--task", "arithmetic", "--output", "gs://bucket/made"],
         ["benchmark", "--recipe", "qwen3-8b", "--output", "gs://bucket/made"],
-        ["distill", "features", "--data", "text.txt", "--part", "0/2", "--output", "gs://bucket/made"],
+        ["distill", "features", "--data", "text.txt", "--output", "gs://bucket/made"],
         ["distill", "eagle3", "--output", "head", "--data", "text.txt", "--work", "gs://bucket/made"],
         ["calibrate", "--task", "arithmetic", "--output", "gs://bucket/made"],
         ["check", "--output", "gs://bucket/made"],

@@ -7,11 +7,12 @@ import pytest
 
 from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator, mixer
+from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.rules.head_files import read_weights
+from mars_jax.contrib.teaching import read
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
-from mars_jax.lab.training import diversed_training
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 
@@ -67,7 +68,7 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
     )
     model = language_model(config)
     teacher, params = (init_params(config, jax.random.key(i), scale=0.8) for i in range(2))
-    models = diversed_training.Models(model, teacher, model, params)
+    models = diversed_training.Models(model, model)
     rewards = np.asarray([0.0, 1.0, 0.2, 0.7, 0.0, 1.0, 0.4], np.float32)
     head = mixer.init_params(2 * E, jax.random.key(2), draft_hidden_size=2 * E)
     head |= {"signals": jnp.asarray([0.1, 0.2, -0.3])}
@@ -75,8 +76,6 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
 
     def law(head):
         def at(m, weights):
-            from mars_jax.lab.training.objectives import read
-
             out = read(m, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
             return out.hidden[0, 0], jax.nn.log_softmax(m.unembed(weights, out.hidden)[0, 0])
 
@@ -96,7 +95,11 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
         np.repeat(rewards, count),
     )
     wanted = jax.jit(jax.grad(worth))(head)
-    found = jax.jit(jax.grad(lambda h: -diversed_training.surrogate(h, models, rollouts)[0]))(head)
+
+    def surrogate(head):
+        return -diversed_training.surrogate(head, rollouts, (teacher, params), models=models)[0]
+
+    found = jax.jit(jax.grad(surrogate))(head)
     for name in ("bias", "signals", "outer"):
         np.testing.assert_allclose(found[name], wanted[name], rtol=0.02, atol=2e-4)
     assert float(jnp.abs(wanted["bias"])) > 1e-3

@@ -11,28 +11,14 @@ from mars_jax.models.transformer import init_params
 from tests.helpers import decode_all, ragged
 
 SIZES = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
-
-
 CONFIG = ModelConfig(num_layers=3, **SIZES)
-
-
 LAYER = ModelConfig(num_layers=1, **SIZES)
-
-
 EAGLE3 = EagleConfig(
     version=3, layer=LAYER, target_hidden_size=16, draft_vocab_size=12, feature_layers=(0, 1, 2)
 )
-
-
 TARGET = language_model(CONFIG)
-
-
 FEATURES = TARGET.with_features((0, 1, 2))
-
-
 WEIGHTS = init_params(CONFIG, jax.random.key(0), scale=0.4)
-
-
 IDS = jnp.asarray([0, 1, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15], jnp.int32)
 
 

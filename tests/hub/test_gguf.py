@@ -20,7 +20,7 @@ from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
 from mars_jax.hub.gguf_config import to_json
 from mars_jax.hub.gguf_file import read_gguf
-from mars_jax.lab.training import head_training
+from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.quantize import Int4, Int8
 from tests.helpers.gguf_blocks import file_of, random_blocks
@@ -269,7 +269,7 @@ class TestSmolLM2:
     def test_logits_and_greedy_tokens_are_those_of_transformers(self):
         """A ragged batch by autoregression, n-grams, and chains and trees of a head that was not trained.
 
-        `scripts/smollm2_parity.py` does it for a hundred.
+        `scripts/smollm2/parity.py` does it for a hundred.
         """
         torch = pytest.importorskip("torch")
         pytest.importorskip("accelerate")
@@ -310,7 +310,7 @@ class TestSmolLM2:
             target.model.unembed(target.params, out.hidden)[0], logits, atol=2e-3, rtol=0
         )
 
-        head = head_training.new_eagle3(target.config, target.params, steps=1, divergence=forward_kl)
+        head = eagle_training.new_eagle3(target.config, target.params, steps=1, divergence=forward_kl)
         weights = head.init()
         drafters = [
             "none",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +16,7 @@ import pytest
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
+from mars_jax.hub import durable
 from mars_jax.models import ModelConfig, Rope, init_params
 from tests.helpers import transformers_oracle
 
@@ -91,3 +97,129 @@ def test_a_config_that_the_family_cannot_express_is_refused(tmp_path):
     config = dataclasses.replace(BASE, windows=(4, 4))
     with pytest.raises(MarsError, match="'llama' cannot express this config"):
         hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0)))
+
+
+OTHER = dataclasses.replace(BASE, rope=Rope(theta=500.0))  # the same shapes, so a mixture would load
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def calls_until_killed(monkeypatch, limit: int) -> None:
+    """Raise `Killed` at call number `limit` of a function that changes files."""
+    calls = 0
+
+    def counted(function):
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls > limit:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("fsync", "replace", "unlink"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("limit", range(10))
+def test_a_killed_overwrite_never_mixes_old_weights_and_a_new_config(tmp_path, monkeypatch, limit):
+    old, new = (init_params(BASE, jax.random.key(seed)) for seed in (0, 1))
+    directory = hub.save(tmp_path / "model", BASE, old)
+    (directory / "notes.txt").write_text("mine")
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        calls_until_killed(patch, limit)
+        hub.save(directory, OTHER, new, overwrite=True)
+    assert (directory / "notes.txt").read_text() == "mine"
+    if (directory / "config.json").exists():
+        loaded = hub.load(directory)
+        expected = old if loaded.config == BASE else new
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, expected)
+    else:
+        with pytest.raises(MarsError, match=r"no readable config\.json"):
+            hub.load(directory)
+    hub.save(directory, OTHER, new, overwrite=True)
+    assert hub.load(directory).config == OTHER and os.listdir(tmp_path) == ["model"]
+
+
+def test_the_same_config_stays_while_weights_are_replaced(tmp_path, monkeypatch):
+    params = init_params(BASE, jax.random.key(1))
+    directory = hub.save(tmp_path / "model", BASE, init_params(BASE, jax.random.key(0)))
+    replace = os.replace
+
+    def checked(source, target):
+        assert (directory / "config.json").exists()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", checked)
+    hub.save(directory, BASE, params, overwrite=True)
+    jax.tree.map(np.testing.assert_array_equal, hub.load(directory).params, params)
+
+
+def test_files_are_on_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    synced = set()
+    fsync, replace = os.fsync, os.replace
+
+    def recorded(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(source, target):
+        assert {os.stat(path).st_ino for path in (Path(source), *Path(source).glob("*"))} <= synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "replace", checked)
+    hub.save(tmp_path / "model", BASE, init_params(BASE, jax.random.key(0)))
+    durable.write_whole(tmp_path / "table.md", "text")
+    assert len(synced) >= 5
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_source_is_read(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file" / "x", Path("/proc/x")):
+        for call in (
+            lambda path: hub.save(path, BASE, init_params(BASE, jax.random.key(0))),
+            lambda path: hub.convert("/nowhere", path),
+        ):
+            with pytest.raises(MarsError, match=r"' cannot be written \(.*\): choose another path") as caught:
+                call(path)
+            assert f"'{path}'" in str(caught.value)
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+import jax
+from mars_jax import hub
+from mars_jax.core.errors import MarsError
+from mars_jax.hub import states
+checkpoint = hub.load(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+sys.dont_write_bytecode = True  # a truncated file would break later imports
+out = sys.argv[2]
+state = {"cache": jax.random.normal(jax.random.key(0), (40, 40))}
+for call in (
+    lambda: hub.convert(sys.argv[1], out + "/converted"),
+    lambda: hub.save(out + "/saved", checkpoint.config, checkpoint.params),
+    lambda: states.save_state(out + "/state", state),
+):
+    try:
+        call()
+    except MarsError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_gets_one_sentence_and_nothing_is_left(tmp_path):
+    source = hub.save(tmp_path / "model", BASE, init_params(BASE, jax.random.key(0)))
+    (tmp_path / "to").mkdir()
+    arguments = [sys.executable, "-c", FULL, str(source), str(tmp_path / "to")]
+    run = subprocess.run(arguments, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    ending = "File too large; make room, or choose another path."
+    names = ("converted", "saved", "state")
+    assert run.stdout.splitlines() == [f"cannot write to '{tmp_path}/to/{name}': {ending}" for name in names]
+    assert os.listdir(tmp_path / "to") == []

@@ -1,15 +1,13 @@
-"""`scripts/gpu_step.py` on a CPU with a tiny shape."""
+"""`scripts/kernels/gpu_step.py` on a CPU with a tiny shape."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +17,10 @@ import pytest
 from mars_jax.core.types import Visible
 from mars_jax.models import init_params
 from mars_jax.models.transformer import language_model
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_step.py"
-
-
-@pytest.fixture
-def gpu_step(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("gpu_step")
+from scripts.kernels import gpu_step
 
 
-def test_joined_products_equal_separate_ones(gpu_step):
+def test_joined_products_equal_separate_ones():
     config = gpu_step.SHAPES["tiny"].config
     params, model = init_params(config, jax.random.key(0)), language_model(config)
     tokens = jnp.asarray([[3, 1, 4, 1, 5]])
@@ -44,7 +35,7 @@ def test_joined_products_equal_separate_ones(gpu_step):
     np.testing.assert_allclose(joined, separate, rtol=1e-5, atol=1e-6)
 
 
-def test_operations_are_counted_in_the_largest_loop_and_inside_its_fusions(gpu_step):
+def test_operations_are_counted_in_the_largest_loop_and_inside_its_fusions():
     text = """
 %fused (p: bf16[4,8]) -> bf16[8,8] {
   ROOT %c = bf16[8,8]{1,0} concatenate(%p, %p), dimensions={0}
@@ -77,7 +68,7 @@ ENTRY %main (x: f32[2]) -> f32[2] {
     }
 
 
-def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(gpu_step, monkeypatch, tmp_path):
+def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(monkeypatch, tmp_path):
     path = tmp_path / "report.json"
     monkeypatch.setitem(gpu_step.VARIANTS, "unknown", gpu_step.Variant({"xla_gpu_no_such_option": 1}))
     sections = [
@@ -106,7 +97,7 @@ def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(gpu_step
     assert "prompts: unknown" not in rows
 
 
-def test_a_report_of_another_shape_is_not_continued(gpu_step, monkeypatch, tmp_path, capsys):
+def test_a_report_of_another_shape_is_not_continued(monkeypatch, tmp_path, capsys):
     path = tmp_path / "report.json"
     path.write_text('{"shape": "8b", "machine": {"commit": null}, "sections": {}}')
     monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--shape", "tiny", "--output", str(path)])
@@ -116,9 +107,9 @@ def test_a_report_of_another_shape_is_not_continued(gpu_step, monkeypatch, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_run_keeps_its_sections_and_the_next_one_completes_the_report(gpu_step, tmp_path):
+def test_a_killed_run_keeps_its_sections_and_the_next_one_completes_the_report(tmp_path):
     path = tmp_path / "report.json"
-    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--output", str(path)]
+    command = [sys.executable, "-m", "scripts.kernels.gpu_step", "--shape", "tiny", "--output", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while not path.exists() or '"steps: joined"' not in path.read_text():
@@ -138,7 +129,7 @@ def test_a_killed_run_keeps_its_sections_and_the_next_one_completes_the_report(g
     assert [row["tau"] > 1 for row in sections["steps: default"]["rows"]] == [False, True, True]
 
 
-def test_a_section_that_fails_or_takes_too_long_is_reported(gpu_step, monkeypatch, tmp_path):
+def test_a_section_that_fails_or_takes_too_long_is_reported(monkeypatch, tmp_path):
     path = tmp_path / "report.json"
     monkeypatch.setattr(gpu_step, "__file__", str(tmp_path / "child.py"))
     for code, limit, status in (

@@ -48,7 +48,7 @@ def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypa
     assert found["data"].keys() == again.keys() == {"eval", "a.txt"}
     assert all(found["data"][name] != again[name] for name in again)
     assert git("rev-parse", "HEAD").startswith(found["commit"]) and found["dirty"] is False
-    assert found["command"] == "python scripts/bench.py --data eval --turns 3"
+    assert found["command"] == "python -m scripts.bench --data eval --turns 3"
     assert found["script"] == {"scripts/bench.py": hashlib.sha256(b"pass\n").hexdigest()[:12]}
     assert found["weights"] == {"target": fingerprint(params)} and found["numpy"] == np.__version__
     assert found["cores"] == len(found["affinity"]) and found["processor"]

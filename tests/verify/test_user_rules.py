@@ -15,7 +15,6 @@ from mars_jax.core import struct, trusted
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule, Rule, decide, structure
 from mars_jax.core.tree import chain
-from mars_jax.lab.evaluate.benchmark.rehearsal import Rehearse
 from mars_jax.serve.prepare import _check_rule
 from mars_jax.serve.requests import Request
 from mars_jax.specs.own import find
@@ -116,15 +115,6 @@ def test_strict_edges_of_a_rule_with_trusted_drafts_gets_one_sentence():
         trusted.judged(broken("strict_edges", failing("strict_edges")), evidence)
     with pytest.raises(MarsError, match=r"strict_edges returned float32\[1\]; expected int32\[1\]"):
         trusted.judged(broken("strict_edges", lambda self, evidence: jnp.zeros((1,))), evidence)
-
-
-def test_a_sweep_over_thresholds_reports_a_failing_rule_in_one_sentence():
-    @struct.dataclass
-    class Failing(Raises):
-        theta: Any = np.float32(1)
-
-    with pytest.raises(MarsError, match="the rule Failing fails in"):
-        decide(Rehearse(Failing(), (0.5, 0.9)), EVIDENCE)
 
 
 def test_an_annotation_that_cannot_be_evaluated_is_ignored(tmp_path):

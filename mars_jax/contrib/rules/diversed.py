@@ -27,7 +27,7 @@ class Diversed(Retargeted):
     position.
 
     As `Mixture`, whose weight is one number. The head's weights are `Params.verify`; see `models.mixer` for what it
-    reads, and `lab.training.diversed_training` for how it learns. Lossy; at shift inf the weight is 1 and it equals
+    reads, and `contrib.rules.diversed_training` for how it learns. Lossy; at shift inf the weight is 1 and it equals
     `rejection` bit for bit.
     """
 

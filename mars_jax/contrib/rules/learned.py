@@ -29,7 +29,7 @@ class Learned(Relaxed):
     An edge to one of the two best tokens is relaxed if the head gives the text's outcome a chance to change of less
     than `theta`.
 
-    The head's weights are `Params.verify`; see `contrib.models.indicator`, and `lab.training.indicator_training` for
+    The head's weights are `Params.verify`; see `contrib.models.indicator`, and `contrib.rules.indicator_training` for
     how it learns. The guards are those of `Mars`.
     """
 

@@ -11,10 +11,9 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli import signals
-from mars_jax.cli.flags import Present, flag_of, number_of, without
+from mars_jax.cli.flags import Present, number_of, without
 from mars_jax.cli.part import PART_HELP, parse_part, part_path
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
@@ -23,31 +22,16 @@ from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
 Measure speed, acceptance and quality of a pair of models under a rule (default: mars),
-beside the target alone and the strict rule, on the same prompts and seeds. --controls all
-adds the rule at theta = inf, another margin matched to the same tau, and the target
-sampling from the same truncated set. A rule of your own is one arm, with the same controls.
+next to the target alone and the strict rule, on the same prompts and seeds. --controls all
+adds the target sampling from the tokens that the rule lets a draft choose from.
 
---forecast estimates the value of drafts of all lengths from the target's own texts. --tune
-gives each rule its best draft length, the lossless rules too. --recipe NAME measures a pair
-as in its paper, and then with tuned lengths.
+--tune gives each rule its best draft length, the lossless rules too. --recipe NAME measures
+a pair as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
 """Settings of rules that have flags for several values."""
-FORECAST = ("ngram", "model", "eagle", "replay")
-"""The drafters of which `forced.READERS` can tell what they say along a text."""
-_OF_LENGTHS = (
-    *("--controls", "--simulated-taus", "--refine"),
-    *("--num-draft-tokens", "--draft-size auto", "--any-rule"),
-)
-"""Flags that neither a forecast nor a tuned run heeds."""
-_OF_ARMS = (
-    *_OF_LENGTHS,
-    *("--verify", "--rule-option", "--thetas", "--allow-code-execution", "--allow-unconfined-code"),
-    "--head-embed",
-)
-"""Flags that a forecast does not heed."""
-_OF_ALL = ("--controls all", "--tune", "--forecast")
-"""Flags whose result no part has alone."""
+_UNTUNED = ("--controls", "--refine", "--num-draft-tokens", "--draft-size auto", "--any-rule", "--tree")
+"""Flags that do not apply with --tune."""
 LENGTHS = ("2", "3", "5", "8", "12")
 """The lengths that --tune tries where it names none."""
 _EPILOG = f"""\
@@ -58,8 +42,6 @@ examples:
       --thetas 0.9 0.8 0.95 --temperatures 0 1 --output evidence
   mars-jax benchmark --task arithmetic --chat --problems 100 \\
       --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
-  mars-jax benchmark --forecast --target PATH --draft model:SMALL --chat \\
-      --task arithmetic --problems 100 --output texts
   mars-jax benchmark --tune --task arithmetic --chat --problems 100 --output t
   mars-jax benchmark --recipe qwen3-8b --output qwen3-8b
 
@@ -94,29 +76,14 @@ def parser() -> Parser:
     group.add_argument(
         "--controls",
         choices=("none", "paper", "all"),
-        help="arms beside the rule and the target alone: none; the strict rule, as in the paper's table, with margins "
-        "and texts of both; all controls, with more than twice the decodes (default: paper)",
-    )
-    group.add_argument(
-        "--simulated-taus",
-        nargs="+",
-        default=[],
-        metavar="X",
-        help="add arms that accept by chance so often that they give X tokens a step, to size hardware; their texts "
-        "and scores mean nothing",
+        help="arms besides the rule and the target alone: none; the strict rule, as in the paper's table; all, which "
+        "adds the target sampling from its two best tokens (default: paper)",
     )
     group.add_argument(
         "--refine",
         metavar="FILE",
         help="add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures "
         "after every group of problems; FILE as for mars_jax.generate",
-    )
-    group.add_argument(
-        "--forecast",
-        action="store_true",
-        help="no arms: decode the target alone, and read its texts with the draft, once; gives tau of lossless rules "
-        "with chains of 1 to 12 tokens and with --tree, and how many refusals have a low margin; OUTPUT keeps the "
-        "texts for other drafts",
     )
     group.add_argument(
         "--tune",
@@ -129,10 +96,8 @@ def parser() -> Parser:
     group.add_argument(
         "--draft-cost",
         metavar="X",
-        help="cost of a drafted token, in forwards of the target: with --forecast adds the best lengths, with "
-        "--tune takes the place of the clock",
+        help="with --tune, cost of a drafted token in forwards of the target, used in place of the clock",
     )
-    pair.add_code_flags(made)
     group = made.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
@@ -158,7 +123,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperatures = [
         pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
     ]
-    args.simulated_taus = [_tau(text) for text in args.simulated_taus]
     args.draft_cost = _cost(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
@@ -173,7 +137,7 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
     """The flags with `parts`, those of both parts of a recipe, each in a folder of its own below the output."""
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
-    Present(args).refuse(["--forecast", "--part"], "with --recipe: leave one of them out")
+    Present(args).refuse(["--part"], "with --recipe: leave one of them out")
     args.chosen = recipes.read(args.recipe)
     given = without(argv, ("--recipe", "--output"))
     args.parts = {
@@ -193,45 +157,19 @@ def _cost(text: str | None) -> float | None:
     return value
 
 
-def _tau(text: str) -> float:
-    try:
-        return specs.rule("simulated").settings["tau"].from_text(text, shown="--simulated-taus")
-    except MarsError as error:
-        raise MarsError(str(error).replace("--simulated-taus is", "--simulated-taus has", 1)) from None
-
-
 def _check(args: argparse.Namespace) -> None:
-    if args.part is not None:
-        Present(args).refuse(
-            _OF_ALL, "with --part, as it depends on the problems of all parts: leave one of them out"
-        )
     if args.tune is not None:
         _check_tuned(args)
-    if args.forecast:
-        unheeded = [*_OF_ARMS, *(flag_of(name) for name in given_settings(args))]
-        why = "with --forecast, which has no arms and tells all lengths of a draft: leave one of them out"
-        Present(args).refuse(unheeded, why)
-        if (kind := specs.parse_draft(args.draft).kind) not in FORECAST:
-            raise MarsError(
-                f"--forecast does not apply to --draft {kind}: draft with {specs.draft_words(FORECAST)}."
-            )
-        if isinstance(args.tree, specs.Dynamic):
-            raise MarsError(
-                "--forecast does not apply to --tree dynamic, whose shape depends on what was drafted: give the "
-                "children per node at each depth, such as 4-2-2-1."
-            )
-    elif args.draft_cost is not None and args.tune is None:
-        raise MarsError(
-            "--draft-cost does not apply without --forecast or --tune: add one, or leave this out."
-        )
+    elif args.draft_cost is not None:
+        raise MarsError("--draft-cost does not apply without --tune: add it, or leave this out.")
     args.controls = args.controls or "paper"
     pair.check(args, args.rule, output="name a folder for rows, table and plots")
-    for flag in ("thetas", "temperatures", "simulated_taus"):
+    for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
         if len({f"{value:g}" for value in values}) < len(values):
             raise MarsError(f"--{flag.replace('_', '-')} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:
-        raise MarsError("--thetas has inf, an arm of every run: leave it out.")
+        raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
     if args.refine is not None:
         kind = specs.parse_draft(args.draft).kind
         if kind not in specs.REFINED:
@@ -241,17 +179,14 @@ def _check(args: argparse.Namespace) -> None:
             )
         if args.draft_size is not None:
             raise MarsError("--refine does not apply with --draft-size: leave one of them out.")
-    if args.simulated_taus and not specs.parse_draft(args.draft).row.stops:
-        raise MarsError(
-            f"--simulated-taus does not apply to --draft {args.draft}, which often drafts nothing: draft with "
-            f"{specs.drafters_that('stops')}."
-        )
 
 
 def _check_tuned(args: argparse.Namespace) -> None:
-    unheeded = [*_OF_LENGTHS, "--tree", "--forecast"]
     Present(args).refuse(
-        unheeded, "with --tune, which drafts chains of several lengths: leave one of them out"
+        _UNTUNED, "with --tune, which drafts chains of several lengths: leave one of them out"
+    )
+    Present(args).refuse(
+        ["--part"], "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
     )
     if not specs.parse_draft(args.draft).row.resizes:
         raise MarsError(
@@ -273,7 +208,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         return
     kept = f": '{args.output}' has the finished rows; run the same command again to continue."
     with signals.ending(lambda: kept), studying(args, args.output, out) as (place, folder):
-        run = _forecast if args.forecast else _study if args.tune is None else _tune
+        run = _study if args.tune is None else _tune
         run(args, folder, place)
 
 
@@ -300,23 +235,21 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
     from mars_jax.lab.commands.open_pair import open_study
-    from mars_jax.lab.commands.open_refiner import open_refiner
     from mars_jax.lab.evaluate import evaluate
-    from mars_jax.lab.evaluate.benchmark import table
+    from mars_jax.lab.evaluate.benchmark import tables
     from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.evaluate.tasks.problems import Problem
-    from mars_jax.lab.pictures.style import check_installed
-
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
+    from mars_jax.lab.pictures import check_installed
+    from mars_jax.lab.training.online import open_refiner
 
     def check(problems: list[Problem]) -> None:
-        scores.check_metrics(problems, **code)
+        scores.check_metrics(problems)
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
 
     problems, target, drafter = open_study(args, folder, check)
-    shared = ("rule", "thetas", "temperatures", "simulated_taus", "controls")
+    shared = ("rule", "thetas", "temperatures", "controls")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
     refiner = None
     if args.refine is not None:
@@ -328,8 +261,6 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             drafter,
             problems,
             folder,
-            allow_code_execution=args.allow_code_execution,
-            allow_unconfined_code=args.allow_unconfined_code,
             names={
                 name: plain(getattr(args, name))
                 for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
@@ -344,7 +275,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     if args.part is not None:
         say(f"the rows of part {args.part.number}/{args.part.of} are in {args.output}")
         return
-    print(table.markdown(summary), file=out, end="")
+    print(tables.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")
 
 
@@ -354,9 +285,8 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = open_study(args, folder, lambda found: scores.check_metrics(found, **code))
+    problems, target, drafter = open_study(args, folder, scores.check_metrics)
     samples = specs.parse_draft(args.draft).row.samples
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
@@ -382,31 +312,6 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             progress=tick,
             **{name: getattr(args, name) for name in ("rule", "thetas", "temperatures", "max_new_tokens")},
             **{name: getattr(args, name) for name in ("batch_size", "seed", "chat")},
-            **{name: getattr(args, name) for name in ("allow_code_execution", "allow_unconfined_code")},
         )
     print(tuned.markdown(made), file=out, end="")
     say(f"rows and tables are in {args.output}")
-
-
-def _forecast(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
-    from mars_jax.lab.commands.open_pair import open_forecast
-    from mars_jax.lab.evaluate.benchmark import forced, foretold
-
-    problems, target = open_forecast(args, folder)
-    tree = args.tree or ()
-    read = forced.reader(args.draft, target, max(foretold.LENGTHS[-1], len(tree)), dtype=args.dtype)
-    with ticking("texts") as tick:
-        made = foretold.forecasted(
-            target,
-            args.draft,
-            read,
-            problems,
-            folder,
-            tree=tree,
-            cost=args.draft_cost,
-            names={name: getattr(args, name) for name in ("dtype", "mesh")} | pair.given(args),
-            progress=tick,
-            **{n: getattr(args, n) for n in ("temperatures", "max_new_tokens", "batch_size", "seed", "chat")},
-        )
-    print(foretold.markdown(made), file=out, end="")
-    say(f"texts and forecast are in {args.output}")

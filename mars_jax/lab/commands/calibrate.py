@@ -70,7 +70,6 @@ def parser() -> Parser:
         help="strict first tokens to try, falling, in the place of thetas; the rule keeps its own --theta",
     )
     group.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
-    pair.add_code_flags(made)
     group = made.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="a new file")
     return made
@@ -191,8 +190,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
 
     check_writable(output)
     promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
-    check = functools.partial(calibration.check, **promise, **code)
+    check = functools.partial(calibration.check, **promise)
     problems, target, drafter = open_study(args, work, check)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
@@ -227,14 +225,12 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
         )
         | pair.given(args)
     )
-    weights = fingerprint((target.params, drafter.params), target.path)
-    decides |= {"run_code": args.allow_code_execution, "weights": weights}
+    decides |= {"weights": fingerprint((target.params, drafter.params), target.path)}
     with claim(work, decides), ticking("answers") as tick:
         found = calibration.calibrate(
             decoding,
             problems,
             **promise,
-            **code,
             rule=args.rule,
             thetas=args.thetas,
             prefixes=args.prefixes,

@@ -1,12 +1,11 @@
-"""`mars-jax distill features`: what a target says about texts, or about answers of its own, put on disk."""
+"""`mars-jax distill features`: write a target's features of texts, or of its own answers, to disk."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,153 +13,69 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.cli.part import Part, part_path
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.commands.distill_heads import HEADS, Head, chosen_vocabulary, feature_layers
+from mars_jax.lab.commands.distill_heads import feature_layers
 from mars_jax.lab.commands.training_text import write_answers
-from mars_jax.lab.folder import SETTINGS, check_folder, claim, write_json
-from mars_jax.lab.training import data, distillation, features
+from mars_jax.lab.folder import SETTINGS, check_folder, claim
+from mars_jax.lab.training import data, features
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import plain, write_whole
 
 SHARD = 128
-FORWARD = 2048  # tokens of a forward
-FINISHED = "finished.json"
-"""A file of a part that is finished: the names of its shards."""
+"""Documents of a shard."""
+FORWARD = 2048
+"""Tokens of a forward."""
 
 
 def write_features(args: argparse.Namespace) -> None:
-    """Write what shards are missing in `args.output`.
+    """Write the shards that are missing in `args.output`.
 
     Raises:
       MarsError: a file cannot be read, the output is of another run, or no document is short enough to be answered.
     """
     temperatures = _numbers(args.temperatures or "0,1")
     documents = [text for path in args.data for text in data.documents(path)]
-    size = args.shard or SHARD
-    shards = range(0, len(documents), size)
-    numbers, output, part = range(len(shards)), args.output, args.part
-    if part is not None:
-        part = part.among(len(shards))
-        numbers, output = numbers[part.share()], Path(part_path(output, part, folder=True))
-    check_folder(output)
+    check_folder(args.output)
     sketch = hub.outline(args.target)
     layers = feature_layers(args, sketch, None)
     record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
     settings = {
-        name: plain(value) for name, value in vars(args).items() if name in ("chat", "length", "seed")
-    }
-    settings |= {
+        "chat": args.chat,
+        "length": args.length,
+        "seed": args.seed,
         "temperatures": temperatures,
-        "shard": size,
+        "shard": SHARD,
         "layers": list(layers),
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint((target.params,), target.path),
     }
-    if part is not None:
-        settings["part"] = part._asdict()
-    with claim(output, settings):
-        for number in numbers:
-            first, folder = shards[number], output / f"{number:05d}"
+    with claim(args.output, settings):
+        for number, first in enumerate(range(0, len(documents), SHARD)):
+            folder = args.output / f"{number:05d}"
             if folder.exists():
                 continue
             began = time.perf_counter()
-            ids = _texts(target, documents[first : first + size], args, temperatures, first)
-            written = time.perf_counter()
+            ids = _texts(target, documents[first : first + SHARD], args, temperatures, first)
             if not ids:
                 continue
             rows = features.pack(ids, args.length)
             _write(folder, record, target, rows)
-            count = sum(map(len, ids))
             say(
-                f"{folder}: {len(ids)} texts, {count:,} tokens in {len(rows[0])} rows of {args.length}; "
-                f"{written - began:.0f} s to write, {time.perf_counter() - written:.0f} s to read"
+                f"{folder}: {len(ids)} texts, {sum(map(len, ids)):,} tokens in {len(rows[0])} rows of {args.length}; "
+                f"{time.perf_counter() - began:.0f} s"
             )
-        if part is not None:
-            # A shard whose documents leave no room for an answer is not there.
-            write_json(output / FINISHED, [shard.name for shard in features.shards(output)])
-    if part is None and not features.shards(output):
+    if not features.shards(args.output):
         raise MarsError(
             f"no document leaves room for an answer in --length {args.length}: give shorter ones, or more."
         )
 
 
-def merge(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path) -> int:
-    """Copy the shards of all parts into a folder; returns how many they are.
-
-    Raises:
-      MarsError: a part is unfinished, or lacks a shard.
-    """
-    count = 0
-    for part, there in parts.items():
-        if not (there / FINISHED).exists():
-            raise part.unfinished(there)
-        shards = features.shards(there)
-        try:
-            named = json.loads((there / FINISHED).read_text())
-        except ValueError:
-            named = None
-        if named != [shard.name for shard in shards]:
-            raise part.damaged(there)
-        for shard in shards:
-            try:
-                shutil.copytree(shard, folder / shard.name)
-            except shutil.Error:
-                raise part.damaged(there) from None
-        count += len(shards)
-    if not count:
-        raise MarsError("no part has a shard: give shorter documents, or a larger --length.")
-    return count
-
-
-def train_on_features(
-    args: argparse.Namespace,
-    target: Pretrained,
-    head: Head | None,
-    documents: Sequence[str],
-    work: Path,
-) -> tuple[Any, Any]:
-    """The apprentice of `eagle3 --features`, `head` or a new one, and its trained params.
-
-    Raises:
-      MarsError: there are too few features.
-    """
-    # First, since it knows whether there is enough: a draft vocabulary of too little would stay.
-    feed = features.Feed(
-        args.features, step_tokens=args.step_tokens, seed=args.seed, record=work / "epochs.jsonl"
-    )
-    ids = None
-    if args.draft_vocab not in (None, target.config.vocab_size):
-        ids = _draft_vocabulary(args, target, documents, work / "draft_vocab.json")
-    begun = HEADS["eagle3"].begin(args, target, head, ids)
-    params = distillation.train_on_features(
-        begun,
-        target.params,
-        feed,
-        work,
-        tokens=args.tokens,
-        learning_rate=args.learning_rate,
-    )
-    return begun, params
-
-
-def check_dumps(args: argparse.Namespace, target: Pretrained, layers: Sequence[int]) -> list[str]:
-    """The digests of the dumps' settings, which decide what a training on them is.
-
-    Raises:
-      MarsError: features are not those of the target and of the layers that are read.
-    """
-    weights = fingerprint((target.params,), target.path)
-    return [_check_dump(dump, layers, weights) for dump in args.features]
-
-
 def dump_settings(dump: Path) -> dict[str, Any]:
-    """The settings that a folder of features was written with.
+    """Return the settings of a folder of features.
 
     Raises:
       MarsError: it is no such folder.
@@ -173,7 +88,12 @@ def dump_settings(dump: Path) -> dict[str, Any]:
         ) from None
 
 
-def _check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
+def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
+    """Return a digest of the settings and the shards of a folder of features.
+
+    Raises:
+      MarsError: the features are of other layers or of another target.
+    """
     settings = dump_settings(dump)
     if settings.get("layers") != list(layers):
         raise MarsError(
@@ -184,24 +104,8 @@ def _check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
         raise MarsError(
             f"the features in '{dump}' are of another target: write new ones, or name that target."
         )
-    return digest(json.dumps(settings, sort_keys=True).encode())
-
-
-def _draft_vocabulary(
-    args: argparse.Namespace, target: Pretrained, documents: Sequence[str], path: Path
-) -> np.ndarray:
-    """The most frequent tokens of what there is when a training begins; every dump and the documents count alike."""
-    if not path.exists():
-        texts = [data.stream(documents, target.tokenizer.backend_tokenizer)] if documents else []
-        for dump in args.features:
-            found = [features.read_shard(shard) for shard in features.shards(dump)]
-            if found:
-                tokens = np.concatenate([x.tokens[x.segments != features.PADDING] for x in found])
-                texts.append(data.Stream(tokens, np.zeros_like(tokens), 1.0))
-        ids = chosen_vocabulary(args, target, texts)
-        assert ids is not None
-        write_whole(path, json.dumps(ids.tolist()))
-    return np.asarray(json.loads(path.read_text()), np.int32)
+    names = [shard.name for shard in features.shards(dump)]
+    return digest(json.dumps([settings, names], sort_keys=True).encode())
 
 
 def _texts(
@@ -221,26 +125,25 @@ def _texts(
     )
 
 
-def _write(folder: Path, record, target: Pretrained, rows: tuple[np.ndarray, np.ndarray]) -> None:
-    """Read the rows some at a time, the last ones padded, and write them as a shard."""
+def _write(folder: Path, record: Any, target: Pretrained, rows: tuple[np.ndarray, np.ndarray]) -> None:
+    """Compute the features of rows, a padded batch at a time, and write them as a shard."""
     tokens = rows[0]
     size = max(1, FORWARD // tokens.shape[1])
-    made = []
+    parts = []
     for first in range(0, len(tokens), size):
-        some = [x[first : first + size] for x in rows]
-        count = len(some[0])
-        full = [np.pad(x, ((0, size - count), (0, 0))) for x in some]
-        found = record(target.params, *(jnp.asarray(x) for x in full))
-        made.append([np.asarray(x)[:count] for x in found])
-    joined = [np.concatenate(parts) for parts in zip(*made, strict=True)]
+        batch = [x[first : first + size] for x in rows]
+        count = len(batch[0])
+        padded = [jnp.asarray(np.pad(x, ((0, size - count), (0, 0)))) for x in batch]
+        parts.append([np.asarray(x)[:count] for x in record(target.params, *padded)])
+    joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
     features.write_shard(folder, features.Recorded(*joined))
 
 
-def _numbers(given: str) -> list[float]:
+def _numbers(text: str) -> list[float]:
     try:
-        found = [float(part) for part in given.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 <= t < float("inf") for t in found):
-        raise MarsError(f"--temperatures is {given}: expected numbers such as 0,1.")
-    return found
+        numbers = [-1.0]
+    if not all(0 <= t < float("inf") for t in numbers):
+        raise MarsError(f"--temperatures is {text}: expected numbers such as 0,1.")
+    return numbers

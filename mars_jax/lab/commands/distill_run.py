@@ -1,10 +1,11 @@
-"""The run of `mars-jax distill`: models load, --work is claimed, and what is made appears at --output complete."""
+"""The run of `mars-jax distill`: load models, claim --work, train, and write a complete result to --output."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,43 +22,45 @@ from mars_jax.hub.durable import sync
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.commands.distill_features import check_dumps, dump_settings, train_on_features
-from mars_jax.lab.commands.distill_heads import HEADS, chosen_vocabulary, feature_layers, layers_of
-from mars_jax.lab.commands.distill_systems import SYSTEMS, open_small, rewarded
+from mars_jax.lab.commands import distill_heads
+from mars_jax.lab.commands.distill_features import check_dump, dump_settings
+from mars_jax.lab.commands.distill_systems import SYSTEMS, rewarded
 from mars_jax.lab.commands.training_text import training_text
 from mars_jax.lab.folder import check_writable, claim, studying
 from mars_jax.lab.training import data, distillation
+from mars_jax.lab.training.loop import CHECKPOINTS, refuse_version_0_1
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.journal import plain
 
-_NO_MATTER = ("output", "work", "data", "features", "devices", "mesh", "dtype", "layout", *HOSTS)
-"""Flags that do not decide what is trained: places, where it is computed, what it is cast to. Data and features count
-by content."""
+_NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
+"""Flags that do not change the training: paths, devices, and the dtype of the result. The contents of files count."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
-    """Make what `args.kind` names, and write it to `args.output`.
+    """Train a drafter of `args.kind` and write it to `args.output`.
 
     Raises:
       MarsError: flags that do not fit the models or this machine, or --work is of another run.
     """
     work = args.work or args.output.with_name(args.output.name + "-training")
-    with studying(args, work, out, without="checkpoints") as (_, folder):
+    with studying(args, work, out, without=CHECKPOINTS) as (_, folder):
         _distill(args, folder)
 
 
 def _distill(args: argparse.Namespace, work: Path) -> None:
-    # Refused now, and not when the models are loaded.
+    for package in ("grain", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise MarsError(f'distill needs the package {package}: pip install "mars-jax[train]".')
+    # Refuse wrong arguments before the models load.
     if args.loss is not None:
         divergence(args.loss)
-    layers_of(args.feature_layers)
-    if args.devices is not None and args.devices > len(jax.devices()):
-        raise MarsError(f"--devices is {args.devices}: there are {len(jax.devices())}.")
+    distill_heads.layers_of(args.feature_layers)
     free_directory(args.output, overwrite=False)
     check_writable(args.output)
     check_writable(work, flag="--work")
+    refuse_version_0_1(work)
     documents = [text for path in args.data or () for text in data.documents(path)]
     for dump in args.features or ():
         dump_settings(dump)
@@ -66,75 +69,65 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.first not in (None, NGRAM):
         resolve(args.first, weights=False)
     with busy("loading"):
-        # Features are of the bfloat16 model, and say so.
+        # Features are those of the target in bfloat16, and its fingerprint too.
         mesh = None if args.mesh is None else open_mesh(args.mesh, hub.outline(args.target).config)
         target = hub.load(args.target, dtype=None if args.features is None else "bfloat16", mesh=mesh)
-        first: Any = None
-        if args.first is not None:
-            first = open_small(args) if args.kind in SYSTEMS else HEADS[args.kind].open(args.first, target)
+        first = None
+        if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
+            first = distill_heads.open_first(args, target)
     weights = (target.params, () if first is None else first.params)
-    settings = recorded(args) | {
+    settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
+    settings |= {
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint(weights, target.path),
     }
     if args.features is not None:
-        settings["features"] = check_dumps(args, target, feature_layers(args, target, first))
-    make: Callable[..., None] = SYSTEMS.get(args.kind, _train)
-    with claim(work, settings, flag="--work", unrecorded="checkpoints"):
+        layers = distill_heads.feature_layers(args, target, first)
+        fingerprint_of_target = fingerprint((target.params,), target.path)
+        settings["features"] = [check_dump(dump, layers, fingerprint_of_target) for dump in args.features]
+    with claim(work, settings, flag="--work"):
+        make = SYSTEMS.get(args.kind, _train)
         make(args, target, first, documents, work)
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
-    spec = {"eagle3": "eagle", "eagle1": "eagle"}.get(args.kind, args.kind)
+    spec = "eagle" if args.kind in ("eagle1", "eagle3") else args.kind
     say(f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}")
-
-
-def recorded(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that a training is recorded with: all flags but those, also ones that do not exist yet."""
-    # On a plateau the rate does not depend on how long the training is to be; `training.loop.fit` refuses it later.
-    free = _NO_MATTER if args.features is None else (*_NO_MATTER, "tokens")
-    return {name: plain(value) for name, value in vars(args).items() if name not in free}
 
 
 def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
     """Train a head, or a small model, on text or on features, and write it."""
+    options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
     if args.features is not None:
-        _write(args, *train_on_features(args, target, first, documents, work), first)
-        return
-    stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
-    say(f"{len(stream.tokens):,} tokens of text")
-    apprentice = HEADS[args.kind].begin(args, target, first, chosen_vocabulary(args, target, [stream]))
-    params = distillation.train(
-        apprentice,
-        target.params,
-        [stream],
-        work,
-        tokens=args.tokens,
-        step_tokens=args.step_tokens,
-        length=args.length,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-        devices=jax.devices()[: args.devices],
-        mesh=target.mesh,
-    )
-    _write(args, apprentice, params, first)
+        streams = [data.stream(documents, target.tokenizer.backend_tokenizer)] if documents else []
+        ids = distill_heads.draft_vocabulary(args, target, streams)
+        apprentice = distill_heads.start(args, target, first, ids)
+        params = distillation.train_on_features(apprentice, target.params, args.features, work, **options)
+    else:
+        stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
+        say(f"{len(stream.tokens):,} tokens of text")
+        ids = distill_heads.draft_vocabulary(args, target, [stream])
+        apprentice = distill_heads.start(args, target, first, ids)
+        params = distillation.train(
+            apprentice, target.params, [stream], work, length=args.length, mesh=target.mesh, **options
+        )
+    if hosts.is_first():
+        _write(args, apprentice.config, params, first)
 
 
-def _write(args: argparse.Namespace, apprentice: Any, params: Any, first: Any) -> None:
+def _write(args: argparse.Namespace, config: Any, params: Any, first: Any) -> None:
     """Write the drafter, complete or not at all: a kill leaves no half of it at --output."""
-    if not hosts.is_first():
-        return
     cast = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
     staging = args.output.with_name(f".{args.output.name}.distilling")
-    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed; --work is this process's alone
+    shutil.rmtree(staging, ignore_errors=True)  # of a killed run; this process has locked --work
     try:
-        made = staging / args.output.name
-        HEADS[args.kind].save(made, apprentice.config, cast, args, first)
-        made.replace(args.output)
+        result = staging / args.output.name
+        distill_heads.save(result, args, config, cast, first)
+        result.replace(args.output)
         sync(args.output.absolute().parent)
     except OSError as error:
         raise MarsError(

@@ -1,10 +1,9 @@
-"""`mars-jax distill sprinter`, `via_sd` and `diversed`: what systems need that ask the target less often."""
+"""`mars-jax distill sprinter`, `via_sd` and `diversed`: the learned parts of systems of single papers."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,35 +11,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax import contrib, hub
+from mars_jax import contrib
+from mars_jax.contrib.drafters import sprinter_training, via_sd_training
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
-from mars_jax.core.errors import MarsError
+from mars_jax.contrib.rules import diversed_training
+from mars_jax.contrib.teaching import Batch
+from mars_jax.core.errors import MarsError, say
 from mars_jax.core.home import expanded
-from mars_jax.core.rule import LoadedRule
-from mars_jax.drafters import LoadedDrafter, language_model
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.lab.evaluate.scoring.scores import score
-from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.training import data, diversed_training, slim, sprinter_training
+from mars_jax.lab.training import data
+from mars_jax.lab.training.loop import fit
 from mars_jax.models.config import ModelConfig
-from mars_jax.serve.generation import generate
 
-LEFT_OUT, EVALUATIONS, UPDATES = 0.45, 128, 40
-CHAIN, ROLLOUTS, ANSWER_TOKENS, TRAINING_PROBLEMS = 5, 48, 128, 4096
-_HELD_OUT = 8  # of so many batches the last one is
-
-
-def open_small(args: argparse.Namespace) -> Pretrained | None:
-    """The model that `--from` names; None for the ngram of via_sd, which has no weights."""
-    return None if args.kind == "via_sd" and args.first == NGRAM else hub.load(args.first)
+LEFT_OUT = 0.45
 
 
 def draft_name(name: str, output: Path) -> str:
-    """The name of a model in config.json of `output`: the one that was given, or a path relative to the output."""
+    """Return the name of a model in config.json of `output`: the given one, or a path relative to the output."""
     path = expanded(name)
-    if not path.is_dir():
+    if name == NGRAM or not path.is_dir():
         return name
     relative = os.path.relpath(path.resolve(), output.resolve())
     if relative.startswith(".."):
@@ -51,12 +44,11 @@ def draft_name(name: str, output: Path) -> str:
     return relative
 
 
-def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[str]) -> list[data.Batch]:
+def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[str]) -> list[Batch]:
     stream = data.stream(documents, target.tokenizer.backend_tokenizer)
-    count = max(2, round(args.tokens / args.step_tokens))
     rows = max(2, args.step_tokens // args.length)
-    mixture = data.Mixture([stream], rows=rows, length=args.length, seed=args.seed)
-    return [mixture.batch(i) for i in range(count)]
+    batches = data.batches([stream], rows=rows, length=args.length, seed=args.seed)
+    return [batches[i] for i in range(max(2, round(args.tokens / args.step_tokens)))]
 
 
 def _sprinter(
@@ -64,23 +56,23 @@ def _sprinter(
 ) -> None:
     check_same_vocabulary(target, small)
     batches = _batches(args, target, documents)
-    read = jax.jit(
+    examples = jax.jit(
         lambda teacher, params, batch, key: sprinter_training.examples(
             target.model, teacher, small.model, params, batch, key
         )
     )
     keys = jax.random.split(jax.random.key(args.seed), len(batches))
-    parts = []
-    for i, batch in enumerate(batches):
-        parts.append(jax.device_get(read(target.params, small.params, batch, keys[i])))
-        if (i + 1) % 16 == 0:
-            print(f"{i + 1} of {len(batches)} batches read", file=sys.stderr, flush=True)
-    held_out = max(1, len(parts) // _HELD_OUT)
-    arrays = sprinter_training.train(sprinter_training.flattened(parts[:-held_out]), work, seed=args.seed)
+    parts = [
+        jax.device_get(examples(target.params, small.params, batch, key))
+        for batch, key in zip(batches, keys, strict=True)
+    ]
+    held_out = max(1, len(parts) // 8)
+    training = sprinter_training.training(sprinter_training.flattened(parts[:-held_out]), seed=args.seed)
+    params = jax.device_get(fit(training, work, description="classifier"))
     test = sprinter_training.flattened(parts[-held_out:])
-    figures = {f"at_{c}": sprinter_training.figures(test, arrays, c) for c in (0.3, 0.5, 0.7, 0.9)}
-    print(f"held out: {figures}", file=sys.stderr)
-    save_system(args.output, System(name="sprinter", draft=draft_name(args.first, args.output)), arrays)
+    figures = {f"at_{c}": sprinter_training.figures(test, params, c) for c in (0.3, 0.5, 0.7, 0.9)}
+    say(f"held out: {figures}")
+    save_system(args.output, System(name="sprinter", draft=draft_name(args.first, args.output)), params)
 
 
 def _via_sd(
@@ -96,23 +88,20 @@ def _via_sd(
         raise MarsError(
             f"'{target.name}' cannot leave out layers: give a checkpoint of this library's models."
         )
-    found = slim.search(
+    found = via_sd_training.search(
         target.model,
         target.params,
         _batches(args, target, documents),
         left_out=args.left_out or LEFT_OUT,
-        evaluations=args.evaluations or EVALUATIONS,
         seed=args.seed,
         log=work / "masks.jsonl",
     )
     out = 2 * len(found.mask) - sum(map(sum, found.mask))
-    print(
+    say(
         f"without {out} of {2 * len(found.mask)} sublayers: KL {found.kl:.3f} nats a token, the same best token "
-        f"{found.same:.1%}",
-        file=sys.stderr,
+        f"{found.same:.1%}"
     )
-    draft: Any = args.first or NGRAM
-    name = draft if draft == NGRAM else draft_name(draft, args.output)
+    name = draft_name(args.first or NGRAM, args.output)
     save_system(args.output, System(name="via_sd", draft=name, layers=found.mask))
 
 
@@ -122,49 +111,28 @@ def _diversed(
     check_same_vocabulary(target, small)
     problems = rewarded(args.task)
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
-    vocab = target.config.vocab_size
-    drafter = language_model(small.model, CHAIN, sample=True, vocab_size=vocab)
-    room = max(map(len, prompts)) + ANSWER_TOKENS
 
-    def rollouts(head: Any, step: int) -> diversed_training.Rollouts:
-        chosen = [(step * ROLLOUTS + i) % len(problems) for i in range(ROLLOUTS)]
-        found = generate(
-            target,
-            LoadedDrafter(drafter, small.params),
-            [prompts[i] for i in chosen],
-            verify=LoadedRule(contrib.diversed(), head),
-            temperature=1.0,
-            seed=[(args.seed + step * ROLLOUTS + i) % 2**32 for i in range(ROLLOUTS)],
-            max_new_tokens=ANSWER_TOKENS,
-            batch_size=ROLLOUTS,
-        )
-        tokens, written = np.zeros((ROLLOUTS, room), np.int32), np.zeros((ROLLOUTS, room), bool)
-        rewards = []
-        for row, (index, made) in enumerate(zip(chosen, found.tokens, strict=True)):
-            ids = [*prompts[index], *made]
-            tokens[row, : len(ids)] = ids
-            written[row, len(prompts[index]) : len(ids)] = True
-            counts = score(problems[index], found.text[row])
-            rewards.append(float(np.asarray(counts)[0]) if counts else 0.0)
-        return diversed_training.Rollouts(tokens, written, np.asarray(rewards, np.float32))
+    def reward(number: int, text: str) -> float:
+        counts = score(problems[number], text)
+        return float(np.asarray(counts)[0]) if counts else 0.0
 
-    models = diversed_training.Models(target.model, target.params, small.model, small.params)
-    head = diversed_training.train(
-        models,
-        rollouts,
+    head = fit(
+        diversed_training.training(target, small, seed=args.seed),
         work,
-        hidden_size=target.config.hidden_size,
-        draft_hidden_size=small.config.hidden_size,
-        steps=args.updates or UPDATES,
-        seed=args.seed,
+        teacher=(target.params, small.params),
+        prepare=diversed_training.rollouts(target, small, prompts, reward, seed=args.seed),
+        save_every=1,
+        description="diversed",
     )
-    contrib.save(args.output, head, "diversed")
+    contrib.save(args.output, jax.device_get(head), "diversed")
 
 
-SYSTEMS: dict[str, Callable[..., None]] = {"sprinter": _sprinter, "via_sd": _via_sd, "diversed": _diversed}
-"""Functions that make each system and write it to --output.
-
-They take the flags, the target, what `open_small` gave, the documents and --work.
+SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str], Path], None]] = {
+    "sprinter": _sprinter,
+    "via_sd": _via_sd,
+    "diversed": _diversed,
+}
+"""Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
 
 Raises:
   MarsError: the small model has another vocabulary, there is too little text, or a task without rewards.
@@ -172,20 +140,14 @@ Raises:
 
 
 def rewarded(task: str | None) -> list[Problem]:
-    """The problems of `--task`, by default those of arithmetic.
+    """Return the problems of `--task`, by default those of arithmetic.
 
     Raises:
       MarsError: there is no such task or file, or its answers have no rewards.
     """
     name, _, path = (task or "arithmetic").partition("=")
     if name == "arithmetic" and not path:
-        made = arithmetic.generate(TRAINING_PROBLEMS, split="train")
-        return [
-            Problem(
-                task=name, id=str(i), turns=(p.question,), metric="final_answer", references=(str(p.result),)
-            )
-            for i, p in enumerate(made)
-        ]
+        return read_arithmetic("train")
     problems = read(name, path or None, chat=True)
     metrics = ("final_answer", "last_number", "rouge_l")
     if any(p.metric not in metrics for p in problems):

@@ -60,19 +60,6 @@ def open_study(args: argparse.Namespace, folder: Path, check: Callable[[list[Pro
         return Opened(problems, *open_pair(args, args.rule, problems))
 
 
-def open_forecast(args: argparse.Namespace, folder: Path) -> tuple[list[Problem], Pretrained]:
-    """Open folder, problems and target, in that order, for a forecast, which reads the draft in its own way.
-
-    Raises:
-      MarsError: as `open_study`.
-    """
-    keep_compilations()
-    check_folder(folder)
-    problems = read_problems(args)
-    with busy("loading"):
-        return problems, open_target(args, _sketch(args, problems))
-
-
 def open_pair(
     args: argparse.Namespace, rule: RuleChoice, problems: list[Problem]
 ) -> tuple[Pretrained, drafters.LoadedDrafter]:

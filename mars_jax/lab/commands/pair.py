@@ -30,10 +30,10 @@ from mars_jax.specs import RuleChoice
 TASKS = """\
 tasks, where PATH is a local file (plain, .xz or .gz) or, of a dataset of the
 hub, OWNER/NAME[:CONFIG[:SPLIT]]:
-  arithmetic            generated word problems; exact match after ####
+  arithmetic            1,300 word problems; exact match after ####
   gsm8k=PATH            exact match after ####
-  humaneval=PATH        pass@1, with --allow-code-execution; needs tests
-  mbpp=PATH             pass@1, with --allow-code-execution
+  humaneval=PATH        pass@1, by HumanEval's evaluator; needs tests
+  mbpp=PATH             pass@1, by HumanEval's evaluator
   cnn_dm=PATH           ROUGE-L
   wmt19=PATH            BLEU
   spec_bench=PATH       its six parts, each by its own metric
@@ -118,24 +118,6 @@ def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleC
     for name in given.keys() & set(instead):
         raise MarsError(f"{given[name].shown} does not apply here: give {flag_of(name)}s in its place.")
     return named(args.verify or "mars", given)
-
-
-def add_code_flags(parser: Parser) -> None:
-    """The flags that let generated programs run."""
-    group = parser.add_argument_group("code", description="Programs that the target writes.")
-    group.add_argument(
-        "--allow-code-execution",
-        action="store_true",
-        help="run the programs that the target writes, inside bubblewrap or unshare: no network, no files but "
-        "Python's, read-only, and a temporary folder, bounds on time, memory, processes and files; refused where "
-        "neither works",
-    )
-    group.add_argument(
-        "--allow-unconfined-code",
-        action="store_true",
-        help="with it, if neither works: run them with your rights under Python's audit hook and the same bounds, "
-        "a guard against accidents and not against malice",
-    )
 
 
 def convert(args: argparse.Namespace) -> None:

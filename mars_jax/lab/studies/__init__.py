@@ -1,1 +1,1 @@
-"""Studies of a rule: calibration, and what relaxed tokens do to the text after them."""
+"""Calibration of a rule's threshold."""

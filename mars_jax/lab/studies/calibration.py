@@ -54,8 +54,6 @@ def calibrate(
     judge: Judge | None = None,
     temperature: float = 0.0,
     seed: int = 0,
-    run_code: bool = False,
-    unconfined: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     rows: Path | None = None,
 ) -> dict[str, Any]:
@@ -73,7 +71,6 @@ def calibrate(
         the rule's own theta.
       judge: of the risk "judge".
       temperature, seed: problem i draws with seed + i under every rule.
-      run_code, unconfined: as for `scores.score`.
       progress: `(what, done, of)`, called after every batch.
       rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
 
@@ -86,7 +83,7 @@ def calibrate(
     """
     setting = "theta" if prefixes is None else "exact_prefix"
     values = list(prefixes if prefixes is not None else grid(rule) if thetas is None else thetas)
-    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
+    check(problems, risk=risk, bound=bound, confidence=confidence)
     rules = [
         verify.load(rule.spec, decoding.session.target, **{**rule.settings, setting: value})
         for value in values
@@ -115,8 +112,6 @@ def calibrate(
                     temperature=temperature,
                     risk=risk,
                     judge=judge,
-                    run_code=run_code,
-                    unconfined=unconfined,
                 )
                 found += file.batch([_key(arm, problem) for problem in group], make)
                 if progress is not None:
@@ -178,8 +173,6 @@ def _rows(
     temperature: float,
     risk: str,
     judge: Judge | None,
-    run_code: bool,
-    unconfined: bool,
 ) -> list[Row]:
     """A batch of answers and what each is worth: the score, or the regret per token, with its sign turned."""
     made = []
@@ -192,7 +185,7 @@ def _rows(
         elif judge is not None:
             worth = _judged(judge, problem, answer.texts[-1])
         else:
-            numbers = scores.score(problem, answer.texts[-1], run_code=run_code, unconfined=unconfined)
+            numbers = scores.score(problem, answer.texts[-1])
             worth = None if numbers is None else numbers[0]
         made.append(
             _key(arm, problem)
@@ -223,30 +216,20 @@ def _judged(judge: Judge, problem: Problem, answer: str) -> float:
     return number
 
 
-def check(
-    problems: Sequence[Problem],
-    *,
-    risk: str,
-    bound: float,
-    confidence: float,
-    run_code: bool,
-    unconfined: bool = False,
-) -> None:
+def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: float) -> None:
     """Raise MarsError where the problems cannot measure the risk, or are too few to certify it."""
     if not 0 < bound < 1:
         raise MarsError(f"--bound is {bound:g}: expected a number between 0 and 1.")
     if not 0 < confidence < 1:
         raise MarsError(f"--confidence is {confidence:g}: expected a number between 0 and 1.")
     metrics = {p.metric for p in problems}
-    if risk == "accuracy" and metrics & {*UNJUDGED, "bleu"}:
+    if risk == "accuracy" and metrics & {*UNJUDGED, "bleu", "pass@1"}:
         raise MarsError(
             "--risk accuracy needs a score of every answer, and these tasks have none of their own: choose --risk "
-            "regret, or another task."
+            "regret, a judge, or another task."
         )
-    if risk == "accuracy" and "pass@1" in metrics and not run_code:
-        raise MarsError("--risk accuracy on programs must run them: add --allow-code-execution.")
-    if risk == "accuracy" or run_code or unconfined:
-        scores.check_metrics(problems, run_code=run_code, unconfined=unconfined)
+    if risk == "accuracy":
+        scores.check_metrics(problems)
     if len(problems) < (needed := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "

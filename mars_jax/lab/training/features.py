@@ -1,13 +1,11 @@
-"""Features of a text by a frozen target, kept on disk: epochs of a head's training then cost the head alone.
+"""Features of a text by a frozen target, kept on disk: epochs of a head's training then cost only the head.
 
-A dump is a folder of shards, and a shard a folder of arrays: R rows of L tokens, E the target's hidden size, K layers.
-Shards are complete or not there at all, so a dump can grow while a training reads it. Oracle: the objective on the
-target's own forward (tests/lab/training/test_features.py).
+A dump is a folder of shards, and a shard is a folder of arrays: R rows of L tokens, E hidden size of the target, K
+layers. Oracle: the loss on the target's own forward (tests/lab/training/test_features.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -20,31 +18,31 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
+from mars_jax.contrib.teaching import read
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.lab.training.objectives import read
+from mars_jax.hub.durable import sync
 
 TOP = 64
-"""Likeliest tokens of each place whose log-probabilities are kept."""
-
+"""Number of likeliest tokens of each position whose log-probabilities are kept."""
 PADDING = -1
-"""Segment of what fills up a row."""
+"""Segment of the padding of a row."""
 
 
 class Recorded(NamedTuple):
-    """Rows of a text and what the target says of every token."""
+    """Rows of a text and the target's output for every token."""
 
     tokens: Any  # i32[R, L]
-    segments: Any  # i32[R, L]; a token sees the tokens of its own document only; PADDING at a row's end
+    segments: Any  # i32[R, L]; a token attends within its document; PADDING at a row's end
     features: Any  # bf16[R, L, K * E]; outputs of the layers, joined
-    top: Any  # i32[R, L, TOP]; the likeliest tokens that follow, likeliest first
+    top: Any  # i32[R, L, TOP]; the likeliest next tokens, likeliest first
     log_probs: Any  # f16[R, L, TOP]; of those, in nats, over the whole vocabulary
 
 
 def pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole documents into rows: tokens i32[R, L] and segments i32[R, L].
+    """Pack whole documents into rows: tokens i32[R, L] and segments i32[R, L].
 
-    Each goes into the first row that has room, the longest first; what is longer than a row is cut at its end.
+    Each document goes into the first row with enough room, the longest first. Longer ones than a row are cut.
 
     >>> tokens, segments = pack([[5, 6], [1, 2, 3], [7, 8, 9, 9, 9]], 4)
     >>> tokens.tolist(), segments.tolist()
@@ -71,21 +69,17 @@ def pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, n
 
 
 def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
-    """(params, tokens, segments) -> `Recorded`, jitted.
-
-    Args:
-      target: a model that returns the features wanted; see `LanguageModel.with_features`.
-    """
+    """Return jitted `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
 
     @jax.jit
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
         output = read(target, params, tokens, segments)
 
-        # Row by row: the logits of one are a hundred megabytes.
+        # Row by row: the logits of one row are a hundred megabytes.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
             logits = target.unembed(params, hidden[None])[0]
-            found, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))
-            return ids, (found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)).astype(jnp.float16)
+            top, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))
+            return ids, (top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)).astype(jnp.float16)
 
         top, log_probs = jax.lax.map(likeliest, output.hidden)
         features = jnp.concatenate(output.features, axis=-1).astype(jnp.bfloat16)
@@ -101,25 +95,16 @@ def write_shard(folder: Path, recorded: Recorded) -> None:
     staging.mkdir(parents=True)
     for name, value in recorded._asdict().items():
         value = np.asarray(value)
-        # numpy's files know no bfloat16.
+        # The .npy format has no bfloat16.
         np.save(staging / f"{name}.npy", value.view(np.uint16) if name == "features" else value)
-        _sync(staging / f"{name}.npy")
-    _sync(staging)
+        sync(staging / f"{name}.npy")
+    sync(staging)
     staging.replace(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on disk: a name must not be there before what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)
 
 
 def read_shard(folder: Path) -> Recorded:
-    """A shard, mapped and not read.
+    """Map a shard into memory.
 
     Raises:
       MarsError: it is damaged.
@@ -134,84 +119,52 @@ def read_shard(folder: Path) -> Recorded:
 
 
 def shards(dump: str | os.PathLike[str]) -> list[Path]:
-    """The shards that a dump has now, in their order."""
+    """List the shards of a dump in order."""
     return sorted(p for p in Path(dump).glob("[0-9]*") if p.is_dir())
 
 
-class Feed:
-    """Batches from dumps that may still grow: an epoch takes the shards that are there when it begins, in a new order.
+class _Rows:
+    """The rows of several shards of one length."""
 
-    Which ones those were is recorded, so a training that was killed sees again what it saw. A batch is rows of one
-    shard. The first shard of every dump is held out.
+    def __init__(self, folders: Sequence[Path]):
+        self._shards = [read_shard(folder) for folder in folders]
+        self._ends = np.cumsum([len(shard.tokens) for shard in self._shards])
 
-    Attributes:
-      step_tokens: of a batch, padding too; the mean, where dumps have rows of several lengths.
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, number: int) -> Recorded:
+        which = int(np.searchsorted(self._ends, number, side="right"))
+        shard = self._shards[which]
+        return Recorded(*(np.asarray(x[number - self._ends[which]]) for x in shard))
+
+
+def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
+    """Return the batches of dumps, held-out batches, and the mean number of tokens of a batch, padding included.
+
+    The batches are an endless `grain.MapDataset`. A batch holds rows of one dump, whole rows of about `step_tokens`
+    tokens. The first shard of every dump is held out.
+
+    Raises:
+      MarsError: a dump has fewer than two shards, or one is damaged.
     """
+    import grain
 
-    def __init__(self, dumps: Sequence[Path], *, step_tokens: int, seed: int, record: Path):
-        """
-        Args:
-          dumps: folders of shards.
-          step_tokens: of a batch, about: whole rows.
-          seed: of the orders.
-          record: file of the epochs.
-
-        Raises:
-          MarsError: no dump has two shards, or one is damaged.
-        """
-        self._dumps, self._tokens, self._seed, self._record = tuple(dumps), step_tokens, seed, record
-        self._recorded = record.read_text().splitlines() if record.exists() else []
-        self._groups: list[tuple[Path, np.ndarray]] = []
-        self._first, self._epoch = 0, -1
-        self._read: dict[Path, Recorded] = {}
-        self._begin()
-        # Of the first epoch, which is on record: a run that goes on counts as it did.
-        self.step_tokens = round(np.mean([rows.size * self._length(shard) for shard, rows in self._groups]))
-
-    def held_out(self, count: int = 4) -> list[Recorded]:
-        """Batches that are never trained on, `count` of each dump."""
-        first = [shards(dump)[0] for dump in self._dumps if shards(dump)]
-        return [self._rows(shard, rows) for shard in first for rows in self._divide(shard, None)[:count]]
-
-    def batch(self, step: int) -> Recorded:
-        """The rows of a step. Steps are asked for in rising order."""
-        while step >= self._first + len(self._groups):
-            self._first += len(self._groups)
-            self._begin()
-        return self._rows(*self._groups[step - self._first])
-
-    def _begin(self) -> None:
-        self._epoch += 1
-        if self._epoch < len(self._recorded):
-            chosen = [Path(name) for name in json.loads(self._recorded[self._epoch])]
-        else:
-            chosen = [shard for dump in self._dumps for shard in shards(dump)[1:]]
-        order = np.random.default_rng((self._seed, self._epoch))
-        groups = [(shard, rows) for shard in chosen for rows in self._divide(shard, order)]
-        if not groups:
-            names = ", ".join(f"'{dump}'" for dump in self._dumps)
+    datasets, counts, sizes, held_out = [], [], [], []
+    for number, dump in enumerate(dumps):
+        folders = shards(dump)
+        if len(folders) < 2:
             raise MarsError(
-                f"{names} have too few features to train on: two shards are the least, one of which is held out."
+                f"'{dump}' has too few features to train on: give it two shards at least, one of which is held out."
             )
-        if self._epoch >= len(self._recorded):
-            with self._record.open("a") as file:
-                file.write(json.dumps([str(shard) for shard in chosen]) + "\n")
-        self._groups = [groups[i] for i in order.permutation(len(groups))]
-
-    def _divide(self, shard: Path, order: np.random.Generator | None) -> list[np.ndarray]:
-        """The rows of a shard in groups of one step; what is left over waits for another epoch's order."""
-        count = len(self._open(shard).tokens)
-        size = max(1, self._tokens // self._length(shard))
-        every = np.arange(count) if order is None else order.permutation(count)
-        return [np.sort(every[i : i + size]) for i in range(0, count - size + 1, size)]
-
-    def _length(self, shard: Path) -> int:
-        return self._open(shard).tokens.shape[1]
-
-    def _rows(self, shard: Path, rows: np.ndarray) -> Recorded:
-        return Recorded(*(np.asarray(x[rows]) for x in self._open(shard)))
-
-    def _open(self, shard: Path) -> Recorded:
-        if shard not in self._read:
-            self._read[shard] = read_shard(shard)
-        return self._read[shard]
+        rows = _Rows(folders[1:])
+        length = rows[0].tokens.shape[-1]
+        size = max(1, step_tokens // length)
+        datasets.append(grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat().batch(size))
+        counts.append(len(rows) / size)
+        sizes.append(size * length)
+        first = read_shard(folders[0])
+        for start in range(0, min(len(first.tokens), 4 * size), size):
+            held_out.append(Recorded(*(np.asarray(x[start : start + size]) for x in first)))
+    tokens = round(np.average(sizes, weights=counts))
+    return grain.MapDataset.mix(datasets, weights=counts), held_out, tokens

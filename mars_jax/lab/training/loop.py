@@ -1,4 +1,7 @@
-"""The training loop: a jitted step over batches, Orbax checkpoints, a progress bar and a log of the losses."""
+"""The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints, a log and a plot.
+
+Oracle: a killed run against one that was not (tests/lab/training/test_loop.py, tests/cli/test_hosts.py).
+"""
 
 from __future__ import annotations
 
@@ -6,52 +9,66 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
+from mars_jax.contrib.teaching import Loss, Training
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.lab.training.checkpoints import Checkpoints
+from mars_jax.placement import hosts
 
-Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
-"""(params, batch) -> (loss, figures to log); differentiable in params."""
+CHECKPOINTS = "orbax"
+"""Directory of the checkpoints, inside the directory of a training."""
+DECAY = 0.35
+"""Share of the steps, at the end, over which the learning rate falls to zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Apprentice:
-    """A drafter in training: its static config, its first params (float32), and what training minimises."""
+    """A drafter in training."""
 
     config: Any
-    init: Callable[[], PyTree]
-    objective: Objective  # of (params, (batch, target params))
-    panels: dict[str, tuple[str, ...]]  # of the plot
-    ids: Any = None  # i32[W]; of a head with a draft vocabulary
+    init: Callable[[], PyTree]  # makes the first params, in float32
+    loss: Loss
+    panels: Mapping[str, Sequence[str]]  # title of each panel of the plot: the figures in it
+    ids: Array | None = None  # i32[W]; of a head with a draft vocabulary
 
 
 def panels_of(steps: int) -> dict[str, tuple[str, ...]]:
-    """`Apprentice.panels` of drafts of so many tokens."""
-    names = range(1, steps + 1)
-    return {"loss": tuple(f"loss_{i}" for i in names), "acceptance": tuple(f"accept_{i}" for i in names)}
+    """Return `Apprentice.panels` for drafts of `steps` tokens."""
+    numbers = range(1, steps + 1)
+    return {
+        "loss": tuple(f"loss_{i}" for i in numbers),
+        "acceptance": tuple(f"accept_{i}" for i in numbers),
+    }
 
 
-def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -> optax.Schedule:
-    """Linear warm-up, a plateau, and a linear decay to zero over the last `decay` share (arXiv 2404.06395, 4).
+def muon(peak: float, steps: int, *, warmup: int = 50, decay: float = DECAY) -> optax.GradientTransformation:
+    """Make the project's optimizer: Muon for matrices inside the layers and Adam for all other params.
 
-    The plateau does not depend on `steps`, so a run can be shortened or prolonged until its decay begins.
+    Embeddings and unembeddings use Adam, as Muon's author advises (Jordan 2024). Updates of both kinds have the same
+    root mean square (arXiv 2502.16982, section 2.2), so that they share one learning rate. The rate rises linearly,
+    stays at its peak, and falls linearly to zero (arXiv 2404.06395, section 4).
 
-    >>> schedule = warmup_stable_decay(0.1, 100, warmup=10, decay=0.2)
-    >>> [round(float(schedule(i)), 3) for i in (0, 10, 80, 90, 100)]
-    [0.0, 0.1, 0.1, 0.05, 0.0]
+    Args:
+      peak: learning rate of the plateau.
+      steps: of the whole training.
+      warmup: steps until the plateau, at most a tenth of the training.
+      decay: share of the steps, at the end, over which the rate falls.
+
+    >>> muon(1e-3, 100).init({"q": np.ones((4, 4), np.float32)}) is not None
+    True
     """
-    falling = _falling(steps, decay)
-    return optax.join_schedules(
+    warmup = min(warmup, max(1, steps // 10))
+    falling = max(1, round(steps * decay))
+    schedule = optax.join_schedules(
         [
             optax.linear_schedule(0.0, peak, warmup),
             optax.constant_schedule(peak),
@@ -60,136 +77,226 @@ def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -
         [warmup, steps - falling],
     )
 
+    def matrices(params: PyTree) -> PyTree:
+        def dimensions(path: Any, x: Array) -> Any:
+            inside = x.ndim == 2 and "embed" not in jax.tree_util.keystr(path)
+            return optax.contrib.MuonDimensionNumbers() if inside else None
 
-def _on_device(x: Any) -> Array:
-    return x if isinstance(x, Array) else jnp.asarray(x)
+        return jax.tree_util.tree_map_with_path(dimensions, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            schedule,
+            weight_decay=0.1,
+            adam_b2=0.95,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=matrices,
+        ),
+    )
 
 
-def _falling(steps: int, decay: float) -> int:
-    return max(1, round(steps * decay)) if decay else 0
+def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
+    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`; it donates the first two."""
 
-
-def make_step(objective: Objective, optimizer: optax.GradientTransformation) -> Callable:
-    """(params, opt_state, batch) -> (params, opt_state, figures), jitted, params and opt_state donated."""
-
-    def step(params: PyTree, opt_state: PyTree, batch: Any):
-        (loss, figures), gradient = jax.value_and_grad(objective, has_aux=True)(params, batch)
+    def step(params: PyTree, opt_state: PyTree, batch: Any, teacher: PyTree):
+        (value, figures), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, teacher)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        figures = {"loss": loss, **figures, "gradient_norm": optax.tree.norm(gradient)}
+        figures = {"loss": value, **figures, "gradient_norm": optax.tree.norm(gradient)}
         return optax.apply_updates(params, updates), opt_state, figures
 
     return jax.jit(step, donate_argnums=(0, 1))
 
 
 def fit(
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    init: Callable[[], PyTree],
-    batches: Callable[[int], Any],
-    *,
-    steps: int,
+    training: Training,
     directory: str | os.PathLike[str],
-    tokens_per_step: int,
-    decay: float = 0.0,
+    *,
+    teacher: PyTree = (),
+    prepare: Callable[[PyTree, Any], Any] = lambda params, batch: batch,
     save_every: int = 100,
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Minimise `objective`; killed and called again with the same arguments it continues bit for bit.
+    """Train and return the params. A killed run that is started again continues bit for bit.
 
     Args:
-      objective: see `Objective`.
-      optimizer: from optax.
-      init: the params to start from, where `directory` holds no checkpoint. Params are float32.
-      batches: step number -> batch; a pure function.
-      steps: in all. Another number may be given to go on with, until the old one's decay has begun.
-      directory: of the checkpoints and of `log.jsonl`, one line of figures per step.
-      tokens_per_step: for the progress bar and `held_out.jsonl`.
-      decay: share of the steps over which the optimizer's rate falls; see `warmup_stable_decay`.
+      training: see `Training`.
+      directory: of the checkpoints, and of `log.jsonl` with one line of figures per step.
+      teacher: frozen params, passed to the loss.
+      prepare: (params, batch) -> the batch for the loss, such as placing it on devices.
       save_every: steps between checkpoints.
-      held_out: figures of params, logged with each checkpoint in `held_out.jsonl`.
-      description: left of the progress bar.
-
-    Returns:
-      The trained params.
+      held_out: params -> figures, logged in `held_out.jsonl` with each checkpoint.
+      description: label of the progress bar.
 
     Raises:
-      MarsError: the checkpoint in `directory` is of other params, or `steps` cannot be changed to what is given.
+      MarsError: `directory` holds the checkpoint of another training.
     """
+    import grain
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     directory = Path(directory).absolute()
+    refuse_version_0_1(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    log = directory / "log.jsonl"
-    params = init()
-    opt_state = jax.jit(optimizer.init)(params)  # placed as params are
-    done = 0
+    params = training.init()
+    opt_state = jax.jit(training.optimizer.init)(params)  # placed as the params are
+    # Batches are small and come from memory, so that threads which read ahead would not pay.
+    batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+    state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with (
         activity.doing(description) as going,
-        Checkpoints(directory / "checkpoints") as kept,
-        Progress(
-            *columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")
-        ) as bar,
+        Checkpoints(directory, training.steps) as checkpoints,
+        Progress(*columns, TextColumn("{task.fields[figures]}")) as bar,
     ):
-        if (latest := kept.latest()) is not None:
-            restored = kept.restore(latest, {"params": params, "opt_state": opt_state})
-            params, opt_state, done = restored["params"], restored["opt_state"], latest
-        _set_steps(directory, done, steps, decay, tokens_per_step)
-        _cut(log, done)
-        step = make_step(objective, optimizer)
-        task = bar.add_task(description, total=steps, completed=done, rate=0.0, loss=float("nan"))
-        with log.open("a", buffering=1) as file:
-            for i in range(done, steps):
+        done, state = checkpoints.restore(state)
+        params, opt_state = state["params"], state["opt_state"]
+        batches.set_state(jax.tree.map(int, state["data"]))
+        task = bar.add_task(description, total=training.steps, completed=done, figures="")
+        step = make_step(training.loss, training.optimizer)
+        with _log(directory / "log.jsonl", done) as log:
+            for i in range(done + 1, training.steps + 1):
                 began = time.perf_counter()
-                params, opt_state, figures = step(params, opt_state, jax.tree.map(_on_device, batches(i)))
+                batch = prepare(params, next(batches))
+                params, opt_state, figures = step(params, opt_state, batch, teacher)
                 figures = {name: float(value) for name, value in figures.items()}
-                rate = tokens_per_step / (time.perf_counter() - began)
-                file.write(json.dumps({"step": i + 1, "tokens_per_s": round(rate), **figures}) + "\n")
-                bar.update(task, advance=1, rate=rate, loss=figures["loss"])
-                going.detail = f"{i + 1} of {steps} steps, {rate:,.0f} tokens/s, loss {figures['loss']:.3f}"
-                if (i + 1) % save_every == 0 or i + 1 == steps:
-                    os.fsync(file.fileno())  # a checkpoint has all of its lines
-                    kept.save(i + 1, {"params": params, "opt_state": opt_state})
-                    if held_out is not None:
-                        figures = {"step": i + 1, "tokens": (i + 1) * tokens_per_step, **held_out(params)}
-                        with (directory / "held_out.jsonl").open("a") as lines:
-                            lines.write(json.dumps(figures) + "\n")
+                rate = round(training.step_tokens / (time.perf_counter() - began))
+                log.write(json.dumps({"step": i, "tokens_per_s": rate, **figures}) + "\n")
+                going.detail = f"{i} of {training.steps} steps, {rate:,} tokens/s, loss {figures['loss']:.3f}"
+                bar.update(task, advance=1, figures=f"{rate:,} tokens/s  loss {figures['loss']:.3f}")
+                if i % save_every and i != training.steps:
+                    continue
+                state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
+                checkpoints.save(i, state)
+                if held_out is not None:
+                    row = {"step": i, "tokens": i * training.step_tokens, **held_out(params)}
+                    with (directory / "held_out.jsonl").open("a") as file:
+                        file.write(json.dumps(row) + "\n")
     return params
 
 
-def _set_steps(directory: Path, done: int, steps: int, decay: float, tokens_per_step: int) -> None:
-    """Record how many steps a training is to have, where `done` of them leave that open.
-
-    Raises:
-      MarsError: more are done, or they are done at a rate that already fell towards another number.
-    """
-    path = directory / "steps.json"
-    # Trainings of before it was recorded have no such file, and may go on.
-    before = json.loads(path.read_text()) if done and path.exists() else steps
-    if done > steps:
+def refuse_version_0_1(directory: Path) -> None:
+    """Raise MarsError if the training in a directory was begun by mars-jax 0.1."""
+    if (directory / "checkpoints").exists():
         raise MarsError(
-            f"the training in '{directory}' has done {done} steps ({done * tokens_per_step:,} tokens), which is more "
-            f"than {steps}: give it more tokens, or train in another directory."
+            f"'{directory}' holds a training of mars-jax 0.1, which this version cannot continue: train in another "
+            "directory (--work), or remove that one."
         )
-    if steps != before and done > (plateau := before - _falling(before, decay)):
-        raise MarsError(
-            f"the training in '{directory}' is of {before} steps and its learning rate falls from step {plateau} on, "
-            f"so that at step {done} it can no longer be made one of {steps}: give it the "
-            f"{before * tokens_per_step:,} tokens that it had, or train in another directory."
-        )
-    staged = path.with_name(f"{path.name}.partial")
-    with staged.open("w") as file:
-        file.write(json.dumps(steps))
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
 
 
-def _cut(log: Path, lines: int) -> None:
-    """Leave the first lines of a file, in place: killed at any moment, they are there."""
-    with log.open("ab+") as file:
+class Checkpoints:
+    """The last two states of a training on disk. The first of several processes reads and writes them."""
+
+    def __init__(self, directory: Path, steps: int):
+        import orbax.checkpoint as ocp
+
+        self._directory, self._steps, self._manager = directory, steps, None
+        if hosts.is_first():
+            (directory / CHECKPOINTS).mkdir(exist_ok=True)
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=2,
+                create=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=0, active_processes={0}
+                ),
+            )
+            self._manager = ocp.CheckpointManager(directory / CHECKPOINTS, options=options)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def restore(self, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return the number of steps done and the state after them, placed as `state` is, or 0 and `state` itself.
+
+        Raises:
+          MarsError: the checkpoint is of another training.
+        """
+        step = None if self._manager is None else self._manager.latest_step()
+        done = hosts.broadcast(step or 0)
+        if not done:
+            return 0, state
+        host_state, message = hosts.fetch(state), ""
+        if self._manager is not None:
+            try:
+                host_state = self._read(done, host_state)
+            except MarsError as error:
+                message = str(error)
+        if message := hosts.broadcast_bytes(message.encode()).decode():
+            raise MarsError(message)
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            host_state = multihost_utils.broadcast_one_to_all(host_state)
+        placed = {
+            name: hosts.put(host_state[name], jax.tree.map(lambda x: x.sharding, state[name]))
+            for name in ("params", "opt_state")
+        }
+        return done, placed | {"data": host_state["data"]}
+
+    def _read(self, step: int, state: PyTree) -> PyTree:
+        import orbax.checkpoint as ocp
+
+        assert self._manager is not None
+        template = ocp.args.StandardRestore({**state, "steps": 0})  # pyright: ignore
+        try:
+            restored = self._manager.restore(step, args=template)
+        except (ValueError, KeyError, TypeError) as error:  # other names or shapes
+            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            raise MarsError(
+                f"the checkpoint in '{self._directory}' is of another training ({reason[:200].rstrip('.:')}): "
+                "remove that directory, or train in another."
+            ) from error
+        if (steps := int(restored.pop("steps"))) != self._steps:
+            raise MarsError(
+                f"the training in '{self._directory}' has {steps} steps and this one has {self._steps}: give it the "
+                "same number of tokens, or train in another directory."
+            )
+        return restored
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Write the state. Return when it is on disk, because the next step overwrites its buffers."""
+        host_state = hosts.fetch(state)  # all processes take part
+        if self._manager is not None:
+            import orbax.checkpoint as ocp
+
+            contents = ocp.args.StandardSave({**host_state, "steps": self._steps})  # pyright: ignore
+            self._manager.save(step, args=contents)
+            self._manager.wait_until_finished()
+
+
+def _log(path: Path, lines: int) -> Any:
+    """Open a log for appending, cut to its first lines: a killed run may have logged steps after its checkpoint."""
+    with path.open("ab+") as file:
         file.seek(0)
         for _ in range(lines):
             file.readline()
         file.truncate()
+    return path.open("a", buffering=1)
+
+
+def plot(directory: Path, panels: Mapping[str, Sequence[str]], *, tokens: int) -> None:
+    """Draw running means of the figures in `log.jsonl` over the tokens seen, as `plot.png`.
+
+    Args:
+      directory: of the training.
+      panels: title -> names of its figures.
+      tokens: of a step.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+    window = max(1, len(rows) // 100)
+    seen = [row["step"] * tokens / 1e6 for row in rows[window - 1 :]]
+    figure = Figure(figsize=(4.6 * len(panels), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, names) in zip(axes, panels.items(), strict=True):
+        for name in names:
+            mean = np.convolve([row[name] for row in rows], np.ones(window) / window, mode="valid")
+            axis.plot(seen, mean, label=name)
+        axis.set(title=title, xlabel="million tokens", ylabel=f"mean of {window} steps")
+        axis.legend()
+    figure.savefig(directory / "plot.png", dpi=150)

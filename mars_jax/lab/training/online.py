@@ -1,129 +1,91 @@
-"""A draft model or an EAGLE-3 head that learns from its failures between batches, and forgets nothing for it.
+"""Online refinement: a draft model or an EAGLE-3 head learns from its rejected drafts between batches.
 
-Source: OSD (2310.07177): cross-entropy to the target's distribution at the positions where drafts were rejected. The
-buffer on the device holds texts and one bit per token. The target's distributions there are computed again: one forward
-over a text costs its prefill, and top entries would take as many numbers per token as are kept of them.
-
-R rows of the buffer, B rows of a batch, T tokens of a row, K tokens of a draft, V vocabulary. Oracle: a count by hand
-of the steps of a run (tests/lab/training/test_online.py).
+Source: OSD (2310.07177): cross-entropy to the target's distribution at the positions where drafts were rejected. An
+EAGLE-3 head learns there at every step of its chain. B texts, T tokens, n positions, K draft tokens, V vocabulary.
+Oracle: a count by hand of the steps of a run (tests/lab/training/test_online.py).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+import argparse
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
-from mars_jax.core import struct
+from mars_jax import hub, specs
+from mars_jax.contrib.teaching import Batch, predict, teach
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import CORRECTED, LanguageModel, PyTree
-from mars_jax.lab.training import online_eagle
-from mars_jax.lab.training.objectives import predict
-from mars_jax.models.heads import HeadConfig
+from mars_jax.core.types import LanguageModel, Params, PyTree
+from mars_jax.drafters import LoadedDrafter
+from mars_jax.drafters.shared_tokens import Shared
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.training.data import documents
+from mars_jax.lab.training.eagle_training import drafted_ahead, eagle3, entries
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.serve.queue import Queue
+from mars_jax.serve.requests import Completion
 
-HEADS: dict[str, Any] = {"eagle": online_eagle}
-"""Modules by which heads learn here, by `HeadConfig.kind`; these and language models are `specs.REFINED`."""
-
-
-@struct.dataclass(kw_only=True)
-class Failures:
-    """Texts and where their drafts were rejected, the latest R of them; on the device."""
-
-    tokens: Array  # i32[R, T]
-    length: Array  # i32[R]; 0 of a row that holds nothing yet
-    rejected: Array  # bool[R, T]; of a token: the draft had another one here
-    place: Array  # i32[]; where the next one goes
-
-
-def no_failures(rows: int = 64, width: int = 256) -> Failures:
-    """A buffer for `rows` texts of up to `width` tokens.
-
-    >>> no_failures(4, 16).tokens.shape
-    (4, 16)
-    """
-    return Failures(
-        tokens=jnp.zeros((rows, width), jnp.int32),
-        length=jnp.zeros((rows,), jnp.int32),
-        rejected=jnp.zeros((rows, width), bool),
-        place=jnp.int32(0),
-    )
-
-
-def rejected_places(kind: Array, depth: int, first: Array) -> Array:
-    """Which tokens stand where a draft was rejected: bool[B, T] of kinds i32[B, T], as `TokenRecord` has them, and of
-    the place i32[B] of the first new one.
-
-    A token that ends a step is a bonus where K = `depth` tokens were accepted before it, and else a correction. A place
-    where nothing was drafted counts as a correction too.
-
-    >>> rejected_places(jnp.asarray([[-1, 0, 2, 0, 0, 2, 2]]), 2, jnp.asarray([1])).astype(int).tolist()
-    [[0, 0, 1, 0, 0, 0, 1]]
-    """
-    index = jnp.arange(kind.shape[1], dtype=jnp.int32)[None]
-    ends = kind == CORRECTED
-    last = jax.lax.cummax(jnp.where(ends, index, -1), axis=1)
-    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    before = jnp.maximum(before, first[:, None] - 1)
-    return ends & (index - before - 1 < depth)
-
-
-def add_failures(
-    buffer: Failures, tokens: Array, prompt_length: Array, length: Array, kind: Array, depth: int
-) -> Failures:
-    """The buffer with the texts of a batch, such as a final `DecodeState` and its `DecodeStats.tokens` have them; pure.
-
-    Args:
-      tokens: i32[B, T] of the buffer's width T or less, prompts with what was said.
-      prompt_length, length: i32[B].
-      kind: i32[B, T]; of each token.
-      depth: K, the drafter's.
-    """
-    batch, width = tokens.shape
-    rows, room = buffer.tokens.shape
-    spread = rejected_places(kind, depth, prompt_length)
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    spread &= (index >= prompt_length[:, None]) & (index < length[:, None])
-    at = (buffer.place + jnp.arange(batch, dtype=jnp.int32)) % rows
-
-    def wide(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, room - width)))
-
-    return Failures(
-        tokens=buffer.tokens.at[at].set(wide(tokens)),
-        length=buffer.length.at[at].set(length),
-        rejected=buffer.rejected.at[at].set(wide(spread)),
-        place=(buffer.place + batch) % rows,
-    )
+EVERY, STEPS = 32, 8
+"""Completions between two updates of `--refine`, by default, and gradient steps of an update."""
+HELD_OUT, WIDTH = 16, 256
+"""Held-out texts of `--refine`, at most, and tokens of a text."""
 
 
 class Refined(NamedTuple):
     """The result of a refinement."""
 
-    params: PyTree  # of the draft: the new ones, or the old ones where it was rolled back
+    params: PyTree  # of the draft: the new ones, or the old ones after a rollback
     kept: bool
-    loss: float  # nats per rejected token, of the last step
+    loss: float  # nats per rejected token, at the last step
     before: float  # expected tau on the held-out texts
     after: float
 
 
-class Refiner:
-    """Updates of a draft model or an EAGLE-3 head from its failures, with a guard.
+class Learner(NamedTuple):
+    """How a kind of draft learns and how its acceptance is measured."""
 
-    The updates of `refine` may not bring the expected tau on held-out texts below a share of the first one that was
-    measured, however many they are; where they do, weights and optimizer go back to what they were. Where the target's
-    own change has brought it there, they may not lower it further. Old texts, trained on at every position beside the
-    failures, keep what the draft knew.
+    loss: Callable[..., Array]  # of (params, ids, target params, tokens i32[B, T], wanted bool[B, T])
+    # (params, ids, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
+    acceptance: Callable[..., Iterator[Array]]
+    ahead: int  # position t of these arrays is about token t + ahead
+
+
+def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
+    """Return which tokens replaced a rejected draft, given the kind of each (`LogProbs.kind`) and K = `depth`.
+
+    A token that ends a step is a bonus if K drafts were accepted before it, and otherwise a correction. A position
+    without a draft counts as a correction too.
+
+    >>> rejected_places(["exact", "corrected", "exact", "exact", "corrected", "corrected"], 2)
+    [False, True, False, False, False, True]
+    """
+    rejected, accepted = [], 0
+    for kind in kinds:
+        ends = kind == "corrected"
+        rejected.append(ends and accepted < depth)
+        accepted = 0 if ends else accepted + 1
+    return rejected
+
+
+class Refiner:
+    """Updates of a draft model or an EAGLE-3 head from its rejected drafts, with a guard against forgetting.
+
+    Updates may not lower the expected tau on held-out texts below a share of its first value, however many they are:
+    otherwise weights and optimizer are rolled back. If a change of the target has already lowered it that far, updates
+    may not lower it further. Old texts, trained on at every position next to the failures, preserve earlier knowledge.
     """
 
     def __init__(
         self,
         target: LanguageModel,
-        draft: LanguageModel | HeadConfig,
+        draft: LanguageModel | EagleConfig,
         params: PyTree,
         *,
         depth: int,
@@ -140,124 +102,93 @@ class Refiner:
     ):
         """
         Args:
-          target, draft: of one vocabulary; of an EAGLE-3 head its config, as `hub.load_eagle` gives it.
-          params: of the draft; what `refine` gives has their dtypes, so nothing that decodes compiles again.
-          depth: K of the chain that is drafted.
+          target, draft: of one vocabulary; for an EAGLE-3 head its config, as `hub.load_eagle` returns it.
+          params: of the draft; `refine` returns params of the same dtypes, so that no decoding program compiles again.
+          depth: K of the drafted chain.
           held_out: token ids of texts that are never trained on.
-          target_params: as they are now; `refine` takes those of later updates.
-          old: token ids of texts of what the draft is to remember.
-          optimizer: of optax; default: adamw(3e-4), gradients clipped at norm 1.
-          rows, width: of the buffer; texts are cut to the width.
-          batch_size: texts of an update, and as many old ones beside them.
+          target_params: the current ones; pass later ones to `refine`.
+          old: token ids of texts that the draft should remember.
+          optimizer: of optax; default: adamw(3e-4) with gradients clipped at norm 1.
+          rows, width: the latest `rows` texts are kept, each cut to `width` tokens.
+          batch_size: texts of an update, and as many old ones.
           fall: share of the first held-out tau that may be lost.
-          temperature: at which tau is expected: 0 compares best tokens, above it distributions.
-          seed: of which texts come when.
+          temperature: of the expected tau: 0 compares best tokens, above it distributions.
+          seed: of the order of the texts.
 
         Raises:
           MarsError: vocabularies differ, there are no held-out texts, an EAGLE-1 head, or a number is out of range.
         """
-        import optax
-
-        if isinstance(draft, LanguageModel) and target.vocab_size != draft.vocab_size:
-            raise MarsError(
-                f"the draft has a vocabulary of {draft.vocab_size} tokens and the target one of {target.vocab_size}: "
-                "refine a draft of the same size."
-            )
         if not len(held_out):
             raise MarsError("there are no held-out texts: give some, or nothing guards against forgetting.")
         if depth < 1 or batch_size < 1 or fall < 0:
             raise MarsError(
                 f"depth is {depth}, batch_size {batch_size} and fall {fall}: give at least 1, 1 and 0."
             )
-        self.failures = no_failures(rows, width)
-        self._depth, self._batch, self._fall, self._width = depth, batch_size, fall, width
-        self._rng = np.random.default_rng(seed)
-        self._ids = None
-        how = HEADS[draft.kind] if isinstance(draft, HeadConfig) else None
-        if how is not None:
-            target = how.with_layers(draft, target)
-            params, self._ids = how.without_ids(params)
+        if isinstance(draft, EagleConfig):
+            learner = _head_learner(target, draft, depth, temperature)
+        else:
+            learner = _model_learner(target, draft, depth, temperature)
+        self._texts: collections.deque[tuple[list[int], list[bool]]] = collections.deque(maxlen=rows)
+        self._depth, self._width, self._batch, self._fall = depth, width, batch_size, fall
+        self._random = np.random.default_rng(seed)
+        self._ids = params.get("ids") if isinstance(draft, EagleConfig) else None
+        if self._ids is not None:
+            params = {name: value for name, value in params.items() if name != "ids"}
         self._dtypes = jax.tree.map(lambda x: x.dtype, params)
-        # Updates smaller than a step of bfloat16 add up in float32.
+        # Updates smaller than a step of bfloat16 accumulate in float32.
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         self._optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = self._optimizer.init(self._params)
-        self._old = _padded(old, width) if len(old) else None
-        self._held_out = _padded(held_out, width)
-        if how is not None:
-            self._update = how.updater(draft, target, depth, self._optimizer)
-            self._expected = how.measurer(draft, target, depth, temperature)
-        else:
-            self._update = _updater(target, draft, self._optimizer)
-            self._expected = _measurer(target, draft, depth, temperature)
+        self._held_out, self._old = list(held_out), list(old)
+        self._update = jax.jit(_updater(learner, self._optimizer))
+        self._measure = jax.jit(_measurer(learner))
         self._first = self.expected_tau(target_params)
 
+    @property
+    def params(self) -> PyTree:
+        """The weights of the draft, in its dtypes."""
+        trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
+        return trained if self._ids is None else trained | {"ids": self._ids}
+
     def expected_tau(self, target_params: PyTree, texts: Sequence[Sequence[int]] | None = None) -> float:
-        """Expected tau of a chain of K on given texts, by default the held-out ones, with the weights as they are."""
-        tokens, length = self._held_out if texts is None else _padded(texts, self._width)
-        found = [
-            self._expected(
-                self._params,
-                self._ids,
-                target_params,
-                tokens[i : i + self._batch],
-                length[i : i + self._batch],
-            )
-            for i in range(0, len(tokens), self._batch)
+        """Return the expected tau of a chain of K on texts, by default the held-out ones, with the current weights."""
+        tokens, lengths = self._padded(self._held_out if texts is None else texts)
+        sums = [
+            np.asarray(self._measure(self._params, self._ids, target_params, tokens[part], lengths[part]))
+            for part in (slice(i, i + self._batch) for i in range(0, len(tokens), self._batch))
         ]
-        total = np.sum([np.asarray(pair) for pair in found], axis=0)
-        return float(total[0] / max(total[1], 1))
+        total, count = np.sum(sums, axis=0)
+        return float(total / max(count, 1))
 
-    def see(self, tokens: Array, prompt_length: Array, length: Array, kind: Array) -> None:
-        """Take the texts of a batch into the buffer; arrays on the device, as for `add_failures`."""
-        self.failures = _add(self.failures, tokens, prompt_length, length, kind, self._depth)
-
-    def see_completions(self, completions: Iterable[Any]) -> None:
-        """Take completions into the buffer that were decoded with `log_probs=True`.
+    def see_completions(self, completions: Iterable[Completion]) -> None:
+        """Keep completions that were decoded with `log_probs=True`.
 
         Raises:
-          MarsError: they were not.
+          MarsError: they have no log-probabilities.
         """
-        numbers = {"exact": 0, "relaxed": 1, "corrected": CORRECTED, "trusted": 3}
-        texts, prompts, kinds = [], [], []
         for completion in completions:
             if completion.log_probs is None:
                 raise MarsError(
-                    "the completions do not say what their tokens were: decode with log_probs=True."
+                    "the completions do not record the kinds of their tokens: decode with log_probs=True."
                 )
             prompt = list(completion.request.prompt_tokens)
-            texts.append([*prompt, *completion.tokens])
-            prompts.append(min(len(prompt), self._width))
-            kinds.append([numbers[name] for name in completion.log_probs.kind])
-        if not texts:
-            return
-        tokens, length = _padded(texts, self._width)
-        kind = np.full(tokens.shape, -1, np.int32)
-        for row, own in enumerate(kinds):
-            first = prompts[row]
-            kept = own[: self._width - first]
-            kind[row, first : first + len(kept)] = kept
-        self.see(jnp.asarray(tokens), jnp.asarray(prompts, jnp.int32), jnp.asarray(length), jnp.asarray(kind))
+            rejected = rejected_places(completion.log_probs.kind, self._depth)
+            self._texts.append(([*prompt, *completion.tokens], [False] * len(prompt) + rejected))
 
     def refine(self, target_params: PyTree, steps: int = 8) -> Refined:
-        """Update the draft, and roll back where the held-out tau fell; see the class.
+        """Update the draft, and roll back if the held-out tau fell; see the class.
 
         Args:
-          target_params: as they decode now.
-          steps: updates, each of `batch_size` texts of the buffer.
-
-        Returns:
-          The params to draft with, and what became of it. An empty buffer changes nothing.
+          target_params: the ones that decode now.
+          steps: updates, each from `batch_size` texts. Without any text nothing changes.
         """
         old_params, old_state = self._params, self._state
         before = self.expected_tau(target_params)
-        filled = np.flatnonzero(np.asarray(self.failures.length))
         loss = jnp.float32(0)
-        for _ in range(steps if len(filled) else 0):
-            rows = jnp.asarray(self._rng.choice(filled, self._batch), jnp.int32)
-            tokens, wanted = _lessons(self.failures, rows, self._old_rows())
+        for _ in range(steps if self._texts else 0):
+            lessons = self._lessons(list(self._texts))
             self._params, self._state, loss = self._update(
-                self._params, self._ids, self._state, target_params, tokens, wanted
+                self._params, self._ids, self._state, target_params, *lessons
             )
         after = self.expected_tau(target_params)
         kept = bool(np.isfinite(after)) and after >= min((1 - self._fall) * self._first, before)
@@ -266,96 +197,201 @@ class Refiner:
         return Refined(self.params, kept, float(loss), before, after)
 
     def warm_up(self, target_params: PyTree) -> None:
-        """Compile what `refine` runs, so that a time that is told holds no compilation; it changes nothing."""
-        rows = jnp.zeros((self._batch,), jnp.int32)
-        tokens, wanted = _lessons(self.failures, rows, self._old_rows())
+        """Compile everything that `refine` runs, so that measured times exclude compilation."""
+        lessons = jnp.zeros((2 * self._batch, self._width), jnp.int32)
+        wanted = jnp.zeros(lessons.shape, bool)
         jax.block_until_ready(
-            self._update(self._params, self._ids, self._state, target_params, tokens, wanted)
+            self._update(self._params, self._ids, self._state, target_params, lessons, wanted)
         )
 
-    def _old_rows(self) -> tuple[Array, Array]:
-        tokens, length = self._old or (self._held_out[0][:1], np.zeros(1, np.int32))
-        chosen = self._rng.integers(0, len(tokens), self._batch)
-        return jnp.asarray(tokens[chosen]), jnp.asarray(length[chosen])
+    def _lessons(self, failures: Sequence[tuple[list[int], list[bool]]]) -> tuple[Array, Array]:
+        """Draw texts to learn: (tokens i32[2 b, T], wanted bool[2 b, T])."""
+        chosen = [failures[i] for i in self._random.choice(len(failures), self._batch)]
+        for _ in range(self._batch):
+            text = self._old[self._random.integers(len(self._old))] if self._old else []
+            chosen.append((list(text), [place > 0 for place in range(len(text))]))
+        tokens, _ = self._padded([text for text, _ in chosen])
+        wanted, _ = self._padded([places for _, places in chosen])
+        return jnp.asarray(tokens), jnp.asarray(wanted, bool)
 
-    @property
-    def params(self) -> PyTree:
-        """Weights of the draft, in the dtypes that it had."""
-        trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
-        return trained if self._ids is None else trained | {"ids": self._ids}
-
-
-_add = jax.jit(add_failures, static_argnums=5)
-
-
-def _padded(texts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens i32[n, width], lengths i32[n]) of texts, cut to the width."""
-    tokens, length = np.zeros((len(texts), width), np.int32), np.zeros(len(texts), np.int32)
-    for row, text in enumerate(texts):
-        kept = list(text)[:width]
-        tokens[row, : len(kept)], length[row] = kept, len(kept)
-    return tokens, length
+    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (i32[B, T], lengths i32[B]) of texts, cut to T. Padding comes last, so that no token attends to it."""
+        tokens, lengths = np.zeros((len(texts), self._width), np.int32), np.zeros(len(texts), np.int32)
+        for row, text in enumerate(texts):
+            lengths[row] = min(len(text), self._width)
+            tokens[row, : lengths[row]] = list(text)[: self._width]
+        return tokens, lengths
 
 
-def _segments(tokens: Array) -> Array:
-    return jnp.zeros(tokens.shape, jnp.int32)  # padding comes last, so that no token sees it
-
-
-@jax.jit
-def _lessons(failures: Failures, rows: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
-    """(tokens i32[2 b, T], the ones that are learned bool[2 b, T]) of rows of the buffer and of old texts."""
-    index = jnp.arange(failures.tokens.shape[1], dtype=jnp.int32)[None]
-    texts = jnp.concatenate([failures.tokens[rows], old[0]])
-    # Of failures the rejected tokens; of old texts all but the first.
-    return texts, jnp.concatenate([failures.rejected[rows], (index > 0) & (index < old[1][:, None])])
-
-
-@functools.lru_cache
-def _updater(target: LanguageModel, draft: LanguageModel, optimizer: Any) -> Callable[..., Any]:
-    """One update, compiled once."""
-    import optax
-
-    def update(
-        params: PyTree, _: None, state: Any, target_params: PyTree, texts: Array, wanted: Array
-    ) -> Any:
-        weight = wanted[:, 1:].astype(jnp.float32)
-        teacher = jax.nn.softmax(predict(target, target_params, texts, _segments(texts))[:, :-1])
-
-        def loss(params: PyTree) -> Array:
-            log_q = jax.nn.log_softmax(predict(draft, params, texts, _segments(texts))[:, :-1])
-            return jnp.sum(-jnp.sum(teacher * log_q, axis=-1) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-
-        value, gradient = jax.value_and_grad(loss)(params)
+def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    def update(params: PyTree, ids: Any, state: Any, teacher: PyTree, tokens: Array, wanted: Array) -> Any:
+        loss, gradient = jax.value_and_grad(learner.loss)(params, ids, teacher, tokens, wanted)
         change, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, change), state, value
+        return optax.apply_updates(params, change), state, loss
 
-    return jax.jit(update)
+    return update
 
 
-@functools.lru_cache
-def _measurer(
-    target: LanguageModel, draft: LanguageModel, depth: int, temperature: float
-) -> Callable[..., Any]:
-    """(sum over positions of the expected tau of a chain that begins there, how many positions)."""
+def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
+    """Return (sum over positions of the expected tau of a chain that begins there, number of positions)."""
 
-    def measure(
-        params: PyTree, _: None, target_params: PyTree, tokens: Array, length: Array
-    ) -> tuple[Array, Array]:
-        z = predict(target, target_params, tokens, _segments(tokens))
-        y = predict(draft, params, tokens, _segments(tokens))
-        if temperature == 0:
-            accept = (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
-        else:
-            accept = jnp.sum(
-                jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1
-            )
-        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        # Positions whose whole chain is inside of the text.
-        valid = index + depth < length[:, None]
-        tau, reach = jnp.ones_like(accept), jnp.ones_like(accept)
-        for ahead in range(depth):
-            reach = reach * jnp.pad(accept[:, ahead:], ((0, 0), (0, ahead)))
+    def measure(params: PyTree, ids: Any, teacher: PyTree, tokens: Array, lengths: Array):
+        tau = reach = jnp.float32(1)
+        depth = 0
+        for depth, accept in enumerate(learner.acceptance(params, ids, teacher, tokens), start=1):
+            # Draft `depth` of the chain that begins at t is at position t + depth - 1.
+            reach = reach * jnp.pad(accept[:, depth - 1 :], ((0, 0), (0, depth - 1)))
             tau = tau + reach
-        return jnp.sum(jnp.where(valid, tau, 0.0)), jnp.sum(valid)
+        # Only chains that lie inside the text count.
+        begins = (
+            jnp.arange(tau.shape[1], dtype=jnp.int32)[None] + depth + learner.ahead - 1 < lengths[:, None]
+        )
+        return jnp.sum(jnp.where(begins, tau, 0.0)), jnp.sum(begins)
 
-    return jax.jit(measure)
+    return measure
+
+
+def _agreement(z: Array, y: Array, temperature: float) -> Array:
+    """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
+    if temperature == 0:
+        return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
+    return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
+
+
+def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temperature: float) -> Learner:
+    if target.vocab_size != draft.vocab_size:
+        raise MarsError(
+            f"the draft has a vocabulary of {draft.vocab_size} tokens and the target one of {target.vocab_size}: "
+            "refine a draft of the same size."
+        )
+
+    def loss(params: PyTree, _: None, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
+        weight, segments = wanted[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
+        p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
+        log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
+        return jnp.sum(-jnp.sum(p * log_q, axis=-1) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+
+    def acceptance(params: PyTree, _: None, teacher: PyTree, tokens: Array) -> Iterator[Array]:
+        segments = jnp.zeros_like(tokens)
+        z = predict(target, teacher, tokens, segments)
+        accept = _agreement(z, predict(draft, params, tokens, segments), temperature)
+        return iter([accept] * depth)
+
+    return Learner(loss, acceptance, ahead=1)
+
+
+def _head_learner(target: LanguageModel, config: EagleConfig, depth: int, temperature: float) -> Learner:
+    config.check_target(target)
+    if config.version != 3:
+        raise MarsError(
+            "an EAGLE-1 head learns features and not tokens, so it cannot be refined: train it by `mars-jax distill`."
+        )
+    if target.with_features is None:
+        raise MarsError(
+            "an EAGLE-3 head reads the target's layers, and this target returns none: set "
+            "LanguageModel.with_features."
+        )
+    model = target.with_features(config.feature_layers)
+    # Updates are small and of few texts: compute them in float32.
+    dtype = "float32"
+
+    def loss(params: PyTree, ids: Any, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
+        lesson = Batch(tokens, jnp.zeros_like(tokens), wanted)
+        return eagle3(config, model, ids=ids, steps=depth, dtype=dtype)(params, lesson, teacher)[0]
+
+    def acceptance(params: PyTree, ids: Any, teacher: PyTree, tokens: Array) -> Iterator[Array]:
+        both = Params(target=teacher, draft=params | ({} if ids is None else {"ids": ids}))
+        segments = jnp.zeros_like(tokens)
+        lesson = teach(model, teacher, Batch(tokens, segments))
+        wanted = lesson.logits[:, 1:]
+        output = entries(lesson.output, wanted.shape[1])
+        for drafted, _ in drafted_ahead(config, model, both, output, tokens, segments, depth, dtype):
+            yield _agreement(wanted, config.widen(both, drafted), temperature)
+
+    return Learner(loss, acceptance, ahead=2)
+
+
+def open_refiner(
+    file: str, target: Pretrained, draft: str, drafter: LoadedDrafter, *, dtype: str | None, samples: bool
+) -> Refiner:
+    """Open the refiner of `--refine`.
+
+    Args:
+      file: texts with lines of <|endoftext|> between them; some are held out.
+      target, drafter: the loaded pair.
+      draft: the spec of the drafter, of `specs.REFINED`.
+      dtype: that the drafter was loaded with.
+      samples: whether some text is drawn at a temperature above 0.
+
+    Raises:
+      MarsError: the file holds fewer than two texts, or the draft has another tokenizer.
+    """
+    width = min(WIDTH, target.config.max_positions)
+    texts = [target.encode(text)[:width] for text in documents(file)]
+    if len(texts) < 2:
+        raise MarsError(
+            f"--refine is {file}, which holds {len(texts)} texts: give at least 2, one to hold out and one to learn, "
+            "with a line of <|endoftext|> between them."
+        )
+    params = drafter.params if drafter.sizes is None else drafter.params.weights
+    if isinstance(params, Shared):
+        raise MarsError(
+            f"--refine does not apply to --draft {draft}, which has another tokenizer than the target: leave it out."
+        )
+    kind, path = specs.parse_draft(draft)
+    if kind == "eagle":
+        model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
+    else:
+        model = hub.load(path, dtype=dtype).model
+    spacing = max(len(texts) // HELD_OUT, 2)
+    held_out = texts[::spacing][:HELD_OUT]
+    numbers = range(0, spacing * HELD_OUT, spacing)
+    return Refiner(
+        target.model,
+        model,
+        params,
+        depth=drafter.drafter.max_depth,
+        held_out=held_out,
+        old=[text for number, text in enumerate(texts) if number not in numbers],
+        target_params=target.params,
+        width=width,
+        temperature=1.0 if samples else 0.0,
+    )
+
+
+def open_refining(
+    args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
+) -> Refining:
+    """Open the refinement of `generate --refine`; see `open_refiner`."""
+    refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
+    return Refining(refiner, target, every=args.refine_every or EVERY, keeps=args.log_probs)
+
+
+class Refining:
+    """Refinement of the draft of a queue after every `every` completions; `keeps` their log-probabilities or not."""
+
+    def __init__(self, refiner: Refiner, target: Pretrained, *, every: int, keeps: bool):
+        self._refiner, self._target, self._every, self._keeps = refiner, target, every, keeps
+        self._waiting: list[Completion] = []
+        self._updates: list[Refined] = []
+
+    def see(self, completion: Completion, queue: Queue) -> Completion:
+        """Take a completion. If enough have accumulated, refine the draft that the queue uses."""
+        self._waiting.append(completion)
+        if len(self._waiting) >= self._every:
+            self._refiner.see_completions(self._waiting)
+            self._waiting = []
+            self._updates.append(self._refiner.refine(self._target.params, steps=STEPS))
+            queue.draft_with(self._updates[-1].params)
+        return completion if self._keeps else dataclasses.replace(completion, log_probs=None)
+
+    def describe(self) -> str:
+        """Describe the updates, for the statistics."""
+        if not self._updates:
+            return f"the draft was not refined: {self._every} completions are an update (--refine-every)"
+        kept = sum(update.kept for update in self._updates)
+        before, after = self._updates[0].before, self._refiner.expected_tau(self._target.params)
+        return (
+            f"the draft was refined {len(self._updates)} times, {kept} of them kept; expected tau on held-out texts "
+            f"{before:.2f} before and {after:.2f} after"
+        )

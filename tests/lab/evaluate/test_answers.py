@@ -39,7 +39,7 @@ def problem(*turns, **changes):
 
 
 def arms(temperature=0.0):
-    return {arm.name: arm for arm in make_arms(MARS, [0.9], temperature=temperature, matched=1.0)}
+    return {arm.name: arm for arm in make_arms(MARS, [0.9], temperature=temperature)}
 
 
 @pytest.mark.slow

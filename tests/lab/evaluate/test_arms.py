@@ -21,7 +21,6 @@ from mars_jax.lab.evaluate.benchmark.arms import (
     low_margin_sampling,
     make_arms,
     margin_of,
-    other_margin,
 )
 from mars_jax.specs import RuleChoice
 from tests.helpers import judge, make_rows
@@ -78,50 +77,30 @@ def test_a_gap_in_nats():
 
 
 def test_the_arms_of_a_run():
-    arms = make_arms(MARS, [0.8, 0.95], temperature=1.0, matched=0.7)
+    arms = make_arms(MARS, [0.8, 0.95], temperature=1.0)
     assert [(arm.name, arm.drafts, arm.theta, arm.top_k) for arm in arms] == [
         (AUTOREGRESSIVE, False, None, 0),
         ("exact", True, None, 0),
-        ("mars theta=inf", True, math.inf, 0),
         ("mars theta=0.8", True, 0.8, 0),
         ("mars theta=0.95", True, 0.95, 0),
-        ("mars(gap) matched", True, 0.7, 0),
         ("autoregressive top_k=2", False, None, 2),
         ("low-margin sampling", False, 0.8, 0),
     ]
-    assert len(make_arms(MARS, [0.8], temperature=0.0, matched=0.7)) == 6
-    simulated = make_arms(MARS, [0.8], temperature=0.0, matched=0.7, simulated_taus=[2, 3.5])[-2:]
-    assert [arm.name for arm in simulated] == ["simulated tau=2", "simulated tau=3.5"]
-    assert all(arm.drafts and "mean nothing" in arm.meaning for arm in simulated)
-    assert len({arm.name for arm in arms}) == len(arms) == len({arm.meaning for arm in arms}) + 1
+    assert len(make_arms(MARS, [0.8], temperature=0.0)) == 4
 
 
 def test_the_arms_over_rejection():
     choice = RuleChoice("mars", {"base": "rejection", "margin": "gap"})
-    arms = make_arms(choice, [1.0], temperature=0.0, matched=0.7)
-    assert [arm.name for arm in arms[1:5]] == [
-        "rejection",
-        "mars(gap) over rejection theta=inf",
-        "mars(gap) over rejection theta=1",
-        "mars over rejection matched",
-    ]
+    arms = make_arms(choice, [1.0], temperature=0.0)
+    assert [arm.name for arm in arms[1:3]] == ["rejection", "mars(gap) over rejection theta=1"]
     assert arms[1].rule.rule == verify.rejection()
-    assert structure(arms[3].rule.rule) == structure(verify.mars(base=verify.rejection(), margin="gap"))
-
-
-def test_the_matched_margin_is_another_rule():
-    margins = ("ratio", "gap", None)
-    assert [other_margin(margin) for margin in margins] == ["gap", "ratio", "ratio"]
+    assert structure(arms[2].rule.rule) == structure(verify.mars(base=verify.rejection(), margin="gap"))
 
 
 def test_settings_stand_in_the_names_of_arms():
     choice = RuleChoice("mars", {"base": "rejection", "block": True, "max_relaxed_run": 2})
-    arms = make_arms(choice, [0.9], temperature=0.0, matched=0.7)
-    assert [arm.name for arm in arms[1:4]] == [
-        "block",
-        "mars over block max_relaxed_run=2 theta=inf",
-        "mars over block max_relaxed_run=2 theta=0.9",
-    ]
+    arms = make_arms(choice, [0.9], temperature=0.0)
+    assert [arm.name for arm in arms[1:3]] == ["block", "mars over block max_relaxed_run=2 theta=0.9"]
 
 
 OWN = """
@@ -133,65 +112,55 @@ def gate(entropy: float = 1.5):
 """
 
 
-def test_a_rule_of_the_users_is_one_arm_with_the_same_controls(tmp_path):
+def test_a_users_rule_is_one_arm(tmp_path):
     (tmp_path / "gates.py").write_text(OWN)
     choice = RuleChoice(f"{tmp_path}/gates.py:gate", {"entropy": 2.0})
-    arms = make_arms(choice, [], temperature=1.0, matched=0.7)
+    arms = make_arms(choice, [], temperature=1.0)
     assert [(arm.name, arm.role, arm.theta) for arm in arms] == [
         (AUTOREGRESSIVE, "alone", None),
         ("rejection", "strict", None),
         ("gate entropy=2", "rule", None),
-        ("mars over rejection matched", "matched", 0.7),
         ("autoregressive top_k=2", "control", None),
-        ("low-margin sampling", "control", 0.7),
     ]
     assert margin_of(choice) is None
-    assert (
-        "tau is that of gate entropy=2" in arms[3].meaning and "at the matched theta=0.7" in arms[5].meaning
-    )
 
 
 def test_a_rule_with_weights_is_swept_as_mars_is(tmp_path):
     params = indicator.init_params(8, jax.random.key(0))
     choice = RuleChoice(f"learned:{contrib.save(tmp_path / 'head', params)}", {})
-    arms = make_arms(choice, [0.1, 0.3], temperature=0.0, matched=0.7)
-    names = ["exact", "learned theta=inf", "learned theta=0.1", "learned theta=0.3", "mars matched"]
-    assert [arm.name for arm in arms[1:6]] == names
-    assert all(np.array_equal(arm.rule.params["inner"], params["inner"]) for arm in arms[2:5])
+    arms = make_arms(choice, [0.1, 0.3], temperature=0.0)
+    assert [arm.name for arm in arms[1:]] == ["exact", "learned theta=0.1", "learned theta=0.3"]
+    assert all(np.array_equal(arm.rule.params["inner"], params["inner"]) for arm in arms[2:])
 
 
 def test_a_lossless_rule_has_no_quality_to_control_for():
-    arms = make_arms(RuleChoice("rejection", {"block": True}), [], temperature=1.0, matched=None)
+    arms = make_arms(RuleChoice("rejection", {"block": True}), [], temperature=1.0)
     assert [arm.name for arm in arms] == [AUTOREGRESSIVE, "exact", "block"]
-    assert len(make_arms(RuleChoice("exact", {}), [], temperature=1.0, matched=None)) == 2
+    assert len(make_arms(RuleChoice("exact", {}), [], temperature=1.0)) == 2
 
 
 def test_fewer_controls():
     def names(choice, controls, *thetas):
-        made = make_arms(choice, thetas, temperature=1.0, matched=None, refined=True, controls=controls)
+        made = make_arms(choice, thetas, temperature=1.0, refined=True, controls=controls)
         return [arm.name for arm in made]
 
-    assert names(MARS, "none", 0.9, 0.8) == [
-        AUTOREGRESSIVE,
-        "mars theta=0.9",
-        "mars theta=0.8",
-        "exact refined",
-    ]
+    swept = ["mars theta=0.9", "mars theta=0.8"]
+    assert names(MARS, "none", 0.9, 0.8) == [AUTOREGRESSIVE, *swept, "exact refined"]
     assert names(MARS, "paper", 0.9) == [AUTOREGRESSIVE, "exact", "mars theta=0.9", "exact refined"]
     for controls in ("none", "paper", "all"):
         assert names(RuleChoice("exact", {}), controls) == [AUTOREGRESSIVE, "exact", "exact refined"]
 
 
 def test_thresholds_share_what_is_compiled():
-    arms = make_arms(MARS, [0.8, 0.9], temperature=1.0, matched=0.7)
-    assert len({structure(arm.rule.rule) for arm in arms}) == 4
+    arms = make_arms(MARS, [0.8, 0.9], temperature=1.0)
+    assert len({structure(arm.rule.rule) for arm in arms}) == 3
 
 
 def test_bad_thresholds():
     with pytest.raises(
         MarsError, match="theta is 2: expected a number above 0 and at most 1 for the margin ratio"
     ):
-        make_arms(MARS, [2], temperature=0.0, matched=0.7)
+        make_arms(MARS, [2], temperature=0.0)
     with pytest.raises(MarsError, match="margin is 'width'"):
         low_margin_sampling("width")
 
@@ -214,5 +183,5 @@ def test_the_exact_prefix_of_the_rule_is_its_controls_too():
     assert first == {(1, 2)}  # both tokens of the step are the target's best
     assert second == {(1, 1), (1, 2)}  # of the second step the first is strict
     assert third == fourth == {(0, 1), (1, 1), (1, 2)}
-    arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0, matched=0.7)
-    assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2, 2, 2]
+    arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0)
+    assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2]

@@ -15,7 +15,6 @@ from mars_jax.cli.generate.command import main as generate
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.commands.calibrate import main
-from mars_jax.lab.commands.compounding import main as compounding
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.studies import calibration
@@ -282,16 +281,15 @@ def test_the_file_holds_for_its_weights_wherever_they_are(theta_file, target, tm
     assert code == (2 if replaced else 0) and capsys.readouterr().err.startswith(told if replaced else "")
 
 
-@pytest.mark.parametrize("study", [benchmark, compounding])
-def test_studies_refuse_the_file_for_other_weights_too(theta_file, flags, target, tmp_path, capsys, study):
+def test_the_benchmark_refuses_the_file_for_other_weights_too(theta_file, flags, target, tmp_path, capsys):
     write_checkpoint(tmp_path / target.name, seed=3)
     data = json.loads(theta_file.read_text())
     file = tmp_path / "theta.json"
     file.write_text(json.dumps(data | {"settings": data["settings"] | {"temperature": 0.0}}))
     argv = [*flags[: flags.index("--thetas")], "--output", tmp_path / "study"]
     argv[argv.index("--target") + 1] = tmp_path / target.name
-    argv += ["--theta" if study is compounding else "--thetas", file]
-    assert study([str(arg) for arg in argv]) == 2
+    argv += ["--thetas", file]
+    assert benchmark([str(arg) for arg in argv]) == 2
     assert "was calibrated with other weights of the target" in capsys.readouterr().err
 
 
@@ -396,7 +394,6 @@ def test_trees_are_told_apart(theta_file):
             ["--thetas", "0.5", "0.9"],
             "--thetas are not in order: give finite numbers from strict to loose, falling",
         ),
-        (["--allow-unconfined-code", "--bound", "0.9"], "does not apply without --allow-code-execution"),
         (["--verify", "exact"], "--verify exact has no theta to calibrate"),
         (
             ["--thetas", "1.5"],

@@ -49,7 +49,6 @@ def test_flags_that_are_given_count_instead_of_the_recipe_s():
     ("flags", "said"),
     [
         (["--recipe", "qwen3-8"], "did you mean 'qwen3-8b'|no recipe 'qwen3-8'"),
-        (["--recipe", "qwen3-8b", "--forecast"], "--forecast does not apply with --recipe"),
     ],
 )
 def test_what_is_no_recipe_is_one_sentence(flags, said):

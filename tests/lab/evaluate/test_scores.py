@@ -10,31 +10,39 @@ from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.scoring.scores import (
     bleu_counts,
     check_metrics,
+    final_answer,
     last_number,
-    program,
     rouge_l,
     score,
     total,
 )
-from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+from mars_jax.lab.evaluate.tasks.problems import Problem
 
 
-def problem(metric, *references, code=None):
-    return Problem(task="t", id="0", turns=("?",), metric=metric, references=references, code=code)
+def problem(metric, *references):
+    return Problem(task="t", id="0", turns=("?",), metric=metric, references=references)
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("text", "value"),
     [
-        ("3 * 4 = 12.\n#### 12", True),
-        ("#### 12 User: 13", True),
-        ("12", False),
-        ("#### 12.5", False),
-        ("#### 13", False),
+        ("12 + 5 = 17.\n#### 17", 17),
+        ("####17", 17),
+        ("####   $1,234 \nUser: next", 1234),
+        ("#### 17.", 17),
+        ("#### -3", -3),
+        ("#### 17\nUser: more\n#### 18", 17),
+        ("#### 12345", 12345),
+        ("#### 17.5", None),
+        ("#### seventeen", None),
+        ("### 17", None),
+        ("17", None),
+        ("", None),
     ],
 )
-def test_final_answer(text, right):
-    assert score(problem("final_answer", "12"), text) == [float(right)]
+def test_final_answer(text, value):
+    assert final_answer(text) == value
+    assert score(problem("final_answer", "17"), text) == [float(value == 17)]
 
 
 @pytest.mark.parametrize(
@@ -96,68 +104,8 @@ def test_bleu_of_nothing_is_zero():
     assert total("bleu", np.append(bleu_counts("", ["no"]), 1.0)[None])[0] == 0.0
 
 
-CODE = Code(
-    'import math\n\ndef helper():\n    return 1\n\ndef one(x):\n    """Return 1."""\n',
-    "one",
-    "assert one(0) == 1\n",
-)
-RIGHT = [
-    "    return 1\n",
-    "    return helper()\n\ndef two():\n    return math",
-    "    return 1\n\nprint(1 / 0)\n",
-    "    return 1\n\n\ndef one(x):\n    return 2\n",
-    "Here it is:\n```python\nimport math\ndef one(x):\n    return helper()\n```\nIt returns 1.",
-    "```\n    return 1\n```",
-    "def one(x):\n    return 1\n",
-]
-WRONG = ["    return 2\n", "", "I do not know.", "    import sys; sys.exit(0)", "    return 1 +\n"]
-
-
-@pytest.mark.parametrize("text", RIGHT)
-def test_answers_that_make_a_program(text):
-    exec(program(CODE, text), {})
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_answers_that_make_none(text):
-    with pytest.raises((AssertionError, SyntaxError, SystemExit)):
-        exec(program(CODE, text), {})
-
-
-def test_a_program_without_a_beginning():
-    code = Code("", "", "assert one() == 1\n")
-    for text in (
-        "def one():\n    return 1\n[DONE]\nmore",
-        "Sure:\n```python\ndef one():\n    return 1\n```\nDone.",
-    ):
-        exec(program(code, text), {})
-
-
-def test_programs_run_only_where_that_is_allowed(monkeypatch):
-    ran = []
-    monkeypatch.setattr(
-        scores.sandbox, "passes", lambda source, unconfined: ran.append((source, unconfined)) or True
-    )
-    asked = problem("pass@1", code=CODE)
-    assert score(asked, RIGHT[0]) is None and not ran
-    assert score(asked, RIGHT[0], run_code=True) == [1.0] and [how for _, how in ran] == [False]
-    assert score(asked, RIGHT[0], run_code=True, unconfined=True) == [1.0] and ran[1] == (ran[0][0], True)
-
-
-def test_programs_that_really_run():
-    asked = problem("pass@1", code=CODE)
-    found = [score(asked, text, run_code=True, unconfined=True) for text in (RIGHT[0], WRONG[0])]
-    assert found == [[1.0], [0.0]]
-
-
-def test_running_code_without_tests_is_refused():
-    with pytest.raises(MarsError, match="does not apply to tasks without tests to run"):
-        check_metrics([problem("none")], run_code=True)
-    check_metrics([problem("pass@1", code=CODE)], run_code=True, unconfined=True)
-    with pytest.raises(
-        MarsError, match="--allow-unconfined-code does not apply without --allow-code-execution"
-    ):
-        check_metrics([problem("pass@1", code=CODE)], run_code=False, unconfined=True)
+def test_programs_are_not_scored_here():
+    assert score(problem("pass@1"), "    return 1") is None
 
 
 @pytest.mark.parametrize(
@@ -170,4 +118,4 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch, metric, pa
     scores._rouge.cache_clear()
     scores._bleu_metric.cache_clear()
     with pytest.raises(MarsError, match="pip install "):
-        check_metrics([problem(metric, "a")], run_code=False)
+        check_metrics([problem(metric, "a")])

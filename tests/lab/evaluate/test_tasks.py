@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from mars_jax.core.errors import MarsError
-from mars_jax.lab.evaluate.tasks import arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import ARITHMETIC_PROBLEMS, STORY_WORDS, read
 
 DATA = Path(__file__).parents[2] / "data"
@@ -39,12 +38,9 @@ def turns(number, *asked, category="", **more):
     return {"question_id": number, "category": category, "turns": list(asked)} | more
 
 
-def test_arithmetic_is_the_generator():
-    problems = read("arithmetic", chat=True, limit=3)
-    known = list(arithmetic.generate(3, split="eval"))
-    assert [p.turns for p in problems] == [(k.question,) for k in known]
-    assert [p.references for p in problems] == [(str(k.result),) for k in known]
+def test_arithmetic_needs_no_file():
     assert len(read("arithmetic", chat=True)) == ARITHMETIC_PROBLEMS
+    assert len(read("arithmetic", chat=True, limit=3)) == 3
     with pytest.raises(MarsError, match="takes no file"):
         read("arithmetic", "a.jsonl", chat=True)
 
@@ -90,7 +86,7 @@ def test_humaneval_in_its_own_layout_has_tests(write):
     }
     [plain] = read("humaneval", write(row), chat=False)
     assert plain.id == "HumanEval/0" and plain.turns == (prompt,) and plain.metric == "pass@1"
-    assert plain.code is not None and plain.code.tests.endswith("check(one)\n")
+    assert plain.code == (prompt, "one", "def check(f): assert f()")
     [chat] = read("humaneval", write(row), chat=True)
     assert chat.turns[0] == f"Complete the code I provided.\n\n{prompt}"
 
@@ -116,8 +112,8 @@ def test_mbpp_in_both_layouts(write):
     }
     first, second = read("mbpp", write(full, sanitized), chat=False)
     assert "Add. Your code should pass these tests:\n\nassert a(1) == x\n[BEGIN]\n" in first.turns[0]
-    assert first.code is not None and first.code.tests == "x = 1\nassert a(1) == x\n"
-    assert second.code is not None and second.code.tests.startswith("import math\n")
+    assert first.code is not None and first.code.test.startswith("x = 1\nassert a(1) == x\n")
+    assert second.code is not None and second.code.test.startswith("import math\n")
     assert "[BEGIN]" not in read("mbpp", write(full), chat=True)[0].turns[0]
 
 

@@ -127,7 +127,6 @@ def test_a_ratio_of_an_arm_with_itself_is_one():
         (["--num-draft-tokens", "3"], "--num-draft-tokens does not apply with --tune"),
         (["--tree", "4-2"], "--tree does not apply with --tune"),
         (["--controls", "all"], "--controls does not apply with --tune"),
-        (["--forecast"], "--forecast does not apply with --tune"),
         (["--tune", "0"], "--tune is 0"),
         (["--draft", "medusa:x"], "--tune does not apply to --draft medusa:x"),
     ],

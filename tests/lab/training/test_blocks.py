@@ -12,11 +12,11 @@ from mars_jax import verify
 from mars_jax.contrib.drafters.dflash import dflash
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.teaching import Batch, read
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.lab.training import block_training
-from mars_jax.lab.training.data import Batch
+from mars_jax.lab.training import dflash_training
 from mars_jax.lab.training.loop import make_step
 from mars_jax.models import ModelConfig
 from tests.helpers import draft_input, ragged
@@ -73,9 +73,9 @@ def test_what_is_scored_is_what_is_drafted(config):
     trained = {name: value for name, value in params.items() if name != "ids"}
     batch = Batch(tokens=jnp.pad(text, ((0, 0), (0, 1))), segments=jnp.zeros((1, n + 1), jnp.int32))
     # A block at each place, so that one begins at the last token of the prompt.
-    objective = block_training.dflash(config, FEATURES, ids=ids, blocks=n, divergence=watch, dtype="float32")
-    objective(trained, (batch, WEIGHTS))
-    places = block_training.anchors(text, n)
+    loss = dflash_training.dflash(config, FEATURES, ids=ids, blocks=n, divergence=watch, dtype="float32")
+    loss(trained, batch, WEIGHTS)
+    places = dflash_training.anchors(text, n)
     np.testing.assert_array_equal(places[0], np.arange(n))
     wide = config.widen(both, scored[0][:, 11])
     np.testing.assert_allclose(
@@ -95,10 +95,8 @@ def test_documents_do_not_see_each_other():
 
     @jax.jit
     def hidden(tokens):
-        from mars_jax.lab.training.objectives import read
-
         output = read(FEATURES, WEIGHTS, tokens, segments)
-        return block_training.block_hidden(DFLASH, TARGET, both, output, tokens, segments, places)
+        return dflash_training.block_hidden(DFLASH, TARGET, both, output, tokens, segments, places)
 
     mine, changed = hidden(tokens), hidden(other)
     np.testing.assert_allclose(mine[:, 1:], changed[:, 1:], atol=1e-5)
@@ -109,13 +107,13 @@ def test_documents_do_not_see_each_other():
 def test_training_raises_the_acceptance_and_the_confidence_head_learns_it():
     tokens = target_texts(16, 33)
     batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))
-    objective = block_training.dflash(DSPARK, FEATURES, blocks=12, dtype="float32")
+    loss = dflash_training.dflash(DSPARK, FEATURES, blocks=12, dtype="float32")
     params = head.init_params(DSPARK, jax.random.key(1))
     optimizer = optax.adam(3e-3)
-    step, state, figures = make_step(objective, optimizer), optimizer.init(params), []
+    step, state, figures = make_step(loss, optimizer), optimizer.init(params), []
     with jax.numpy_dtype_promotion("standard"):  # optax's counters
         for _ in range(80):
-            params, state, found = step(params, state, (batch, WEIGHTS))
+            params, state, found = step(params, state, batch, WEIGHTS)
             figures.append(found)
     assert figures[-1]["loss"] < 0.8 * figures[0]["loss"]
     assert figures[-1]["accept_1"] > figures[0]["accept_1"] + 0.1

@@ -1,13 +1,13 @@
-"""Features on disk teach what the target's own forward teaches, and a dump that grows gives the same batches again."""
+"""Features on disk give the loss of the target's own forward, and their batches."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mars_jax.contrib.teaching import Batch
 from mars_jax.core.errors import MarsError
-from mars_jax.lab.training import features, head_training
-from mars_jax.lab.training.data import Batch
+from mars_jax.lab.training import eagle_training, features
 from mars_jax.lab.training.distillation import tau
 from mars_jax.models import eagle_head as head
 from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, WEIGHTS
@@ -26,11 +26,11 @@ def test_a_record_teaches_what_the_target_teaches(tmp_path):
 
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4)
     params.pop("ids")
-    objective = jax.jit(head_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32"))
+    loss = jax.jit(eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32"))
     # The next token after a row is not read, and padding teaches nothing.
     ended = np.pad(np.where(segments < 0, 99 + np.arange(24), segments), ((0, 0), (0, 1)))
     text = Batch(np.pad(tokens, ((0, 0), (0, 1))), ended)
-    theirs, ours = objective(params, (text, WEIGHTS)), objective(params, (again, WEIGHTS))
+    theirs, ours = loss(params, text, WEIGHTS), loss(params, again, WEIGHTS)
     # Features in bfloat16, log-probabilities in float16.
     np.testing.assert_allclose(ours[0], theirs[0], rtol=0.01)
     for name, figure in theirs[1].items():
@@ -50,37 +50,20 @@ def shard(folder, number):
     features.write_shard(folder / f"{number:05d}", made)
 
 
-def test_a_dump_may_grow_and_a_killed_run_sees_what_it_saw(tmp_path):
-    def feed():
-        return features.Feed([tmp_path / "dump"], step_tokens=16, seed=0, record=tmp_path / "epochs.jsonl")
-
-    def seen(chosen, steps):
-        return [tuple(chosen.batch(i).tokens[:, 0]) for i in steps]
-
-    shard(tmp_path / "dump", 0)
-    with pytest.raises(MarsError, match="two shards are the least"):
-        feed()  # too early, and no harm done
-    assert not (tmp_path / "epochs.jsonl").exists()
-    shard(tmp_path / "dump", 1)
-    first = feed()
-    assert first.step_tokens == 16
-    epoch = seen(first, range(2))
-    assert sorted(t for pair in epoch for t in pair) == [1, 101, 201, 301]
-    assert [x.tokens[0, 0] for x in first.held_out()] == [0, 200]
-    shard(tmp_path / "dump", 2)
-    more = seen(first, range(2, 6))
-    assert sorted(t for pair in more for t in pair) == [1, 2, 101, 102, 201, 202, 301, 302]
-    shard(tmp_path / "dump", 3)
-    assert seen(feed(), range(6)) == [*epoch, *more]
-    assert seen(feed(), [4, 5]) == more[2:]
+def test_an_epoch_has_every_row_but_those_held_out(tmp_path):
+    for number in range(3):
+        shard(tmp_path, number)
+    batches, held_out, size = features.batches([tmp_path], step_tokens=16, seed=0)
+    assert size == 16 and batches[0].tokens.shape == (2, 8)
+    epoch = sorted(first for i in range(4) for first in batches[i].tokens[:, 0])
+    assert epoch == [1, 2, 101, 102, 201, 202, 301, 302]
+    assert [batch.tokens[0, 0] for batch in held_out] == [0, 200]
 
 
-@pytest.mark.parametrize(("asked", "rows"), [(20, 2), (5, 1), (31, 3)])
-def test_the_tokens_of_a_step_are_those_of_its_rows(tmp_path, asked, rows):
-    for number in range(2):
-        shard(tmp_path / "dump", number)
-    feed = features.Feed([tmp_path / "dump"], step_tokens=asked, seed=0, record=tmp_path / "epochs.jsonl")
-    assert feed.batch(0).tokens.shape == (rows, 8) and feed.step_tokens == rows * 8
+def test_too_few_features_are_a_sentence(tmp_path):
+    shard(tmp_path, 0)
+    with pytest.raises(MarsError, match="too few features to train on: give it two shards at least"):
+        features.batches([tmp_path], step_tokens=16, seed=0)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 40, 150])

@@ -7,12 +7,12 @@ import optax
 import pytest
 
 from mars_jax import verify
+from mars_jax.contrib.teaching import Batch
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
-from mars_jax.lab.training import head_training
-from mars_jax.lab.training.data import Batch
+from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.loop import make_step
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
@@ -44,8 +44,8 @@ def test_step_j_of_training_is_the_jth_drafted_token():
 
     trained = {name: value for name, value in params.items() if name != "ids"}
     batch = Batch(tokens=jnp.pad(text, ((0, 0), (0, 1))), segments=jnp.zeros((1, 17), jnp.int32))
-    objective = head_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=4, divergence=watch, dtype="float32")
-    objective(trained, (batch, WEIGHTS))
+    loss = eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=4, divergence=watch, dtype="float32")
+    loss(trained, batch, WEIGHTS)
     for j, drafted in enumerate(scored):
         # Token 12 + j is drafted j tokens after the text: by entry 10 + j, in step j.
         assert IDS[jnp.argmax(drafted[0, 10 + j])] == tree.tokens[0, 1 + j]
@@ -55,7 +55,7 @@ def test_step_j_of_training_is_the_jth_drafted_token():
 def test_documents_do_not_see_each_other():
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4)
     params.pop("ids")
-    objective = head_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32")
+    loss = eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32")
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 16, (1, 25))
     segments = np.repeat([0, 1], [12, 13])[None]
@@ -65,18 +65,18 @@ def test_documents_do_not_see_each_other():
     def second(tokens):
         """The loss with the first document masked by giving each of its tokens a document of its own."""
         alone = np.concatenate([np.arange(100, 112), np.ones(13)])[None].astype(np.int32)
-        return objective(params, (Batch(jnp.asarray(tokens), jnp.asarray(alone)), WEIGHTS))
+        return loss(params, Batch(jnp.asarray(tokens), jnp.asarray(alone)), WEIGHTS)
 
     np.testing.assert_allclose(second(tokens)[0], second(other)[0], rtol=1e-5)
-    assert np.isfinite(objective(params, (Batch(jnp.asarray(tokens), jnp.asarray(segments)), WEIGHTS))[0])
+    assert np.isfinite(loss(params, Batch(jnp.asarray(tokens), jnp.asarray(segments)), WEIGHTS)[0])
 
 
-def trained(objective, params, batch, steps=60):
+def trained(loss, params, batch, steps=60):
     optimizer = optax.adam(3e-3)
-    step, state, figures = make_step(objective, optimizer), optimizer.init(params), []
+    step, state, figures = make_step(loss, optimizer), optimizer.init(params), []
     with jax.numpy_dtype_promotion("standard"):  # optax's counters
         for _ in range(steps):
-            params, state, found = step(params, state, (batch, WEIGHTS))
+            params, state, found = step(params, state, batch, WEIGHTS)
             figures.append(found)
     return params, figures
 
@@ -86,8 +86,8 @@ def test_training_raises_the_acceptance_of_eagle_heads():
     tokens = target_texts(16, 33)
     batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))
     for config, make in (
-        (EAGLE3, lambda: head_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32")),
-        (EAGLE1, lambda: head_training.eagle1(EAGLE1, TARGET, dtype="float32")),
+        (EAGLE3, lambda: eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32")),
+        (EAGLE1, lambda: eagle_training.eagle1(EAGLE1, TARGET, dtype="float32")),
     ):
         params = head.init_params(config, jax.random.key(1))
         params.pop("ids", None)

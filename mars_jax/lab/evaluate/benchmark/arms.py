@@ -1,4 +1,4 @@
-"""The arms of an evaluation: the rule at its thresholds, and the controls without which its figures say little.
+"""The arms of a benchmark: the measured rule at each of its thresholds, and the controls it is compared with.
 
 B batch, N nodes, V vocabulary. Oracle: tests/lab/evaluate/test_arms.py.
 """
@@ -6,7 +6,6 @@ B batch, N nodes, V vocabulary. Oracle: tests/lab/evaluate/test_arms.py.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import MARGINS
-from mars_jax import contrib, specs, verify
+from mars_jax import specs, verify
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
@@ -25,11 +24,11 @@ from mars_jax.core.types import Verdict
 from mars_jax.specs import RuleChoice
 
 MARS = RuleChoice("mars", {})
-"""The rule that is measured unless told otherwise."""
+"""The default rule to measure."""
 AUTOREGRESSIVE = "autoregressive"
-"""The arm that every other one is measured against."""
-LEFT_OUT = {"none": ("strict", "infinite"), "paper": ("infinite",), "all": ()}
-"""The roles that a choice of controls leaves out; all but "all" also do without "matched" and "control"."""
+"""Name of the baseline arm: the target without a draft."""
+CONTROLS = ("none", "paper", "all")
+"""Choices of controls, each with more arms than the one before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,17 +37,15 @@ class Arm:
 
     name: str
     rule: LoadedRule
-    # The rule that is measured ("rule"), or what it is measured against: "alone", "strict", "infinite", "matched",
-    # "control", "simulated", "refined".
-    role: str = ""
+    role: str = ""  # "rule" for the measured rule; "alone", "strict", "control" or "refined" for the others
     drafts: bool  # False: a target forward for every token
-    refines: bool = False  # the draft learns from its failures as the arm goes on
+    refines: bool = False  # the draft is trained on its rejected tokens during the run
     top_k: int = 0
     theta: float | None = None  # the threshold, or None for a rule that has none
     meaning: str  # for the legend of a table
 
     def legend(self) -> dict[str, str]:
-        """Return what a table says of it."""
+        """Return the entry for the legend of a table."""
         return {"arm": self.name, "role": self.role, "meaning": self.meaning}
 
 
@@ -105,12 +102,6 @@ def low_margin_sampling(
     return LowMarginSampling(margin=margin, theta=checked.theta, exact_prefix=checked.exact_prefix)
 
 
-def other_margin(margin: str | None) -> str:
-    """The margin of the matched control: gap for the paper's ratio; ratio for gap, and for rules that have no
-    margin."""
-    return "gap" if margin == "ratio" else "ratio"
-
-
 def margin_of(choice: RuleChoice) -> str | None:
     """The margin that the threshold of a rule bounds; None for a rule that bounds no margin.
 
@@ -137,125 +128,86 @@ def make_arms(
     thetas: Sequence[float],
     *,
     temperature: float,
-    matched: float | None,
     target: Any = None,
-    simulated_taus: Sequence[float] = (),
     refined: bool = False,
     controls: str = "all",
 ) -> list[Arm]:
-    """All arms at one temperature: autoregression first, the strict rule second, then the rule and its controls.
+    """Return all arms at one temperature: autoregression first, the strict rule second, then the rule and its controls.
 
     Args:
-      choice: the rule that is measured.
-      thetas: of the rule, an arm for each; the first is the one that the controls are matched to. None for a rule
-        without a threshold, or that keeps its own: it is one arm.
-      temperature: at 0 the simple control, which samples, would be autoregression itself, and is left out.
-      matched: threshold of `mars` with `other_margin` that has the tau of the rule; None for a lossless rule, which has
-        no quality to control for, and where `controls` are not all.
+      choice: the rule to measure.
+      thetas: thresholds of the rule, one arm each; the first also sets the threshold of the controls. Empty for a rule
+        without a threshold, which is one arm.
+      temperature: at 0, the control that samples from the two best tokens everywhere equals autoregression and is
+        omitted.
       target: from `mars_jax.load`, for a rule with weights.
-      simulated_taus: of arms that accept by chance, which come last but one.
-      refined: add the strict rule with a draft that learns as it decodes, which comes last.
-      controls: "all"; "paper" for the target alone, the strict rule and the rule; "none" for the first and the last.
+      refined: add the strict rule with a draft that is trained during the run, as the last arm.
+      controls: "none" for the target alone and the rule; "paper" adds the strict rule; "all" adds the target sampling
+        from the tokens that a relaxed rule lets a draft choose from.
 
     Raises:
       MarsError: as `verify.load`.
 
-    >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0, matched=1.2)]
-    ['autoregressive', 'exact', 'mars theta=inf', 'mars theta=0.9', 'mars(gap) matched', 'low-margin sampling']
+    >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0)]
+    ['autoregressive', 'exact', 'mars theta=0.9', 'low-margin sampling']
     """
     measured = _measured(choice, thetas, target)
-    strict = base_of(measured[-1].rule)
-    arms = [
-        ALONE,
-        Arm(
-            name=facts(strict.rule).name,
-            rule=strict,
-            role="strict",
-            drafts=True,
-            meaning="the strict rule, which is lossless",
-        ),
-        *(arm for arm in measured if arm.name != facts(strict.rule).name),
-    ]
-    if matched is not None:
-        arms += _controls(choice, measured[-1 - len(thetas[1:])], matched, temperature)
-    simulated = "acceptance by chance with this tau, to size hardware: its text and its score mean nothing"
-    for tau in simulated_taus:
-        rule = LoadedRule(contrib.simulated(tau))
-        arms.append(
-            Arm(name=f"simulated tau={tau:g}", rule=rule, role="simulated", drafts=True, meaning=simulated)
-        )
+    strict = base_of(measured[0].rule)
+    name = facts(strict.rule).name
+    # If the measured rule is the strict rule itself, one arm serves as both.
+    rules = [arm for arm in measured if arm.name != name]
+    arms = [ALONE]
+    if controls != "none" or not rules:
+        meaning = "the strict rule, which is lossless"
+        arms.append(Arm(name=name, rule=strict, role="strict", drafts=True, meaning=meaning))
+    arms += rules
+    if controls == "all" and rules and not choice.row.lossless:
+        arms += _controls(choice, measured[0], temperature)
     if refined:
+        meaning = "the strict rule with a draft that is trained on its rejected tokens; training time counts"
         arms.append(
             Arm(
-                name=f"{facts(strict.rule).name} refined",
+                name=f"{name} refined",
                 rule=strict,
                 role="refined",
                 drafts=True,
                 refines=True,
-                meaning="the strict rule with a draft that learns from its failures after every group of problems, "
-                "whose time counts",
-            )
-        )
-    # A rule that is strict itself has the strict arm for its own.
-    asked = any(arm.role == "rule" for arm in arms)
-    return [arm for arm in arms if not asked or arm.role not in LEFT_OUT[controls]]
-
-
-def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[Arm]:
-    """The rule at its thresholds; one of the table also at inf, which is strict."""
-    if not thetas:
-        rule = verify.load(choice.spec, target, **choice.settings)
-        return [Arm(name=label(choice, rule), rule=rule, role="rule", drafts=True, meaning="the rule")]
-    infinite = () if specs.is_own(choice.spec) else (math.inf,)
-    arms = []
-    for theta in (*infinite, *thetas):
-        rule = verify.load(choice.spec, target, **{**choice.settings, "theta": theta})
-        arms.append(
-            Arm(
-                name=f"{label(choice, rule)} theta={theta:g}",
-                rule=rule,
-                role="infinite" if theta == math.inf else "rule",
-                drafts=True,
-                theta=theta,
-                meaning="the relaxed rule switched off by its threshold: the strict rule again"
-                if theta == math.inf
-                else "the relaxed rule",
+                meaning=meaning,
             )
         )
     return arms
 
 
-def label(choice: RuleChoice, rule: LoadedRule) -> str:
-    """A rule in the name of its arms, with the settings that were given for it and that its own name leaves out."""
-    own = specs.is_own(choice.spec)
-    given = (
-        choice.settings.items()
-        if own
-        else [(k, v) for k, v in choice.settings.items() if type(v) in (int, float)]
-    )
-    words = [f"{k}={format(v, 'g') if type(v) in (int, float) else v}" for k, v in given if k != "theta"]
-    return " ".join([choice.row.name if own else facts(rule.rule).name, *words])
-
-
-def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float) -> list[Arm]:
-    """The controls, which tell the rule's own merit from speed and from sampling among two tokens."""
-    margin = margin_of(choice)
-    strict = base_of(first.rule).rule
-    prefix = facts(first.rule.rule).exact_prefix
-    other = verify.mars(base=strict, theta=matched, margin=other_margin(margin), exact_prefix=prefix)
-    at = f"theta={first.theta:g}" if first.theta is not None else first.name
-    arms = [
-        Arm(
-            name=f"{other.name} matched",
-            rule=LoadedRule(other),
-            role="matched",
-            drafts=True,
-            theta=matched,
-            meaning=f"another margin, its threshold set so that tau is that of {at}",
+def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[Arm]:
+    """Return the rule at each threshold, or as one arm if it has none."""
+    if not thetas:
+        rule = verify.load(choice.spec, target, **choice.settings)
+        return [Arm(name=label(choice, rule), rule=rule, role="rule", drafts=True, meaning="the rule")]
+    arms = []
+    for theta in thetas:
+        rule = verify.load(choice.spec, target, **{**choice.settings, "theta": theta})
+        name = f"{label(choice, rule)} theta={theta:g}"
+        arms.append(
+            Arm(name=name, rule=rule, role="rule", drafts=True, theta=theta, meaning="the relaxed rule")
         )
-    ]
+    return arms
+
+
+def label(choice: RuleChoice, rule: LoadedRule) -> str:
+    """Return the name of a rule with the settings that its own name omits, theta excepted."""
+    is_own = specs.is_own(choice.spec)
+    words = [choice.row.name if is_own else facts(rule.rule).name]
+    for name, value in choice.settings.items():
+        is_number = type(value) in (int, float)
+        if name != "theta" and (is_number or is_own):
+            words.append(f"{name}={value:g}" if is_number else f"{name}={value}")
+    return " ".join(words)
+
+
+def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
+    """Return the controls that separate the merit of a rule from that of sampling among the two best tokens."""
+    arms = []
     if temperature > 0:
-        simple = "the target alone, sampling among its two best tokens everywhere: the simple control"
         arms.append(
             Arm(
                 name=f"{AUTOREGRESSIVE} top_k=2",
@@ -263,31 +215,30 @@ def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float
                 role="control",
                 drafts=False,
                 top_k=2,
-                meaning=simple,
+                meaning="the target alone, sampling from its two best tokens everywhere",
             )
         )
-    # A rule without a margin is compared with what its matched margin lets a draft choose from.
-    if margin is None or first.theta is None:
-        margin, theta, at = other_margin(margin), matched, f"the matched theta={matched:g}"
-    else:
-        theta = first.theta
-    control = low_margin_sampling(margin, theta=theta, exact_prefix=prefix)
-    meaning = f"the target alone, sampling among its two best tokens where the margin is low at {at}"
-    return [
-        *arms,
-        Arm(
-            name=control.name,
-            rule=LoadedRule(control),
-            role="control",
-            drafts=False,
-            theta=theta,
-            meaning=meaning,
-        ),
-    ]
+    margin = margin_of(choice)
+    if margin is not None and first.theta is not None:
+        control = low_margin_sampling(
+            margin, theta=first.theta, exact_prefix=facts(first.rule.rule).exact_prefix
+        )
+        arms.append(
+            Arm(
+                name=control.name,
+                rule=LoadedRule(control),
+                role="control",
+                drafts=False,
+                theta=first.theta,
+                meaning="the target alone, sampling from its two best tokens where their margin is low at "
+                f"theta={first.theta:g}",
+            )
+        )
+    return arms
 
 
 def base_of(rule: LoadedRule) -> LoadedRule:
-    """The strict rule under a rule; of a rule that is over none, and lossless or not, `exact`.
+    """Return the strict rule under a rule, or `exact` if the rule has no base.
 
     >>> base_of(verify.load("mars", base="rejection")).rule.name
     'rejection'

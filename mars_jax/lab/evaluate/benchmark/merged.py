@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from mars_jax.cli.part import Part
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.benchmark import report
-from mars_jax.lab.evaluate.benchmark.arm_loops import MARGINS, ROWS, TEXTS
+from mars_jax.lab.evaluate.benchmark.arm_loops import ROWS, TEXTS
 from mars_jax.lab.evaluate.benchmark.arm_rows import place_of
 from mars_jax.lab.folder import write_json
-from mars_jax.lab.pictures import style
+from mars_jax.lab.pictures import check_installed
 from mars_jax.serve.journal import Row, to_line
 
 
@@ -26,7 +26,6 @@ class _Run(NamedTuple):
 
     rows: list[Row]
     summary: dict[str, Any]
-    margins: dict[str, Any]
     texts: dict[str, Any]
 
 
@@ -40,7 +39,7 @@ def _read(folder: Path, part: Part) -> _Run:
     try:
         lines = (folder / ROWS).read_bytes().splitlines()  # of a text, U+2028 would end a line
         rows = [dict(json.loads(line)) for line in lines]
-        run = _Run(rows, read(report.SUMMARY), read(MARGINS, {}), read(TEXTS, {}))
+        run = _Run(rows, read(report.SUMMARY), read(TEXTS, {}))
         wanted = sum(arm["problems"] for table in run.summary["tables"] for arm in table["arms"])
         if len(rows) != wanted:
             raise ValueError
@@ -60,7 +59,7 @@ def write(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path)
     Raises:
       MarsError: a part is unfinished or damaged, or a package is missing.
     """
-    style.check_installed()
+    check_installed()
     runs = [_read(there, part) for part, there in parts.items()]
     tables = [table for run in runs for table in run.summary["tables"]]
     metrics = {table["task"]: table["metric"] for table in tables}
@@ -88,28 +87,22 @@ def write(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path)
         )
     rows = [there[key] for key in keys]
     numbers = {(row["task"], row["id"]): number for (*_, number), row in there.items()}
-    margins, texts = {}, {}
+    texts = {}
     for task, t in places:
         name = place_of(task, t)
-        if found := [run.margins[name] for run in runs if name in run.margins]:
-            margins[name] = {arm: _sum([one[arm] for one in found]) for arm in found[0]}
-            said = [text for run in runs for text in run.texts.get(name, ())]
+        if said := [text for run in runs for text in run.texts.get(name, ())]:
             texts[name] = sorted(said, key=lambda text, task=task: numbers[task, text["id"]])
     of_rows = report.notes_of_rows(runs[0].rows)
     summary = report.summarize(
         settings,
         runs[0].summary["environment"],
-        {},
-        margins,
-        {},
         {task: metrics[task] for task in settings["tasks"]},
         [note for note in runs[0].summary["notes"] if note not in of_rows],
         rows,
-        lambda temperature, matched: legends[temperature],
+        lambda temperature: legends[temperature],
     )
     (folder / ROWS).write_text("".join(f"{to_line(row)}\n" for row in rows), encoding="utf-8")
-    if margins:
-        write_json(folder / MARGINS, margins)
+    if texts:
         write_json(folder / TEXTS, texts)
     report.write(summary, texts, folder)
     return len(rows)
@@ -118,13 +111,3 @@ def write(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path)
 def _key(row: Row, settings: Mapping[str, Any]) -> tuple[str, float, str, int]:
     """Return what a row is about. Its seed tells the number of its problem within the task."""
     return row["task"], row["temperature"], row["arm"], (row["seed"] - settings["seed"]) % 2**32
-
-
-def _sum(histograms: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The counts of all parts in the same bins."""
-    return {
-        name: values
-        if name == "edges"
-        else [sum(counts) for counts in zip(*(h[name] for h in histograms), strict=True)]
-        for name, values in histograms[0].items()
-    }

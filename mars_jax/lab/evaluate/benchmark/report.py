@@ -1,42 +1,53 @@
-"""The files of an evaluation: all of them functions of its rows, and of what was decoded beside them."""
+"""The files of a benchmark besides its rows: summary.json, table.md, the plots, and report.html.
+
+The page needs no network, no script and no other file.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mars_jax.lab.evaluate import figures
-from mars_jax.lab.evaluate.benchmark import page, plots, rehearsal, table
-from mars_jax.lab.evaluate.benchmark.arm_rows import Row, place_of
+from mars_jax.lab.evaluate.benchmark import plots, tables
+from mars_jax.lab.evaluate.benchmark.arm_rows import Row
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.lab.evaluate.benchmark.match import Match
-from mars_jax.lab.evaluate.scoring import sandbox
+from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
 from mars_jax.serve.journal import write_whole
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
+TEMPLATE = "report.html.jinja"
+LEGEND = {
+    "exact": "drafted, and the target's own choice",
+    "relaxed": "drafted, and accepted as a near tie",
+    "trusted": "drafted, and accepted without a test",
+    "corrected": "the target's own",
+}
+"""The kinds of tokens."""
+# Replace control characters, which HTML does not allow.
+_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
 def summarize(
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
-    matches: Mapping[str, Match],
-    margins: Mapping[str, Any],
-    replays: Mapping[str, Any],
     metrics: Mapping[str, str],
     told: Sequence[str],
     rows: Sequence[Row],
-    arms_at: Callable[[float, float | None], list[dict[str, str]]],
+    arms_at: Callable[[float], list[dict[str, str]]],
 ) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
-      settings, environment, matches, margins, replays, rows: of the run.
+      settings, environment, rows: of the run.
       metrics: by task, in the order of the tables.
       told: what `notes` says.
-      arms_at: gives the legends of the arms at a temperature and a matched threshold.
+      arms_at: maps a temperature to the legends of its arms.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
@@ -44,20 +55,13 @@ def summarize(
     tables = []
     for task, metric in metrics.items():
         for temperature in settings["temperatures"]:
-            place = place_of(task, temperature)
-            found = matches.get(place)
-            arms = arms_at(temperature, found and found.theta)
+            arms = arms_at(temperature)
             strict = next((arm["arm"] for arm in arms if arm["role"] == "strict"), None)
             tables.append(
                 {
                     "task": task,
                     "temperature": temperature,
                     "metric": metric,
-                    "match": found and found._asdict(),
-                    "margins": margins.get(place, {}),
-                    "replay": rehearsal.taus(replays[place], seed=settings["seed"])
-                    if place in replays
-                    else None,
                     "arms": [
                         arm
                         | figures.summarize(
@@ -76,7 +80,7 @@ def summarize(
         "environment": {**environment, **latest(rows)},
         "date": max((row["date"] for row in rows if "date" in row), default=None),
         "days": _days(rows),
-        "notes": [*told, *notes_of_rows(rows)],
+        "notes": [*told, *notes_of_rows(rows), *_notes_of_programs(metrics, rows)],
         "tables": tables,
     }
 
@@ -106,15 +110,16 @@ def notes_of_rows(rows: Sequence[Row]) -> list[str]:
     return told
 
 
+def _notes_of_programs(metrics: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
+    unscored = any(metrics[row["task"]] == "pass@1" and row["score"] is None for row in rows)
+    return [UNSCORED] if unscored else []
+
+
 def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]:
     """Facts about settings and problems that a reader needs and that the figures do not show."""
     told = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
-    if any(p.metric == "pass@1" for p in problems) and not settings["allow_code_execution"]:
-        told.append("Generated programs were not run and so not scored: --allow-code-execution runs them.")
-    if settings.get("confinement") == sandbox.HOOK:
-        told.append("Generated programs ran under Python's audit hook alone, without walls.")
     if any(p.task == "humaneval" and p.code is None for p in problems):
         told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
     if settings["batch_size"] > 1:
@@ -126,11 +131,69 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]
 
 
 def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
-    """Write summary.json, table.md, the plots and report.html. `texts` are those of texts.json."""
+    """Write summary.json, table.md, the plots and report.html. `texts` is the content of texts.json."""
     write_json(folder / SUMMARY, summary)
-    write_whole(folder / TABLE, table.markdown(summary))
-    plots.draw(summary, folder)
-    pictures = {
-        name: (folder / name).with_suffix(".svg").read_text(encoding="utf-8") for name in plots.drawn(summary)
-    }
-    write_whole(folder / PAGE, page.render(summary, texts, pictures))
+    write_whole(folder / TABLE, tables.markdown(summary))
+    plots.draw(summary, folder, "; ".join([tables.title(summary["settings"]), *tables.facts(summary)]) + ".")
+    pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots.PICTURES}
+    write_whole(folder / PAGE, page(summary, texts, pictures))
+
+
+def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    """Return the HTML report.
+
+    Args:
+      summary: content of summary.json.
+      texts: content of texts.json.
+      pictures: PNG files, by the names of `plots.PICTURES`.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        finalize=_plain,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    settings = {**summary["settings"], **summary["environment"]}
+    return environment.get_template(TEMPLATE).render(
+        title=tables.title(summary["settings"]),
+        facts=tables.facts(summary),
+        notes=summary["notes"],
+        tables=[
+            {
+                "heading": tables.heading(table),
+                "about": tables.about(table),
+                "key": tables.key(table),
+                "rows": [
+                    tables.cells(arm, table["metric"]) | {"meaning": arm["meaning"]} for arm in table["arms"]
+                ],
+                "texts": texts.get(tables.heading(table), []),
+            }
+            for table in summary["tables"]
+        ],
+        columns=tables.COLUMNS,
+        plots=[
+            {"words": words, "data": base64.b64encode(pictures[name]).decode()}
+            for name, words in plots.PICTURES.items()
+        ],
+        legend=LEGEND,
+        settings={
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in settings.items()
+            if value is not None
+        },
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Replace control characters and unpaired surrogates in a string.
+
+    >>> _plain("a\\x1b[1m" + chr(0xD800))
+    'a\ufffd[1m?'
+    """
+    if type(value) is not str:
+        return value
+    return value.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")

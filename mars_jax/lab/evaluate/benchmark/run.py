@@ -19,11 +19,11 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import GROUP, Decoding, check_problems
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, by_task
-from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT, MARS, default_thetas
-from mars_jax.lab.evaluate.scoring import sandbox, scores
+from mars_jax.lab.evaluate.benchmark.arms import CONTROLS, MARS, default_thetas
+from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim, write_json
-from mars_jax.lab.pictures import style
+from mars_jax.lab.pictures import check_installed
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
@@ -41,14 +41,11 @@ def evaluate(
     rule: RuleChoice = MARS,
     thetas: Sequence[float] | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
-    simulated_taus: Sequence[float] = (),
     controls: str = "paper",
     max_new_tokens: int = 256,
     batch_size: int = 1,
     seed: int = 0,
     chat: bool = False,
-    allow_code_execution: bool = False,
-    allow_unconfined_code: bool = False,
     refiner: Refiner | None = None,
     part: Part | None = None,
     names: Mapping[str, Any] | None = None,
@@ -66,23 +63,19 @@ def evaluate(
       output: a folder, new, empty, or of the run to go on with.
       rule: that is measured, by name, such as `specs.RuleChoice("mars", {"margin": "gap"})` or
         `specs.RuleChoice("gates.py:entropy_gate", {"entropy": 1.5})`, whose file is run.
-      thetas: of the rule; the controls are matched to the first. Default: the rule's own; none for a rule without
-        thresholds, or of the user's, which is one arm.
+      thetas: thresholds of the rule, one arm each; controls use the first. Default: the rule's own threshold, or none
+        for a rule without one and for a user's rule.
       temperatures: all arms run at each.
-      simulated_taus: of further arms, which accept by chance; see `contrib.simulated`.
-      controls: what the rule is compared with beside the target alone: "none"; "paper", the strict rule, with the
-        margins and texts of both; "all", also the rule at theta = inf, another margin matched to the same tau, the
-        target sampling from the truncated set, and thresholds replayed.
+      controls: what the rule is compared with besides the target alone: "none"; "paper" for the strict rule; "all" for
+        the strict rule and the target sampling from the tokens that the rule lets a draft choose from.
       max_new_tokens: of a turn.
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.
       chat: put questions through the target's chat template, with all their turns.
-      allow_code_execution: run what the model writes, to score it, behind the walls of `scoring.sandbox`.
-      allow_unconfined_code: and without walls where this machine has none, with your rights.
       refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
         from there, and its tokens are the same.
-      part: the share of the problems that is decoded, for `merging.merge`; it writes rows and summary alone. Controls
-        are "none" or "paper" then, and there is no refiner: what they do depends on all problems.
+      part: the share of the problems to decode, for `merging.merge`; it writes only rows and a summary, and takes no
+        refiner.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every group of decodes, with those to come, the untimed ones too, and their seconds.
 
@@ -92,15 +85,13 @@ def evaluate(
     Raises:
       MarsError: problems that do not fit the target, an output of another run, a package that is missing.
     """
-    if controls not in LEFT_OUT:
-        raise MarsError(f"controls is {controls!r}: expected one of {', '.join(LEFT_OUT)}.")
+    if controls not in CONTROLS:
+        raise MarsError(f"controls is {controls!r}: expected one of {', '.join(CONTROLS)}.")
     if not problems:
         raise MarsError("there are no problems to evaluate on: ask for at least 1.")
     if part is not None:
-        if controls == "all" or refiner is not None:
-            raise MarsError(
-                f"{'a refiner' if refiner else 'controls all'} does not apply to a part: leave one out."
-            )
+        if refiner is not None:
+            raise MarsError("a refiner does not apply to a part: leave one out.")
         part = part.among(len(problems))
     thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
     temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
@@ -108,17 +99,11 @@ def evaluate(
         if (not values and name == "temperatures") or len({f"{value:g}" for value in values}) < len(values):
             raise MarsError(f"{name} are {values}: give at least one, and each once.")
     if math.inf in thetas:
-        raise MarsError("thetas holds inf, an arm of every evaluation: leave it out.")
-    deepest = drafter.drafter.max_depth + 1
-    if simulated_taus and max(simulated_taus) > deepest:
-        raise MarsError(
-            f"simulated_taus has {max(simulated_taus):g}, and this draft gives {deepest} tokens a step at most: ask "
-            "for less, or draft deeper."
-        )
+        raise MarsError("thetas holds inf, which is the strict rule: leave it out.")
     for theta in thetas:
         rule.but(theta=theta)
-    scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
-    style.check_installed()
+    scores.check_metrics(problems)
+    check_installed()
     check_problems(target, problems, chat=chat)
     folder = Path(output)
     settings = {
@@ -128,10 +113,7 @@ def evaluate(
         "rule": rule.as_json(but=("theta",) if thetas else ()),
         "thetas": thetas,
         "temperatures": temperatures,
-        # Left out where there are none, so that folders of runs before this setting can go on.
-        **({"simulated_taus": [float(tau) for tau in simulated_taus]} if simulated_taus else {}),
-        # Left out where it is all of them, so that folders of runs before this setting can go on.
-        **({} if controls == "all" else {"controls": controls}),
+        "controls": controls,
         "tasks": {task: len(group) for task, group in by_task(problems).items()},
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
@@ -139,13 +121,6 @@ def evaluate(
         **({"group": GROUP} if batch_size > 1 else {}),
         "seed": seed,
         "chat": chat,
-        "allow_code_execution": allow_code_execution,
-        # What kept the programs may decide what passes; left out where none ran.
-        **(
-            {"confinement": sandbox.confinement(unconfined=allow_unconfined_code)}
-            if allow_code_execution
-            else {}
-        ),
         "problems": digest(repr(list(problems)).encode()),
         "weights": fingerprint((target.params, drafter.params), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
@@ -161,20 +136,20 @@ def evaluate(
             evaluation.decode(progress or (lambda what, done, of, left: None))
         finally:
             evaluation.file.close()
+        rows = evaluation.file.rows
+        if part is None:
+            rows = samples.with_results(folder, problems, rows)
         with activity.doing("figures and plots"):
             summary = report.summarize(
                 settings,
                 provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
-                evaluation.matches,
-                evaluation.margins,
-                evaluation.replays,
                 {
                     problem.task: problem.metric
                     for problem in (problems if part is None else problems[part.share()])
                 },
                 report.notes(settings, problems),
-                evaluation.file.rows,
-                lambda temperature, matched: [arm.legend() for arm in evaluation.arms(temperature, matched)],
+                rows,
+                lambda temperature: [arm.legend() for arm in evaluation.arms(temperature)],
             )
             if part is None:
                 report.write(summary, evaluation.texts, folder)

@@ -28,7 +28,7 @@ from mars_jax.lab.evaluate.answers import Decoding, check_problems
 from mars_jax.lab.evaluate.benchmark.arm_loops import by_task, scored, turns_of
 from mars_jax.lab.evaluate.benchmark.arm_rows import make_row
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, MARS, Arm, default_thetas, make_arms
-from mars_jax.lab.evaluate.scoring import sandbox, scores
+from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim, write_json
 from mars_jax.lab.provenance import provenance
@@ -79,7 +79,6 @@ def arms_at(
             choice,
             thetas if choice.spec == rule.spec else (),
             temperature=temperature,
-            matched=None,
             target=target,
             controls="paper",
         )
@@ -136,8 +135,6 @@ def tuned(
     batch_size: int = 1,
     seed: int = 0,
     chat: bool = False,
-    allow_code_execution: bool = False,
-    allow_unconfined_code: bool = False,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -151,8 +148,8 @@ def tuned(
       lengths: of chains, that are tried.
       cost: of drafting a token, in forwards of the target, where tokens per step are to be weighed by a model of the
         time and not by this machine's clock.
-      problems, output, rule, thetas, temperatures, max_new_tokens, batch_size, seed, chat, allow_code_execution,
-      allow_unconfined_code, names, progress: as for `evaluate`.
+      problems, output, rule, thetas, temperatures, max_new_tokens, batch_size, seed, chat, names, progress: as for
+        `evaluate`.
 
     Returns:
       The report, as it is in tuned.json.
@@ -166,8 +163,7 @@ def tuned(
             raise MarsError(
                 f"the task {task} has 1 problem, and some choose lengths while others are scored: ask for at least 2."
             )
-    code = {"run_code": allow_code_execution, "unconfined": allow_unconfined_code}
-    scores.check_metrics(problems, **code)
+    scores.check_metrics(problems)
     check_problems(target, problems, chat=chat)
     thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
     temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
@@ -184,9 +180,6 @@ def tuned(
         "batch_size": batch_size,
         "seed": seed,
         "chat": chat,
-        "confinement": sandbox.confinement(unconfined=allow_unconfined_code)
-        if allow_code_execution
-        else None,
         "problems": digest(repr(list(problems)).encode()),
         "weights": fingerprint((target.params, [d.params for d in drafters.values()]), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
@@ -203,7 +196,7 @@ def tuned(
     with claim(output, settings):
         file = RowFile(output / "rows.jsonl")
         try:
-            loop = _Loop(tuning, file, sorted(lengths), seed, code, progress or (lambda *told: None))
+            loop = _Loop(tuning, file, sorted(lengths), seed, output, progress or (lambda *told: None))
             loop.plan(tasks, {t: len(found) for t, found in arms.items()})
             tables = [
                 loop.table(task, group, temperature, arms[temperature])
@@ -227,10 +220,11 @@ class _Loop:
         file: RowFile,
         lengths: Sequence[int],
         seed: int,
-        code: Mapping[str, bool],
+        folder: Path,
         progress: Progress,
     ):
-        self._tuning, self._file, self._lengths, self._seed, self._code = tuning, file, lengths, seed, code
+        self._tuning, self._file, self._lengths, self._seed = tuning, file, lengths, seed
+        self._folder = folder
         self._progress = progress
 
     def plan(self, tasks: Mapping[str, Sequence[Problem]], arms: Mapping[float, int]) -> None:
@@ -259,6 +253,10 @@ class _Loop:
         )
         best = list(zip(arms, lengths, strict=True))
         rows = self._decode(task, problems[chosen:], chosen, temperature, [(ALONE, 0), *best])
+        rows = {
+            key: samples.with_results(self._folder, problems[chosen:], rows_of_arm)
+            for key, rows_of_arm in rows.items()
+        }
         metric = problems[0].metric
         alone, other = rows[ALONE.name, 0], rows[best[free][0].name, best[free][1]]
         made = []
@@ -332,7 +330,7 @@ class _Loop:
         return [
             {**make_row(problem, arm, temperature, seed, answer, score, stops), "length": length}
             for problem, seed, answer, score in zip(
-                group, seeds, answers, scored(decoding, group, answers, **self._code), strict=True
+                group, seeds, answers, scored(decoding, group, answers), strict=True
             )
         ]
 
@@ -425,6 +423,11 @@ def markdown(made: Mapping[str, Any]) -> str:
             _line(ALONE.name, 0, table["alone"]),
             *(_line(arm["arm"], arm["length"], arm) for arm in table["arms"]),
             "",
+            *(
+                [samples.UNSCORED, ""]
+                if table["metric"] == "pass@1" and table["alone"]["score"] is None
+                else []
+            ),
         ]
     return "\n".join(lines)
 

@@ -1,1 +1,1 @@
-"""Scores of answers: metrics, likelihood, programs that are run."""
+"""Scores of answers: metrics, and samples for HumanEval's evaluator."""

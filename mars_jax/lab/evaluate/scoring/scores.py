@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax.core.errors import MarsError
-from mars_jax.lab.evaluate.scoring import sandbox
-from mars_jax.lab.evaluate.tasks.arithmetic import final_answer
-from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+from mars_jax.lab.evaluate.tasks.problems import Problem
 
 METRICS = {
     "none": "not scored",
@@ -32,22 +30,18 @@ METRICS = {
 BLEU_ORDER = 4
 
 
-def score(
-    problem: Problem, text: str, *, run_code: bool = False, unconfined: bool = False
-) -> list[float] | None:
-    """The numbers of one answer, one or, for BLEU, its counts; None where it is not scored.
+def score(problem: Problem, text: str) -> list[float] | None:
+    """Score one answer: one number, the counts of BLEU, or None if it is not scored here.
 
     Args:
-      problem: its metric and what it compares with; for the likelihood see `arm_loops.score_answers`.
+      problem: its metric and references; for the likelihood see `arm_loops.score_answers`, for programs `samples`.
       text: the answer.
-      run_code: whether generated programs may run; without it they are not scored.
-      unconfined: whether they may run without walls, where there are none; see `sandbox`.
 
     >>> score(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
     [1.0]
     """
     match problem.metric:
-        case "none":
+        case "none" | "pass@1":
             return None
         case "final_answer":
             return [float(str(final_answer(text)) == problem.references[0])]
@@ -57,35 +51,16 @@ def score(
             return [rouge_l(text, problem.references)]
         case "bleu":
             return bleu_counts(text, problem.references)
-        case "pass@1":
-            assert problem.code is not None
-            made = program(problem.code, text)
-            return [float(sandbox.passes(made, unconfined=unconfined))] if run_code else None
     raise ValueError(problem.metric)
 
 
-def check_metrics(problems: Sequence[Problem], *, run_code: bool, unconfined: bool = False) -> None:
-    """Check what can be known before anything is decoded.
-
-    Raises:
-      MarsError: a package is missing, or `run_code` has nothing to run or no walls to run it behind.
-    """
+def check_metrics(problems: Sequence[Problem]) -> None:
+    """Raise MarsError if a package that scores the problems is missing."""
     metrics = {problem.metric for problem in problems}
     if "rouge_l" in metrics:
         _rouge()
     if "bleu" in metrics:
         _bleu_metric()
-    if unconfined and not run_code:
-        raise MarsError(
-            "--allow-unconfined-code does not apply without --allow-code-execution: add that, or leave it out."
-        )
-    if run_code and "pass@1" not in metrics:
-        raise MarsError(
-            "--allow-code-execution does not apply to tasks without tests to run: leave it out, or add humaneval or "
-            "mbpp in its original layout."
-        )
-    if run_code:
-        sandbox.confinement(unconfined=unconfined)
 
 
 def total(metric: str, counts: np.ndarray) -> np.ndarray:
@@ -100,6 +75,21 @@ def total(metric: str, counts: np.ndarray) -> np.ndarray:
     if metric == "likelihood":
         return np.exp(counts[:, 0] / counts[:, 1])
     return _bleu(counts[:, :-1]) if metric == "bleu" else counts[:, 0] / counts[:, -1]
+
+
+def final_answer(text: str) -> int | None:
+    """Return the integer after the first `####` of a text, or None. Text after it is ignored.
+
+    Source: GSM8K 2110.14168.
+
+    >>> final_answer("3 * 4 = 12, so he has 12 apples.\\n#### $1,012 User: Tom")
+    1012
+    >>> final_answer("He has 12 apples.") is None
+    True
+    """
+    _, _, tail = text.partition("####")
+    found = re.match(r"[ \t]*\$?[ \t]*(-?(?:\d{1,3}(?:,\d{3})+|\d+))(?!\d|[.,]\d)", tail)
+    return int(found[1].replace(",", "")) if found else None
 
 
 def last_number(text: str) -> int | None:
@@ -164,31 +154,3 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
         brevity = np.where(length < reference, np.exp(1 - reference / length), 1.0)
         score = brevity * np.exp(np.mean(np.log(precision), axis=1))
     return np.where((matches.sum(axis=1) > 0) & (ngrams > 0).all(axis=1), score, 0.0)
-
-
-_ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
-"""Ends of the completion of a function: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
-
-
-def program(code: Code, text: str) -> str:
-    """The program that an answer makes, followed by its tests.
-
-    An answer is a whole function, in a fenced block or bare, or the rest of the function that the prompt began.
-
-    >>> code = Code("def one():\\n", "one", "assert one() == 1\\n")
-    >>> program(code, "    return 1\\n\\nprint(one())")
-    'def one():\\n    return 1\\n\\nassert one() == 1\\n'
-    """
-    blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
-    if not code.entry_point:
-        body = blocks[0] if blocks else text.partition("[DONE]")[0]
-        return f"{body}\n{code.tests}"
-    name = f"def {code.entry_point}("
-    head, begun, _ = code.prompt.rpartition(name)
-    # A completion begins inside of the function; what it goes on to say may well be that function once more.
-    bare = [text[text.index(name) :]] if name in text and not text.lstrip("\n")[:1].isspace() else []
-    whole = [block for block in blocks if name in block] or bare
-    if whole and begun:
-        return f"{head}{whole[0]}\n{code.tests}"
-    body = blocks[0] if blocks else _ENDS.split(text, maxsplit=1)[0]
-    return f"{code.prompt}{body}\n{code.tests}"

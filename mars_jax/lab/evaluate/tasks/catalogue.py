@@ -1,4 +1,4 @@
-"""The tasks: problems to evaluate on, generated, or read from local files or the Hub."""
+"""The tasks: problems to evaluate on, from the package, local files or the Hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mars_jax.core.errors import MarsError, did_you_mean
-from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.datasets import is_hub_name, read_hub
 from mars_jax.lab.evaluate.tasks.jsonl import Fields, read_jsonl
 from mars_jax.lab.evaluate.tasks.layouts import READERS
@@ -16,7 +16,7 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.training.data import documents
 
 ARITHMETIC_PROBLEMS = 200
-"""Problems of the generator, which has no end, where no number is asked for."""
+"""Default number of arithmetic problems."""
 STORY_WORDS = 24
 """Words of a document that are given; it must have as many again to go on with."""
 
@@ -27,7 +27,7 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
     Args:
       name: one of `TASKS`.
       path: of its file, or but for stories a dataset of the Hub as OWNER/NAME[:CONFIG[:SPLIT]]; none for arithmetic,
-        whose problems are generated.
+        whose problems are in the package.
       chat: whether the prompts will go through a chat template; plain prompts say in their own words what is wanted.
       limit: None for all.
 
@@ -45,9 +45,9 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
     if name == "arithmetic":
         if path is not None:
             raise MarsError(
-                "the task arithmetic generates its problems and takes no file: leave its path out."
+                "the task arithmetic has its problems in the package and takes no file: leave its path out."
             )
-        return _arithmetic(ARITHMETIC_PROBLEMS if limit is None else limit)
+        return read_arithmetic("eval", ARITHMETIC_PROBLEMS if limit is None else limit)
     if not path:
         hub = "" if name == "stories" else f", or {name}=OWNER/DATASET of the Hub"
         raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
@@ -83,19 +83,6 @@ def _check(problems: Sequence[Problem], path: str) -> None:
     (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
     if count > 1:
         raise MarsError(f"'{path}' has {count} problems of {task} with the id {name}: give each its own.")
-
-
-def _arithmetic(count: int) -> list[Problem]:
-    return [
-        Problem(
-            task="arithmetic",
-            id=str(number),
-            turns=(problem.question,),
-            metric="final_answer",
-            references=(str(problem.result),),
-        )
-        for number, problem in enumerate(arithmetic.generate(count, split="eval"))
-    ]
 
 
 def _stories(path: str) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.scoring.scores import final_answer
 from mars_jax.lab.evaluate.tasks.jsonl import Fields
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Code, Problem
 
@@ -45,7 +45,7 @@ def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _result(fields: Fields, answer: str) -> str:
-    result = arithmetic.final_answer(answer)
+    result = final_answer(answer)
     if result is None:
         raise fields.error("its answer does not end in #### and a whole number: give one.")
     return str(result)
@@ -61,7 +61,7 @@ def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
         id=name,
         turns=(f"Complete the code I provided.\n\n{prompt}" if chat else prompt,),
         metric="pass@1",
-        code=Code(prompt, entry := fields.text("entry_point"), f"{fields.text('test')}\n\ncheck({entry})\n"),
+        code=Code(prompt, fields.text("entry_point"), fields.text("test")),
     )
 
 
@@ -78,7 +78,8 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
         id=name,
         turns=(asked if chat else f"{asked}\n[BEGIN]\n",),
         metric="pass@1",
-        code=Code("", "", "\n".join([*setup, *tests]) + "\n"),
+        # The assertions run as they are. HumanEval's evaluator calls `check(None)` after them.
+        code=Code("", "None", "\n".join([*setup, *tests, "", "def check(function):", "    pass", ""])),
     )
 
 

@@ -10,11 +10,11 @@ UNJUDGED = ("none", "likelihood")
 
 
 class Code(NamedTuple):
-    """The parts that a generated program is run with."""
+    """The parts of a test program, as in HumanEval: prompt, completion, test, and then `check(entry_point)`."""
 
-    prompt: str  # the beginning of the program, "" where the model writes it all
-    entry_point: str  # the function asked for, "" where the tests say it
-    tests: str  # run after the program; they fail by an exception
+    prompt: str  # the beginning of the program, "" if the model writes all of it
+    entry_point: str  # the function to complete, or "None"
+    test: str  # defines `check`, which raises an exception if the program is wrong
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

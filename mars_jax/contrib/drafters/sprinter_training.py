@@ -1,0 +1,129 @@
+"""Training of SPRINTER's classifier: would the target accept this token of the small model's?
+
+B rows, L tokens of a row, n = L - 1 places, E hidden size of the small model, V vocabulary. Source: arXiv 2502.04557,
+section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). The paper's
+label is the outcome of one acceptance test; ours is its probability, the mean of that label.
+Oracle: labels from full forwards, branch by branch, in tests/contrib/test_system_training.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.contrib.teaching import Batch, Training, document_mask, in_documents, predict
+from mars_jax.core.types import LanguageModel, PyTree, Visible
+
+
+class Examples(NamedTuple):
+    """Tokens that the small model would draft, each after a place of a text."""
+
+    hidden: Any  # f32[..., E]; the small model's final hidden state at the drafted token
+    # f32[...]; probability that the target accepts it: min(1, p / q), or whether it is p's best token
+    accepted: Any
+    valid: Any  # bool[...]; text and draft are of one document
+
+
+def examples(
+    target: LanguageModel, teacher: PyTree, draft: LanguageModel, params: PyTree, batch: Batch, key: Array
+) -> Examples:
+    """Draft one token of the small model at every place of a batch, [B, n].
+
+    Even rows draft the best token, odd rows draw it at temperature 1. All branches of a row are read at once: a drafted
+    token attends to the text before it and to itself.
+    """
+    tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
+    rows, n = tokens.shape
+    p = jax.nn.log_softmax(predict(target, teacher, tokens, segments))
+    text = draft.forward(params, tokens, in_documents(segments), draft.init_cache(rows, 2 * n))
+    logits = draft.unembed(params, text.hidden)
+    q = jax.nn.log_softmax(logits)
+    drawn = (jnp.arange(rows) % 2 == 1)[:, None]
+    x = jnp.where(drawn, jax.random.categorical(key, logits), jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+    def of_x(values: Array) -> Array:
+        return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
+
+    accepted = jnp.where(
+        drawn,
+        jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0)),
+        (x == jnp.argmax(p, axis=-1)).astype(jnp.float32),
+    )
+    place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
+    itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
+    branches = Visible(
+        first=jnp.zeros((rows,), jnp.int32),
+        positions=place + 1,
+        slot=jnp.full((rows,), n, jnp.int32),
+        seen=jnp.concatenate([document_mask(segments), itself], axis=2),
+        seen_positions=jnp.concatenate([place, place + 1], axis=1),
+    )
+    hidden = draft.forward(params, x, branches, text.cache).hidden
+    valid = jnp.broadcast_to(batch.segments[:, 1:] == segments, (rows, n))
+    return Examples(hidden.astype(jnp.float32), accepted, valid)
+
+
+def flattened(parts: Sequence[Examples]) -> Examples:
+    """Join the valid examples of several batches: n each.
+
+    >>> flattened([Examples(np.zeros((2, 3, 4)), np.zeros((2, 3)), np.ones((2, 3), bool))]).hidden.shape
+    (6, 4)
+    """
+    parts = [Examples(*map(np.asarray, part)) for part in parts]
+    return Examples(
+        *(
+            np.concatenate([column[part.valid] for column, part in zip(columns, parts, strict=True)])
+            for columns in zip(*parts, strict=True)
+        )
+    )
+
+
+def training(
+    examples: Examples, *, epochs: int = 20, rows: int = 256, learning_rate: float = 5e-4, seed: int = 0
+) -> Training:
+    """Return the training of `weight` f32[E] and `bias` f32[1] by the cross entropy of `accepted`.
+
+    Args:
+      examples: from `flattened`.
+      epochs: over the examples.
+      rows: examples of a step.
+      learning_rate: of Adam.
+      seed: of the order.
+    """
+    import grain
+    import optax
+
+    def loss(params: PyTree, batch: Examples, _: PyTree) -> tuple[Array, dict[str, Array]]:
+        score = batch.hidden @ params["weight"] + params["bias"]
+        right = jnp.mean(((score > 0) == (batch.accepted > 0.5)).astype(jnp.float32))
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(score, batch.accepted)), {"right": right}
+
+    count, size = examples.hidden.shape
+    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat().batch(rows)
+    return Training(
+        init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
+        loss=loss,
+        batches=numbers.map(lambda chosen: Examples(*(column[chosen] for column in examples))),
+        optimizer=optax.adam(learning_rate),
+        steps=epochs * max(1, count // rows),
+        step_tokens=rows,
+    )
+
+
+def figures(examples: Examples, params: Mapping[str, Any], threshold: float) -> dict[str, float]:
+    """Return the share of examples that is trusted, and the share of those that the target would accept.
+
+    >>> some = Examples(np.asarray([[1.0], [-1.0]]), np.asarray([0.75, 0.0]), np.ones(2, bool))
+    >>> figures(some, {"weight": np.asarray([4.0]), "bias": np.zeros(1)}, 0.5)
+    {'trusted': 0.5, 'accepted': 0.75}
+    """
+    score = examples.hidden @ np.asarray(params["weight"]) + np.asarray(params["bias"])
+    trusted = (1 / (1 + np.exp(-score)) >= threshold) & examples.valid
+    share = float(trusted.sum() / max(1, examples.valid.sum()))
+    accepted = float(examples.accepted[trusted].mean()) if trusted.any() else float("nan")
+    return {"trusted": round(share, 4), "accepted": round(accepted, 4)}

@@ -1,0 +1,152 @@
+"""Search of VIA-SD's slim verifier: the sublayers of a target to leave out with the least divergence from it.
+
+L layers. Source: arXiv 2606.12243, section 3: about 45% of the sublayers (attention or MLP) are left out, the first and
+the last layer kept, the mask found by a random and then a guided search of the sum of KL(target, slim). If there are at
+most as many masks as evaluations, all are tried. Otherwise half are random, and half exchange one kept and one removed
+sublayer of the best mask.
+Oracle: the models without those sublayers, one by one, in tests/contrib/test_system_training.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from mars_jax.contrib.teaching import Batch, predict
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import LanguageModel, PyTree
+
+Mask = tuple[tuple[bool, bool], ...]
+"""(attention, MLP) of each layer: whether it is kept."""
+_OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
+"""Weights through which a sublayer adds to the residual stream, and its index in a mask's pair."""
+
+
+class Found(NamedTuple):
+    """A mask and its cost."""
+
+    mask: Mask
+    kl: float  # KL(target || slim) in nats a token
+    same: float  # share of tokens whose best next token is the target's
+
+
+def leave_out(params: PyTree, mask: Array) -> PyTree:
+    """Return params whose sublayers add nothing if mask f32[L, 2] is 0, so that one program serves all masks.
+
+    >>> params = {"layers": ({"o": jnp.ones((2, 2)), "down": jnp.ones((2, 2))},)}
+    >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]
+    [0.0, 4.0]
+    """
+    layers = tuple(
+        {name: x * mask[i, _OUT[name]].astype(x.dtype) if name in _OUT else x for name, x in layer.items()}
+        for i, layer in enumerate(params["layers"])
+    )
+    return {**params, "layers": layers}
+
+
+def search(
+    model: LanguageModel,
+    params: PyTree,
+    batches: Sequence[Batch],
+    *,
+    left_out: float = 0.45,
+    evaluations: int = 128,
+    seed: int = 0,
+    log: str | os.PathLike[str] | None = None,
+) -> Found:
+    """Find the mask with the least KL(target || slim) over the batches.
+
+    Args:
+      model, params: the target; a transformer of this library, not in 8 bits.
+      batches: text to compare on.
+      left_out: share of all sublayers.
+      evaluations: the most masks to try.
+      seed: of the search.
+      log: a file with one line per mask, from which a killed search continues.
+
+    Raises:
+      MarsError: weights in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
+    """
+    layers = len(params["layers"])
+    places = [(i, j) for i in range(1, layers - 1) for j in range(2)]
+    count = round(left_out * 2 * layers)
+    if not 0 < count <= len(places):
+        raise MarsError(
+            f"{count} of {2 * layers} sublayers are to be left out, and {len(places)} lie between the first and the "
+            "last layer: choose another share."
+        )
+    if any(
+        not isinstance(layer[name], Array) for layer in params["layers"] for name in _OUT if name in layer
+    ):
+        raise MarsError("the target's weights are in 8 bits: search on the checkpoint in bfloat16.")
+
+    @jax.jit
+    def measure(params: PyTree, mask: Array, batch: Batch) -> tuple[Array, Array]:
+        tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
+        p = predict(model, params, tokens, segments)
+        q = predict(model, leave_out(params, mask), tokens, segments)
+        same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+        divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(q), jax.nn.log_softmax(p))
+        return jnp.mean(divergence), jnp.mean(same.astype(jnp.float32))
+
+    def as_mask(out: frozenset[tuple[int, int]]) -> Mask:
+        return tuple(((i, 0) not in out, (i, 1) not in out) for i in range(layers))
+
+    known = _logged(log)
+
+    def tried(out: frozenset[tuple[int, int]]) -> Found:
+        mask = as_mask(out)
+        if mask not in known:
+            kept = jnp.asarray(mask, jnp.float32)
+            figures = np.mean([[float(x) for x in measure(params, kept, batch)] for batch in batches], axis=0)
+            known[mask] = Found(mask, float(figures[0]), float(figures[1]))
+            if log is not None:
+                with Path(log).open("a") as file:
+                    file.write(json.dumps(known[mask]._asdict()) + "\n")
+        return known[mask]
+
+    return min(_tried(places, count, evaluations, seed, tried), key=lambda found: found.kl)
+
+
+def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[Found]:
+    if math.comb(len(places), count) <= evaluations:
+        yield from (tried(frozenset(out)) for out in itertools.combinations(places, count))
+        return
+    rng, best = np.random.default_rng(seed), None
+    for turn in range(evaluations):
+        if best is None or turn < evaluations // 2:
+            chosen = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
+        else:
+            out, kept = sorted(best[1]), sorted(set(places) - best[1])
+            chosen = best[1] - {out[rng.integers(len(out))]}
+            chosen |= {kept[rng.integers(len(kept))]} if kept else best[1]
+        found = tried(chosen)
+        if best is None or found.kl < best[0].kl:
+            best = (found, chosen)
+        yield found
+
+
+def _logged(log: str | os.PathLike[str] | None) -> dict[Mask, Found]:
+    """Read the masks that were tried before. A line that a kill cut short is skipped."""
+    known: dict[Mask, Found] = {}
+    if log is None or not Path(log).exists():
+        return known
+    for line in Path(log).read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        mask = tuple((bool(a), bool(m)) for a, m in row["mask"])
+        known[mask] = Found(mask, row["kl"], row["same"])
+    return known

@@ -1,0 +1,153 @@
+"""Training of DIVERSED's head: REINFORCE on the reward of a text and on the share of the draft that is accepted.
+
+R texts, L tokens of a row, V vocabulary. Source: arXiv 2604.07622, section 3 (reward of the task plus acceptance).
+Texts that the rule writes follow v = w p + (1 - w) q token by token, so the gradient of the expected reward is that of
+the sum of log v, times the reward minus its mean over the texts. Acceptance, sum min(v, q) at a position, has its own
+gradient. Oracle: the enumerated expectation of a small vocabulary, in tests/contrib/test_diversed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.contrib.models import mixer
+from mars_jax.contrib.rules.diversed import diversed
+from mars_jax.contrib.teaching import Training, read
+from mars_jax.core.rule import LoadedRule
+from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.drafters import LoadedDrafter, language_model
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.serve.generation import generate
+
+UPDATES, ROLLOUTS, CHAIN, ANSWER_TOKENS = 40, 48, 5, 128
+"""Updates of a training, texts of an update, tokens of a draft, and tokens of an answer."""
+
+
+class Rollouts(NamedTuple):
+    """Texts that the rule wrote at temperature 1, without filters."""
+
+    tokens: Any  # i32[R, L]
+    written: Any  # bool[R, L]; by the rule: neither the prompt nor padding
+    reward: Any  # f32[R]
+
+
+class Models(NamedTuple):
+    """The models whose distributions are mixed."""
+
+    target: LanguageModel
+    draft: LanguageModel
+
+
+def surrogate(
+    head: PyTree,
+    rollouts: Rollouts,
+    params: tuple[PyTree, PyTree],
+    *,
+    models: Models,
+    acceptance: float = 0.5,
+) -> tuple[Array, dict[str, Array]]:
+    """Return a loss whose gradient is that of -(reward + `acceptance` * share accepted), and its figures.
+
+    `params` are those of the target and of the draft.
+    """
+    tokens = rollouts.tokens[:, :-1]
+    segments = jnp.zeros_like(tokens)
+    output = read(models.target, params[0], tokens, segments)
+    log_p = jax.nn.log_softmax(models.target.unembed(params[0], output.hidden))
+    drafted = read(models.draft, params[1], tokens, segments)
+    log_q = jax.nn.log_softmax(models.draft.unembed(params[1], drafted.hidden))
+    log_p, log_q, hidden, draft_hidden = jax.lax.stop_gradient((log_p, log_q, output.hidden, drafted.hidden))
+    odds = mixer.logit(head, hidden, log_p, log_q, draft_hidden)[..., None]
+    log_v = jnp.logaddexp(jax.nn.log_sigmoid(odds) + log_p, jax.nn.log_sigmoid(-odds) + log_q)
+    written = rollouts.written[:, 1:].astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(written), 1.0)
+    log_prob = jnp.take_along_axis(log_v, rollouts.tokens[:, 1:, None], axis=-1)[..., 0]
+    advantage = rollouts.reward - jnp.mean(rollouts.reward)
+    accepted = jnp.sum(jnp.sum(jnp.exp(jnp.minimum(log_v, log_q)), axis=-1) * written) / count
+    worth = jnp.mean(advantage * jnp.sum(log_prob * written, axis=1))
+    weight = jnp.sum(jax.nn.sigmoid(odds[..., 0]) * written) / count
+    figures = {"reward": jnp.mean(rollouts.reward), "accepted": accepted, "weight": weight}
+    return -(worth + acceptance * accepted), figures
+
+
+def rollouts(
+    target: Pretrained,
+    small: Pretrained,
+    prompts: Sequence[Sequence[int]],
+    reward: Callable[[int, str], float],
+    *,
+    seed: int = 0,
+) -> Callable[[PyTree, np.ndarray], Rollouts]:
+    """Return `(head, draws) -> Rollouts`: the rule answers prompts with this head. Pass it to `fit` as `prepare`.
+
+    Args:
+      target, small: one vocabulary.
+      prompts: token ids.
+      reward: (number of the prompt, answer) -> reward.
+      seed: draw i has seed + i and prompt i modulo their number.
+    """
+    drafter = language_model(small.model, CHAIN, sample=True, vocab_size=target.config.vocab_size)
+    room = max(map(len, prompts)) + ANSWER_TOKENS
+
+    def prepare(head: PyTree, draws: np.ndarray) -> Rollouts:
+        chosen = [int(draw) % len(prompts) for draw in draws]
+        result = generate(
+            target,
+            LoadedDrafter(drafter, small.params),
+            [prompts[i] for i in chosen],
+            verify=LoadedRule(diversed(), head),
+            temperature=1.0,
+            seed=[(seed + int(draw)) % 2**32 for draw in draws],
+            max_new_tokens=ANSWER_TOKENS,
+            batch_size=len(draws),
+        )
+        tokens, written = np.zeros((len(draws), room), np.int32), np.zeros((len(draws), room), bool)
+        for row, (number, answer) in enumerate(zip(chosen, result.tokens, strict=True)):
+            ids = [*prompts[number], *answer]
+            tokens[row, : len(ids)] = ids
+            written[row, len(prompts[number]) : len(ids)] = True
+        rewards = [reward(number, text) for number, text in zip(chosen, result.text, strict=True)]
+        return Rollouts(tokens, written, np.asarray(rewards, np.float32))
+
+    return prepare
+
+
+def training(
+    target: Pretrained,
+    small: Pretrained,
+    *,
+    steps: int | None = None,
+    acceptance: float = 0.5,
+    learning_rate: float = 1e-2,
+    seed: int = 0,
+) -> Training:
+    """Return the training of a head, whose params are those of `contrib.diversed`.
+
+    The frozen params of its loss are `(target.params, small.params)`, and its batches are the draws of `rollouts`.
+
+    Args:
+      target, small: one vocabulary.
+      steps: updates of Adam, default: `UPDATES`.
+      acceptance: weight of the share accepted relative to the reward.
+      learning_rate: of Adam.
+      seed: of the first head.
+    """
+    import grain
+    import optax
+
+    models, steps = Models(target.model, small.model), steps or UPDATES
+    sizes = target.config.hidden_size, small.config.hidden_size
+    return Training(
+        init=lambda: mixer.init_params(sizes[0], jax.random.key(seed), draft_hidden_size=sizes[1]),
+        loss=lambda head, batch, params: surrogate(head, batch, params, models=models, acceptance=acceptance),
+        batches=grain.MapDataset.source(range(steps * ROLLOUTS)).batch(ROLLOUTS),
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate)),
+        steps=steps,
+        step_tokens=ROLLOUTS,
+    )

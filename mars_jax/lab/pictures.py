@@ -1,0 +1,179 @@
+"""The style of all pictures: colours, markers, and a figure of panels with one legend and a caption.
+
+Matplotlib is imported only when a picture is drawn, and without pyplot, which would choose a window system.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mars_jax import specs
+from mars_jax.core.errors import MarsError
+
+# The colours of Okabe and Ito (2008), which people with any kind of colour vision can tell apart.
+BLACK, GREY, LIGHT = "#222222", "#888888", "#DDDDDD"
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+MARKERS = "osv<>p"
+FORMATS = ("png", "svg", "pdf")
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so pictures look the same everywhere
+    "font.size": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E8E8E8",
+    "legend.frameon": False,
+    "errorbar.capsize": 2,
+    "savefig.dpi": 160,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "mars-jax",
+    "text.parse_math": False,  # a name with two dollar signs is not a formula
+}
+# Omit the metadata that would change the bytes of an unchanged picture.
+METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+class Look(NamedTuple):
+    """Colour and marker of a rule or of another way to decode."""
+
+    colour: str
+    marker: str = "o"
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of `Axes.plot` and `Axes.errorbar`."""
+        return {"color": self.colour, "marker": self.marker}
+
+
+OTHER = Look(PURPLE, "D")
+"""A user's rule."""
+BASELINES = {
+    "autoregressive": Look(GREY, "s"),
+    "target": Look(GREY, "s"),
+    "exact": Look(BLACK, "D"),
+    "rejection": Look(BLACK, "P"),
+    "block": Look(BLACK, "X"),
+    "low-margin": Look(GREY, "X"),
+    "transformers": Look(ORANGE, "h"),
+}
+_LOSSY = ["mars", *(name for name in specs.RULES if name not in {*BASELINES, "mars"})]
+
+
+def look(name: str) -> Look:
+    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule differ in the marker.
+
+    >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
+    (True, Look(colour='#0072B2', marker='^'))
+    >>> look("gates.py:entropy_gate") == OTHER
+    True
+    """
+    word = re.split(r"[ (]", name)[0]
+    if word in BASELINES:
+        return BASELINES[word]
+    if word not in _LOSSY:
+        return OTHER
+    group, place = divmod(_LOSSY.index(word), len(COLOURS))
+    is_variant = "(gap)" in name or " over " in name
+    return Look(COLOURS[place], "^" if is_variant else MARKERS[group])
+
+
+def check_installed() -> None:
+    """Raise MarsError if matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise MarsError("plots need the package matplotlib: pip install matplotlib.") from None
+
+
+@contextmanager
+def picture(
+    files: Sequence[Path],
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    panel: tuple[float, float] = (4.2, 3.0),
+    caption: str = "",
+    legend: bool = True,
+    **grid: Any,
+) -> Iterator[Any]:
+    """Yield axes [rows, columns] to draw on, and write the picture when the block ends.
+
+    Args:
+      files: files to write, in the formats of their suffixes.
+      rows, columns: number of panels. Panels without data are hidden.
+      panel: width and height of a panel in inches.
+      caption: text below the panels.
+      legend: list every label once, above the panels.
+      **grid: arguments of `Figure.subplots`, such as `sharey=True`.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        width = columns * panel[0]
+        lines = textwrap.wrap(caption, int(17.5 * width))
+        figure = Figure(figsize=(width, rows * panel[1] + 0.13 * len(lines)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns, squeeze=False, **grid)
+        yield axes
+        labelled: dict[str, Any] = {}
+        for axis in axes.flat:
+            axis.set_visible(axis.has_data() or bool(axis.texts))
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                labelled.setdefault(label, handle)
+        if lines:
+            figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
+        if legend and labelled:
+            entry = 0.35 + 0.075 * max(map(len, labelled))  # approximate width in inches
+            figure.legend(
+                labelled.values(),
+                labelled.keys(),
+                loc="outside upper left",
+                ncols=max(1, min(len(labelled), int(width / entry))),
+            )
+        for file in files:
+            kind = file.suffix[1:]
+            figure.savefig(file, format=kind, metadata=METADATA[kind])
+
+
+def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
+    """Return the distances below and above each value, as `Axes.errorbar` takes them.
+
+    >>> whiskers([2.0, 5.0], [[1.5, 3.0], None])
+    [[0.5, 0.0], [1.0, 0.0]]
+    """
+    bounds = [(value, value) if i is None else i for value, i in zip(values, intervals, strict=True)]
+    below = [max(value - low, 0.0) for value, (low, _) in zip(values, bounds, strict=True)]
+    above = [max(high - value, 0.0) for value, (_, high) in zip(values, bounds, strict=True)]
+    return [below, above]
+
+
+def level(axis: Any, value: float, interval: Sequence[float] | None, *, label: str, colour: str) -> None:
+    """Draw a reference value as a line across the panel, with its interval shaded."""
+    if interval is not None:
+        axis.axhspan(*interval, color=colour, alpha=0.13, linewidth=0)
+    axis.axhline(value, color=colour, linewidth=1, linestyle="--", label=label)
+
+
+def honest_limits(axis: Any, values: Sequence[float], *, least: float) -> None:
+    """Set limits of y that include `values` and span at least `least`, so that noise does not look large."""
+    span = max(least, 1.15 * (max(values) - min(values)))
+    middle = (min(values) + max(values)) / 2
+    axis.set_ylim(middle - span / 2, middle + span / 2)
+
+
+def no_grid(axis: Any, which: str) -> None:
+    """Remove grid lines and ticks from an axis of names."""
+    axis.grid(visible=False, axis=which)
+    axis.tick_params(axis=which, length=0)

@@ -1,0 +1,247 @@
+"""Training of block drafters: masked blocks at many places of a text at once.
+
+Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the places of a block); DSpark
+(deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's
+distribution with the target's). B rows, L tokens of a row, A blocks of a row, K tokens of a block, D of them drafted, V
+vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens (tests/lab/training/test_blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.contrib.models import dflash_head as head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.teaching import Batch, Loss, teach
+from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
+from mars_jax.lab.training.eagle_training import cast, feature_layers, from_target
+from mars_jax.lab.training.loop import Apprentice, panels_of
+from mars_jax.lab.training.objectives import Divergence, forward_kl, total_variation
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.heads import layers_like
+from mars_jax.models.transformer import language_model
+
+SPACING = 8
+"""Tokens of a row per block, by default."""
+
+
+def decay_of(block_size: int) -> float:
+    """Return the published decay (DFlash, section 3.3): place i weighs exp(-i / decay).
+
+    >>> decay_of(16), decay_of(8)
+    (7.0, 4.0)
+    """
+    return 7.0 if block_size >= 16 else 5.0 if block_size >= 10 else 4.0
+
+
+def anchors(tokens: Array, count: int) -> Array:
+    """Draw the places of A blocks in each row, i32[B, A]: one in each of A equal parts.
+
+    They are a function of the tokens i32[B, L], so that a killed run continues bit for bit.
+    """
+    rows, length = tokens.shape
+    key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
+    part = jnp.arange(count, dtype=jnp.int32)[None] * length // count
+    size = (jnp.arange(1, count + 1, dtype=jnp.int32)[None] * length // count) - part
+    return part + jax.random.randint(key, (rows, count), 0, size)
+
+
+def dflash(
+    config: DFlashConfig,
+    target: LanguageModel,
+    *,
+    ids: Array | None = None,
+    blocks: int | None = None,
+    decay: float | None = None,
+    divergence: Divergence = forward_kl,
+    confidence_weight: float = 1.0,
+    dtype: Any = "bfloat16",
+) -> Loss:
+    """Return the loss of a head: a place of a block learns the target's distribution after the true tokens before it.
+
+    Args:
+      config: of the head.
+      target: a model that returns the head's features; see `LanguageModel.with_features`.
+      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller.
+      blocks: A; default: one per `SPACING` tokens of a row.
+      decay: drafted place i weighs exp(-i / decay); default: `decay_of`.
+      divergence: of the head's distribution from the target's.
+      confidence_weight: of the confidence head's cross-entropy, if there is one.
+      dtype: of the computation.
+    """
+    fade = decay_of(config.block_size) if decay is None else decay
+
+    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+        lesson = teach(target, teacher, batch)
+        tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
+        places = anchors(tokens, blocks or max(1, tokens.shape[1] // SPACING))
+        both = Params(target=teacher, draft=cast(params, dtype) | ({} if ids is None else {"ids": ids}))
+        hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
+
+        # Drafted place i learns the target's distribution after token `after[..., i]`.
+        length = tokens.shape[1]
+        after = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
+        inside = jnp.minimum(after, length - 1)
+        one_document = jnp.take_along_axis(segments[:, None], inside, axis=2)
+        valid = (after < length) & (one_document == jnp.take_along_axis(segments, places, axis=1)[..., None])
+        before = jnp.take_along_axis(tokens[:, None], inside, axis=2)
+        wanted = jax.vmap(lambda z, at: z[at])(lesson.logits, inside)  # [B, A, D, V]
+        choice = jnp.argmax(wanted, axis=-1)
+        labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
+
+        rows, count, drafts = before.shape
+        flat = hidden.reshape(rows, count * drafts, -1)
+        drafted = head.unembed(config, target, both, flat)
+        if config.markov_rank:
+            drafted = drafted + head.markov(config, both.draft, before.reshape(rows, -1))
+        drafted = drafted.reshape(rows, count, drafts, -1)
+
+        weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / fade)
+        losses = _means(divergence(labels, drafted), valid)
+        total = jnp.sum(losses * weight) / jnp.sum(weight)
+        named = config.to_target(both, jnp.argmax(drafted, axis=-1))
+        right = _means((named == choice).astype(jnp.float32), valid)
+        figures = {f"loss_{i + 1}": losses[i] for i in range(drafts)}
+        figures |= {f"accept_{i + 1}": right[i] for i in range(drafts)}
+        if config.confidence:
+            sure = head.confidence(config, both.draft, flat, before.reshape(rows, -1))
+            sure = sure.reshape(rows, count, drafts)
+            overlap = jax.lax.stop_gradient(1 - total_variation(labels, drafted))
+            entropy = jax.nn.softplus(sure) - overlap * sure  # cross-entropy of a chance and its logit
+            doubt = jnp.sum(_means(entropy, valid) * weight) / jnp.sum(weight)
+            total = total + confidence_weight * doubt
+            figures["confidence"] = doubt
+        return total, figures
+
+    return loss
+
+
+def block_hidden(
+    config: DFlashConfig,
+    target: LanguageModel,
+    params: Params,
+    output: ForwardOutput,
+    tokens: Array,
+    segments: Array,
+    places: Array,
+) -> Array:
+    """Return hidden states [B, A, D, E] of the drafted places of blocks that begin at `places`.
+
+    They are computed by the functions that draft. A block attends to the earlier tokens of its document and to itself.
+
+    Args:
+      config, target, params: of the head and its target.
+      output: of the target for the tokens, [B, L, ...].
+      tokens, segments: i32[B, L].
+      places: i32[B, A]; of the blocks' first tokens.
+    """
+    (rows, length), count, size = tokens.shape, places.shape[1], config.block_size
+    draft = params.draft
+    cache = config.init_cache(rows, length + count * size, draft["fc"].dtype)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    zero = jnp.zeros((rows,), jnp.int32)
+    cache = head.absorb(config, draft, head.fuse(config, draft, output), positions, zero, cache)
+
+    first = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
+    blocks = head.block(config, first).reshape(rows, count * size)
+    at = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
+    begins = jnp.repeat(places, size, axis=1)[..., None]
+    same = (
+        segments[:, None]
+        == jnp.repeat(jnp.take_along_axis(segments, places, axis=1), size, axis=1)[..., None]
+    )
+    context = same & (positions[:, None] < begins)
+    number = jnp.arange(count * size, dtype=jnp.int32) // size
+    own = jnp.broadcast_to(number[:, None] == number[None], (rows, count * size, count * size))
+    visible = Visible(
+        first=zero,
+        positions=at,
+        slot=zero + length,
+        seen=jnp.concatenate([context, own], axis=2),
+        seen_positions=jnp.concatenate([positions, at], axis=1),
+    )
+    hidden, _ = head.forward(config, target, params, blocks, visible, cache)
+    hidden = hidden.reshape(rows, count, size, -1)
+    return hidden[:, :, size - config.drafts :]
+
+
+def _means(values: Array, valid: Array) -> Array:
+    """Return f32[D]: means over the valid blocks."""
+    total = jnp.sum(jnp.where(valid, values, 0.0), axis=(0, 1))
+    return total / jnp.maximum(jnp.sum(valid, axis=(0, 1), dtype=jnp.float32), 1.0)
+
+
+def block_layers(target: ModelConfig, count: int = 5) -> tuple[int, ...]:
+    """Return the layers that a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
+
+    >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
+    (1, 9, 17, 25, 33)
+    """
+    if target.num_layers < 12:
+        return feature_layers(target)
+    return tuple(round(1 + i * (target.num_layers - 4) / max(count - 1, 1)) for i in range(count))
+
+
+def new_dflash(
+    target: ModelConfig,
+    params: PyTree,
+    *,
+    ids: np.ndarray | None = None,
+    layers: Sequence[int] | None = None,
+    depth: int = 5,
+    block_size: int = 16,
+    mask_token: int | None = None,
+    from_anchor: bool = False,
+    markov_rank: int = 0,
+    confidence: bool = False,
+    intermediate_size: int | None = None,
+    divergence: Divergence,
+    seed: int = 0,
+) -> Apprentice:
+    """Make a DFlash head that starts from its target; see `eagle_training.from_target`.
+
+    Args:
+      target, params, ids, seed: as for `eagle_training.new_eagle3`.
+      layers: of the target, default: `block_layers`.
+      depth: layers of the head.
+      block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
+      mask_token: default: the token that begins or ends a text.
+      intermediate_size: of the layers' MLPs, default: the target's.
+      divergence: see `dflash`.
+    """
+    layers = tuple(block_layers(target) if layers is None else layers)
+    if mask_token is None:
+        known = (target.bos_token_id, *target.eos_token_ids)
+        mask_token = next((token for token in known if token is not None), 0)
+    config = DFlashConfig(
+        layer=layers_like(target, intermediate_size, family="qwen3", qk_norm=True, num_layers=depth),
+        target_hidden_size=target.hidden_size,
+        feature_layers=layers,
+        block_size=block_size,
+        mask_token=mask_token,
+        draft_vocab_size=target.vocab_size if ids is None else len(ids),
+        from_anchor=from_anchor,
+        own_unembed=ids is not None,
+        markov_rank=markov_rank,
+        confidence=confidence,
+        confidence_bias=confidence,
+        confidence_markov=confidence and markov_rank > 0,
+    )
+    vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
+
+    def init() -> PyTree:
+        first = from_target(config, target, params, vocabulary, seed)
+        if markov_rank:
+            # The correction starts at zero.
+            first["markov_out"] = jnp.zeros_like(first["markov_out"])
+        return first
+
+    model = language_model(target, dtype="bfloat16", feature_layers=layers)
+    loss = dflash(config, model, ids=vocabulary, divergence=divergence)
+    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(config.drafts), ids=vocabulary)

@@ -1,0 +1,350 @@
+"""Training of EAGLE-3 heads by training-time test and of EAGLE-1 heads by regression.
+
+Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens of a row, n = L - 1 entries, E
+hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens
+(tests/lab/training/test_heads.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.contrib.teaching import Batch, Loss, document_mask, in_documents, teach
+from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
+from mars_jax.lab.training.features import PADDING, Recorded
+from mars_jax.lab.training.loop import Apprentice, panels_of
+from mars_jax.lab.training.objectives import Divergence, forward_kl
+from mars_jax.models import eagle_head as head
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import LayeredHead, init_params, layers_like
+from mars_jax.models.transformer import language_model
+
+FADE = 0.8
+"""Weight of a draft token relative to the one before it (the EAGLE-3 and Medusa recipes)."""
+
+
+class Labels(NamedTuple):
+    """The labels of an EAGLE-3 head at its n entries."""
+
+    output: ForwardOutput  # [B, n, ...]; the target's, with the features that the head reads
+    logits: Array  # f32[B, n, W]; of token t + 2 in the draft vocabulary
+    choice: Array  # i32[B, n]; the target's likeliest token t + 2
+    known: Array  # bool[B, n]; whether it is in the draft vocabulary
+
+
+def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | None) -> Labels:
+    """Compute labels by a forward pass of the target."""
+    lesson = teach(target, teacher, batch)
+    wanted = lesson.logits[:, 1:]
+    logits = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
+    known = jnp.max(logits, axis=-1) == jnp.max(wanted, axis=-1)
+    return Labels(entries(lesson.output, wanted.shape[1]), logits, jnp.argmax(wanted, axis=-1), known)
+
+
+def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Labels:
+    """Read labels from features on disk. All tokens but the likeliest share the rest of the probability equally."""
+    rows, length, _ = record.features.shape
+    features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
+    top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
+    rest = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
+    size = vocab_size if ids is None else len(ids)
+    place = top
+    if ids is not None:
+        # Tokens outside of the draft vocabulary map past its end, where the scatter drops them.
+        place = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))[top]
+    logits = jnp.broadcast_to(jnp.log(rest / (vocab_size - top.shape[-1])), (rows, length - 1, size))
+    row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
+    logits = logits.at[row[..., None], entry[..., None], place].set(log_probs, mode="drop")
+    no_hidden = jnp.zeros((rows, length - 1, 0), features[0].dtype)
+    return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], place[..., 0] < size)
+
+
+def cast(params: PyTree, dtype: Any) -> PyTree:
+    """Cast float32 params to the dtype of the computation."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def entries(output: ForwardOutput, count: int) -> ForwardOutput:
+    """Return the output at the first `count` tokens."""
+    return output._replace(
+        hidden=output.hidden[:, :count], features=tuple(x[:, :count] for x in output.features)
+    )
+
+
+def masked_mean(values: Array, valid: Array) -> Array:
+    """Return the mean of the valid values."""
+    return jnp.sum(jnp.where(valid, values, 0.0)) / jnp.maximum(jnp.sum(valid, dtype=jnp.float32), 1.0)
+
+
+def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
+    """Return the share of the valid entries whose likeliest token is the target's choice i32[B, n]."""
+    token = config.to_target(params, jnp.argmax(drafted, axis=-1))
+    return masked_mean((token == choice).astype(jnp.float32), valid)
+
+
+def eagle3(
+    config: EagleConfig,
+    target: LanguageModel,
+    *,
+    ids: Array | None = None,
+    steps: int = 5,
+    divergence: Divergence = forward_kl,
+    dtype: Any = "bfloat16",
+) -> Loss:
+    """Return the loss of training-time test: the head drafts `steps` tokens from every position at once.
+
+    At step j entry t stands for the j-th token that is drafted after position t - j: its feature is the head's own
+    output at entry t - 1 of the step before, and it attends to the target's features up to t - j and to its own chain,
+    as in decoding. Every entry learns the target's distribution of token t + 2, within the draft vocabulary and only
+    if the target's choice is in it.
+
+    The batch is a `Batch`, over which the target runs here, or `Recorded` rows, for which the target's params need
+    only the embedding.
+
+    Args:
+      config: of the head.
+      target: a model that returns the head's features; see `LanguageModel.with_features`.
+      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are no params.
+      steps: tokens to draft; step j weighs 0.8**j.
+      divergence: of the head's distribution from the target's.
+      dtype: of the computation.
+    """
+
+    def loss(params: PyTree, batch: Any, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+        if isinstance(batch, Recorded):
+            labels = _recorded_labels(batch, target.vocab_size, len(config.feature_layers), ids)
+            known = labels.known
+        else:
+            labels = _labels(target, teacher, batch, ids)
+            known = labels.known if batch.wanted is None else labels.known & batch.wanted[:, 2:]
+        both = Params(target=teacher, draft=cast(params, dtype) | ({} if ids is None else {"ids": ids}))
+        total, figures = jnp.float32(0), {}
+        chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps, dtype)
+        for j, (drafted, valid) in enumerate(chain):
+            step_loss = masked_mean(divergence(labels.logits, drafted), valid & known)
+            total = total + FADE**j * step_loss
+            figures[f"loss_{j + 1}"] = step_loss
+            figures[f"accept_{j + 1}"] = _agreement(config, both, drafted, labels.choice, valid)
+        return total / sum(FADE**j for j in range(steps)), figures
+
+    return loss
+
+
+def drafted_ahead(
+    config: EagleConfig,
+    target: LanguageModel,
+    both: Params,
+    output: ForwardOutput,
+    tokens: Array,
+    segments: Array,
+    steps: int,
+    dtype: Any,
+) -> Iterator[tuple[Array, Array]]:
+    """Yield the drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
+
+    Args:
+      config, target, both: the head, its target and the weights of the two.
+      output: the target's at the n entries, [B, n, ...].
+      tokens, segments: i32[B, L + 1] with L = n + 1; the last column is not read.
+      steps, dtype: as for `eagle3`.
+
+    Yields:
+      Step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and bool[B, n],
+      whether that chain lies inside one document.
+    """
+    feature = head.fuse(config, both.draft, output)
+    rows, n = feature.shape[:2]
+    following, segments = tokens[:, 1 : n + 1], segments[:, : n + 1]
+    entry = jnp.arange(n, dtype=jnp.int32)
+    position = jnp.broadcast_to(entry, (rows, n))
+    together = document_mask(segments[:, :n])
+    cache = config.init_cache(rows, steps * n, dtype)
+    for j in range(steps):
+        distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
+        blocks = [together & (distance >= j)]
+        blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
+        blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
+        hidden, cache = head.forward(
+            config,
+            target,
+            both,
+            feature,
+            following,
+            Visible(
+                first=jnp.zeros((rows,), jnp.int32),
+                positions=position,
+                slot=jnp.full((rows,), j * n, jnp.int32),
+                seen=jnp.concatenate(blocks, axis=2),
+                seen_positions=jnp.tile(position, (1, steps)),
+            ),
+            cache,
+        )
+        # One document from the last of the target's features to the embedded token.
+        valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
+        yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
+        feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
+
+
+def eagle1(
+    config: EagleConfig,
+    target: LanguageModel,
+    *,
+    token_weight: float = 0.1,
+    noise: float = 0.1,
+    divergence: Divergence = forward_kl,
+    dtype: Any = "bfloat16",
+) -> Loss:
+    """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1), and of the token it predicts.
+
+    Args:
+      config, target, divergence, dtype: as for `eagle3`.
+      token_weight: weight of the divergence relative to the regression (0.1 in the paper).
+      noise: half the width of uniform noise on the features, against errors that accumulate in decoding.
+    """
+
+    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+        lesson = teach(target, teacher, batch)
+        rows, length = batch.tokens[:, :-1].shape
+        n = length - 1
+        both = Params(target=teacher, draft=cast(params, dtype))
+        segments = batch.segments[:, :length]
+        feature = lesson.output.hidden[:, :n]
+        # The noise is a function of the batch, so that a killed run continues bit for bit.
+        key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
+        feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -noise, noise)
+        hidden, _ = head.forward(
+            config,
+            target,
+            both,
+            feature,
+            batch.tokens[:, 1:length],
+            in_documents(segments[:, :n]),
+            config.init_cache(rows, n, dtype),
+        )
+        drafted, wanted = head.unembed(config, target, both, hidden), lesson.logits[:, 1:]
+        valid = segments[:, :n] == segments[:, 1:]
+        error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
+        smooth = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
+        regression = masked_mean(smooth, valid)
+        token = masked_mean(divergence(wanted, drafted), valid)
+        figures = {
+            "regression": regression,
+            "token": token,
+            "accept_1": _agreement(config, both, drafted, jnp.argmax(wanted, axis=-1), valid),
+        }
+        return regression + token_weight * token, figures
+
+    return loss
+
+
+def feature_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Return the layers whose outputs an EAGLE-3 head reads: the published choice, or the thirds of a shallow target.
+
+    >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
+    (1, 15, 28)
+    """
+    count = target.num_layers
+    if count >= 12:
+        return (1, count // 2 - 1, count - 4)
+    return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
+
+
+def unembedding(target: ModelConfig, params: PyTree) -> Array:
+    """Return the target's unembedding f32[V, E]."""
+    return params["embed" if target.tie_embeddings else "unembed"].astype(jnp.float32)
+
+
+def from_target(
+    config: LayeredHead, target: ModelConfig, params: PyTree, ids: Array | None, seed: int
+) -> PyTree:
+    """Make the first params of a head, in float32.
+
+    The last norm and the unembedding are the target's if the head has its own, the target's last feature passes
+    through, and all other weights are random. `ids` i32[W] is the draft vocabulary, None: all tokens.
+    """
+    first = init_params(config, jax.random.key(seed))
+    first.pop("ids", None)
+    if "norm" in first:
+        first["norm"] = jnp.array(params["norm"], jnp.float32)
+    if config.own_unembed:
+        unembed = unembedding(target, params)
+        first["unembed"] = jnp.array(unembed if ids is None else unembed[ids])
+    size = target.hidden_size
+    first["fc"] = first["fc"].at[:, -size:].add(jnp.eye(size))
+    return first
+
+
+def new_eagle3(
+    target: ModelConfig,
+    params: PyTree,
+    *,
+    ids: np.ndarray | None = None,
+    layers: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    trained: tuple[EagleConfig, PyTree] | None = None,
+    steps: int = 5,
+    divergence: Divergence,
+    seed: int = 0,
+) -> Apprentice:
+    """Make an apprentice of an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
+
+    Args:
+      target, params: the model and its weights.
+      ids: i32[W]; tokens of the draft vocabulary, default: all.
+      layers: see `feature_layers`.
+      intermediate_size: of the head's MLP, default: the target's.
+      trained: a head as `hub.load_eagle` returns it, which has its own `ids`, `layers` and `intermediate_size`.
+      steps, divergence: see `eagle3`.
+      seed: of the random weights.
+    """
+    if trained is not None:
+        config, head_params = trained
+        vocabulary = head_params.get("ids")
+    else:
+        config = EagleConfig(
+            version=3,
+            layer=layers_like(target, intermediate_size),
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=target.vocab_size if ids is None else len(ids),
+            feature_layers=tuple(feature_layers(target) if layers is None else layers),
+        )
+        vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
+        head_params = None
+
+    def init() -> PyTree:
+        if head_params is None:
+            return from_target(config, target, params, vocabulary, seed)
+        # Copies, because the optimizer overwrites them.
+        weights = {name: part for name, part in head_params.items() if name != "ids"}
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
+
+    model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
+    loss = eagle3(config, model, ids=vocabulary, steps=steps, divergence=divergence)
+    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(steps), ids=vocabulary)
+
+
+def new_eagle1(
+    target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """Make an EAGLE-1 head; the arguments are those of `new_eagle3`."""
+    config = EagleConfig(
+        version=1,
+        layer=layers_like(target, intermediate_size),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        own_unembed=False,
+    )
+    return Apprentice(
+        config=config,
+        init=functools.partial(from_target, config, target, None, None, seed),
+        loss=eagle1(config, language_model(target, dtype="bfloat16"), divergence=divergence),
+        panels={"loss": ("regression", "token"), "acceptance": ("accept_1",)},
+    )

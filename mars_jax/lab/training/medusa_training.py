@@ -1,0 +1,74 @@
+"""Training of Medusa heads: head i learns the target's distribution i + 2 tokens ahead.
+
+Source: Medusa 2401.10774, section 2.2. B rows, L tokens of a row, E hidden size, V vocabulary, H heads.
+Oracle: acceptance of the exported heads (tests/lab/commands/test_distill.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.contrib.models import medusa_layers
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.contrib.teaching import Batch, Loss, teach
+from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.lab.training.eagle_training import FADE, cast, masked_mean, unembedding
+from mars_jax.lab.training.loop import Apprentice, panels_of
+from mars_jax.lab.training.objectives import Divergence, forward_kl
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.heads import init_params
+from mars_jax.models.transformer import language_model
+
+
+def medusa(
+    count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
+) -> Loss:
+    """Return the loss of `count` heads: head i learns the token i + 2 after the one that it reads, weighted 0.8**i.
+
+    Args:
+      count: H.
+      target, divergence, dtype: as for `eagle_training.eagle3`.
+    """
+
+    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+        lesson = teach(target, teacher, batch)
+        rows, length, size = lesson.output.hidden.shape
+        hidden = lesson.output.hidden.reshape(rows * length, 1, size)
+        drafted = medusa_layers.logits(cast(params, dtype), hidden, count).reshape(rows, length, count, -1)
+        segments, total, figures = batch.segments, jnp.float32(0), {}
+        for i in range(count):
+            n = length - 1 - i
+            logits, wanted = drafted[:, :n, i], lesson.logits[:, 1 + i :]
+            # The target predicts token t + 2 + i from one document up to t + 1 + i.
+            valid = segments[:, :n] == segments[:, 1 + i : length]
+            head_loss = masked_mean(divergence(wanted, logits), valid)
+            same = (jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)).astype(jnp.float32)
+            total = total + FADE**i * head_loss
+            figures[f"loss_{i + 1}"] = head_loss
+            figures[f"accept_{i + 1}"] = masked_mean(same, valid)
+        return total / sum(FADE**i for i in range(count)), figures
+
+    return loss
+
+
+def new_medusa(
+    target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """Make `count` heads of one block each that start as the target's own unembedding (2401.10774, section 2.2)."""
+    config = MedusaConfig(
+        num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+    )
+
+    def init() -> PyTree:
+        first = init_params(config, jax.random.key(seed))
+        for head in first["heads"]:
+            head["unembed"] = jnp.array(unembedding(target, params))
+            head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
+        return first
+
+    loss = medusa(count, language_model(target, dtype="bfloat16"), divergence=divergence)
+    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(count))

@@ -1,0 +1,263 @@
+"""Kill commands at random moments, run them again, and compare with a run that was not killed.
+
+    python -m scripts.checks.kills --times 20
+    python -m scripts.checks.kills --times 10 --signal INT --results interrupts.json
+
+Every command works on the embedded family. Results must be equal byte for byte, except for times. A command that gets
+INT or TERM must also end with the exit code of the signal and with one line that names it. The script ends with exit
+code 1 if a command fails one of these checks. Writes scripts/results/kills.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_jax.hub.converted import MANIFEST
+from scripts import common
+
+RESULTS = common.RESULTS / "kills.json"
+TIMES = {
+    "date",
+    "seconds",
+    "tokens_per_second",
+    "speedup",
+    "seconds_per_task",
+    "task_speedup",
+    "tokens_per_s",
+}
+"""Fields that no two runs have alike."""
+EARLIEST = {signal.SIGKILL: 1.0, signal.SIGINT: 0.15, signal.SIGTERM: 0.15}
+"""Seconds after the start of the first signal. Before, Python starts; and SIGKILL during imports loses nothing."""
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+"""First word of the last line on stderr."""
+CHAIN = 5
+"""Kills that one run of a command has to survive at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command line, and what it leaves."""
+
+    name: str
+    argv: Callable[[Path], list[str]]  # of the folder to work in
+    result: Callable[[Path], Any]
+    finished: Callable[[Path], bool]  # where it would refuse to write over what is complete
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(value: Any) -> Any:
+    """A JSON value without times, and without the intervals of quotients of times."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in TIMES and not k.startswith("speedup")}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def files(path: Path) -> dict[str, str]:
+    return {p.name: p.read_bytes().hex() for p in sorted(path.iterdir())}
+
+
+def commands(data: Path) -> list[Command]:
+    """The commands; `data` is where their input goes."""
+    prompts, text = data / "prompts.txt", data / "text.txt"
+    prompts.write_text("".join(f"Once upon a time there were {i} bears, who\n" for i in range(24)))
+    story = "Once upon a time, there was a little girl named Lily. She liked the sun, the sea and sand number"
+    text.write_text("\n<|endoftext|>\n".join(f"{story} {i}." for i in range(200)))
+    few = ["--max-new-tokens", "24", "--task", "arithmetic", "--chat"]
+    return [
+        Command(
+            "generate",
+            lambda f: [
+                *("--prompts-file", str(prompts), "--output", str(f / "rows.jsonl"), "--resume"),
+                *("--batch-size", "3", "--temperature", "1", "--max-new-tokens", "32"),
+            ],
+            lambda f: timeless(lines(f / "rows.jsonl")),
+            lambda f: False,
+        ),
+        Command(
+            "benchmark",
+            lambda f: [
+                *few,
+                *("--problems", "4", "--batch-size", "2", "--temperatures", "1"),
+                *("--output", str(f / "out")),
+            ],
+            lambda f: (
+                timeless(lines(f / "out" / "rows.jsonl")),
+                timeless(json.loads((f / "out" / "summary.json").read_text())),
+                sorted(p.name for p in (f / "out").iterdir()),
+            ),
+            lambda f: False,
+        ),
+        Command(
+            "calibrate",
+            lambda f: [
+                *few,
+                *("--problems", "12", "--batch-size", "3", "--bound", "0.9", "--confidence", "0.5"),
+                *("--thetas", "0.9", "0.7", "--output", str(f / "theta.json")),
+            ],
+            lambda f: timeless(json.loads((f / "theta.json").read_text())),
+            lambda f: (f / "theta.json").exists(),
+        ),
+        Command(
+            "distill",
+            lambda f: [
+                *("medusa", "--heads", "1", "--data", str(text), "--output", str(f / "made")),
+                *("--tokens", "6720", "--step-tokens", "64", "--length", "32", "--write", "64"),
+            ],
+            lambda f: (
+                files(f / "made"),
+                timeless(lines(f / "made-training" / "log.jsonl")),
+                sorted(os.listdir(f)),
+            ),
+            lambda f: (f / "made").exists(),
+        ),
+        Command(
+            "convert",
+            lambda f: ["tiny/target", str(f / "made"), "--dtype", "int8"],
+            lambda f: (json.loads((f / "made" / MANIFEST).read_text()), sorted(os.listdir(f))),
+            lambda f: (f / "made").exists(),
+        ),
+    ]
+
+
+def run(
+    command: Command, folder: Path, *, kill_after: float | None = None, number: int = signal.SIGKILL
+) -> dict[str, Any] | None:
+    """Run a command; returns how the signal ended it, or None if it ended before. No process is left running."""
+    argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv(folder)]
+    log = folder.parent / f"{folder.name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            argv, stdout=file, stderr=file, start_new_session=True, preexec_fn=heed_interrupts
+        )
+        try:
+            process.wait(kill_after)
+        except subprocess.TimeoutExpired:
+            early = not catches(process.pid, signal.SIGTERM)
+            began = time.monotonic()
+            os.killpg(process.pid, number)
+            process.wait()
+            seconds = time.monotonic() - began
+            text = log.read_text(errors="replace")
+            word = WORDS.get(signal.Signals(number))
+            in_order = process.returncode == (128 + number if word else -number)
+            if word:
+                in_order &= sum(line.startswith(word) for line in text.splitlines()) == 1
+                in_order &= "Traceback" not in text
+            if not (in_order or early):
+                print(f"{command.name} ended with {process.returncode}: {text}", file=sys.stderr)
+            return {"seconds": round(seconds, 3), "early": early, "in_order": in_order}
+    if process.returncode:
+        raise SystemExit(f"{' '.join(argv)} ended with {process.returncode}: see {log}")
+    return None
+
+
+def heed_interrupts() -> None:
+    """Restore SIGINT in a child: shells let processes in the background ignore it, which children inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def catches(process: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; a command that handles signals has one for SIGTERM."""
+    status = Path(f"/proc/{process}/status").read_text()
+    [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def attack(command: Command, work: Path, times: int, number: int, rng: random.Random) -> dict[str, Any]:
+    """Kill a command `times` times, up to `CHAIN` times in one run, and compare its result with a whole run's."""
+    whole = work / f"{command.name}-whole"
+    for _ in range(2):  # the first compiles, the second tells how long it takes
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir(parents=True)
+        began = time.monotonic()
+        run(command, whole)
+        seconds = time.monotonic() - began
+    expected, moments, endings, runs, differing = command.result(whole), [], [], 0, []
+    earliest = EARLIEST[signal.Signals(number)]
+    while len(moments) < times:
+        folder = work / f"{command.name}-{runs}"
+        folder.mkdir()
+        most = min(times, len(moments) + CHAIN)
+        while len(moments) < most:
+            moment = rng.uniform(earliest, max(seconds, earliest))
+            if command.finished(folder):
+                break
+            if (ending := run(command, folder, kill_after=moment, number=number)) is None:
+                break
+            moments.append(round(moment, 2))
+            endings.append(ending)
+            print(
+                f"{command.name}: kill {len(moments)} at {moment:.1f} of {seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        if not command.finished(folder):
+            run(command, folder)
+        if _as_json(command.result(folder)) != _as_json(expected):
+            differing.append(runs)
+        else:
+            shutil.rmtree(folder)
+        runs += 1
+    caught = {} if number == signal.SIGKILL else {"signal": number, "endings": endings}
+    return caught | {
+        "command": command.name, "seconds": round(seconds, 1), "kills": len(moments), "runs": runs,
+        "equal": runs - len(differing), "moments": moments, "differing": differing, "made": common.provenance(),
+    }  # fmt: skip
+
+
+def _as_json(value: Any) -> str:
+    """Text that compares folders by content: their names differ, and stand in some files."""
+    return json.dumps(value, sort_keys=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the attack; returns the exit code."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--times", type=int, default=20, help="kills of each command (default: %(default)s)")
+    parser.add_argument(
+        "--signal", choices=("KILL", "INT", "TERM"), default="KILL", help="default: %(default)s"
+    )
+    parser.add_argument("--only", nargs="+", metavar="COMMAND", help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--work", type=Path, help="folder to work in (default: a temporary one)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    number = signal.Signals[f"SIG{args.signal}"]
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        chosen = [c for c in commands(work) if args.only is None or c.name in args.only]
+        found = [attack(c, work, args.times, number, random.Random(f"{args.seed} {c.name}")) for c in chosen]
+    known = json.loads(args.results.read_text()) if args.results.exists() else []
+    kept = [row for row in known if row["command"] not in {row["command"] for row in found}]
+    common.write(args.results, [*kept, *found])
+    failed = any(row["differing"] for row in found)
+    for row in found:
+        print(f"{row['command']:<12} {row['kills']:>3} kills, {row['equal']} of {row['runs']} runs equal")
+        late = [ending for ending in row.get("endings", []) if not ending["early"]]
+        if late:
+            print(
+                f"  {sum(ending['in_order'] for ending in late)} of {len(late)} in order, "
+                f"the slowest in {max(ending['seconds'] for ending in late):.2f} s"
+            )
+            failed = failed or not all(ending["in_order"] for ending in late)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Change the package in 60 small ways, one at a time, and see whether its tests notice.
+
+    pip install -e ".[dev]"
+    python -m scripts.checks.mutants --seed 22           # draws, runs what has not run yet, writes after each
+    python -m scripts.checks.mutants --seed 22 --again   # runs the survivors once more, after tests were added
+    python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
+    python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
+
+Operators are mutmut's (libcst). Its own runner chooses between mutants when a function is called and leaves out every
+function with a decorator, so it sees no jitted one; and it runs a test by what it called in a first run, where a
+program that was traced once calls nothing again. So here a process that has imported jax forks for each mutant, whose
+source replaces that of its module as it is imported; nothing is written to the checkout.
+
+Mutants are drawn with a seed: as many from each of five rooms, and within a room from each operator in turn, since
+most of what operators can do is to drop an argument, which any test notices. Docstrings, annotations, what a `raise`
+says and what only type checkers read are left alone. Fast tests of the room, of the matrix and of the rooms that import
+the file run until one fails or the processor seconds are spent. A survivor is a fault of the tests until it is
+explained. Only the first pass of a seed says how good the tests are: its survivors tell what to test.
+
+Writes scripts/results/mutants_SEED.json.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts import common
+from scripts.checks.mutants_drawn import EXAMPLES, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
+
+STUCK = 3.0
+"""Times the budget, of seconds of the clock, after which a test is taken to hang."""
+
+
+class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from another source."""
+
+    def __init__(self, file: str, code: str):
+        self._file, self._code = ROOT / file, code
+        self._name = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._file, loader=self)
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._file)
+
+    def get_data(self, path: Any) -> bytes:
+        return self._code.encode()
+
+
+class Order:
+    """A plugin of pytest: an order of tests until the processor seconds are spent, and what came of each.
+
+    First come the quick ones of every room and those that noticed other mutants of the file, then those of the file's
+    own name, then the folders in the order of `tests_of`; in each the quick ones before the slow ones.
+    Of the suite of rules a rule has those of its own.
+    """
+
+    def __init__(
+        self,
+        seconds: Mapping[str, float],
+        budget: float,
+        file: str = "",
+        keen: Collection[str] = (),
+        first: Collection[str] = (),
+    ):
+        self._known, self._keen, self._first = seconds, keen, set(first)
+        self._budget, self._stem = budget, Path(file).stem
+        self._room = f"tests/{Path(file).parent.name}/"
+        self._folders = tests_of(file) if file else []
+        module = file.removesuffix(".py").replace("/", ".")
+        self._own = {SUITE: Path(file).stem, EXAMPLES: f"{module}]"} if file else {}
+        self.seconds: collections.Counter[str] = collections.Counter()
+        self.failed, self.tests = "", 0
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        for file, name in self._own.items():
+            suite = [item for item in items if item.nodeid.startswith(file)]
+            if own := [item for item in suite if name in item.nodeid.partition("[")[2]]:
+                items[:] = [item for item in items if item not in suite or item in own]
+
+        def rank(item: Any) -> tuple[Any, ...]:
+            file, seconds = item.nodeid.partition("::")[0], self._known.get(item.nodeid, 1.0)
+            if self._first & {file, item.nodeid}:
+                return (0, seconds)
+            if item.nodeid in self._keen or file in OF_ALL[1:]:
+                return (1, seconds)
+            if file == EXAMPLES or file == f"{self._room}test_{self._stem}.py":
+                return (2, seconds)
+            places = [i for i, folder in enumerate(self._folders) if file.startswith(folder)]
+            return (3, *places, seconds)
+
+        items.sort(key=rank)
+        self.tests = len(items)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if sum(os.times()[:4]) > self._budget:
+            item.session.shouldstop = "the budget is spent"
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += round(report.duration, 3)
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+    def found(self) -> dict[str, Any]:
+        return {"by": self.failed, "ran": len(self.seconds), "of": self.tests, "each": dict(self.seconds)}
+
+
+def run(
+    tests: Sequence[str],
+    seconds: Mapping[str, float],
+    mutant: Mutant | None,
+    budget: float,
+    keen: Collection[str] = (),
+    first: Collection[str] = (),
+) -> dict[str, Any]:
+    """Run tests in a fork of this process, until one fails or time is up."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told.json"
+        child = os.fork()
+        if not child:
+            os.setsid()
+            order = Order(seconds, budget, mutant.file if mutant else "", keen, first)
+            _in_child(tests, mutant, told, order)
+        while time.monotonic() - began < budget * STUCK and not os.waitpid(child, os.WNOHANG)[0]:
+            time.sleep(0.05)
+        took = round(time.monotonic() - began, 1)
+        if took >= budget * STUCK:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return {"outcome": "timeout", "by": "", "seconds": took, "each": {}}
+        if told.with_name("unknown").exists():
+            raise SystemExit(f"one of {', '.join(tests)} is no test: correct --first.")
+        # A mutant that takes the whole process down is noticed too.
+        found = json.loads(told.read_text()) if told.exists() else {"by": "the process", "each": {}}
+    return {"outcome": "killed" if found["by"] else "survived", "seconds": took} | found
+
+
+def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Order) -> None:
+    import pytest
+
+    try:
+        out = os.open(told.with_name("log"), os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        if mutant is not None:
+            sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
+        code = int(pytest.main([*tests, *options], plugins=[order]))
+        if code == 3 and not order.failed:
+            order.failed = "pytest"  # which could not go on
+        if code == 4:
+            told.with_name("unknown").touch()
+        told.write_text(json.dumps(order.found()))
+    finally:
+        os._exit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--count", type=int, default=60, help="mutants (default: 60)")
+    parser.add_argument("--seed", type=int, required=True, help="of the draw")
+    parser.add_argument("--again", action="store_true", help="run what survived once more")
+    parser.add_argument(
+        "--explain", nargs=2, metavar=("NUMBER", "REASON"), help="why a survivor changes nothing"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=300.0, help="processor seconds of tests for a mutant (default: 300)"
+    )
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="with --again: these of them")
+    parser.add_argument(
+        "--first", nargs="+", default=[], metavar="TEST", help="with --again: tests to run before the others"
+    )
+    chosen = parser.parse_args(argv)
+    os.chdir(ROOT)
+    results = common.RESULTS / f"mutants_{chosen.seed}.json"
+    held = common.kept(results)
+    if chosen.explain:
+        _explain(held, int(chosen.explain[0]), chosen.explain[1])
+        common.write(results, held)
+        return
+    drawn = draw(held.get("count", chosen.count), chosen.seed)
+    records = [one.as_json(number) for number, one in enumerate(drawn, start=1)]
+    if held and [one["diff"] for one in records] != [one["diff"] for one in held["mutants"]]:
+        raise SystemExit(
+            f"the code has changed since {results} was begun: move that file away to draw again."
+        )
+    if not held:
+        commit = common.git("rev-parse", "HEAD")
+        held = {
+            "count": chosen.count,
+            "seed": chosen.seed,
+            **common.provenance(),
+            "commit": commit,
+            "seconds": {},
+        }
+        held["mutants"] = records
+    _warm()
+    for one, record in zip(drawn, held["mutants"], strict=True):
+        again = (
+            chosen.again
+            and record.get("outcome") == "survived"
+            and "equivalent" not in record
+            and record["number"] in (chosen.only or [record["number"]])
+        )
+        if "outcome" not in record or again:
+            before = "outcome" in record
+            keen = {str(other.get("by")) for other in held["mutants"] if other["file"] == one.file}
+            tests = list(dict.fromkeys([*chosen.first, *tests_of(one.file)]))
+            found = run(tests, held["seconds"], one, chosen.budget, keen, chosen.first)
+            held["seconds"] |= found.pop("each")
+            record |= found
+            if before and record["outcome"] != "survived":
+                record["survived_at_first"] = True  # of the tests that there were: a new one notices it
+            common.write(results, held)
+            told = (record["number"], one.file, one.line, one.operator, record["outcome"], record["seconds"])
+            print(*told, record["by"], flush=True)
+    _control(held)
+    common.write(results, held)
+    print(collections.Counter(record["outcome"] for record in held["mutants"]))
+
+
+def _control(held: dict[str, Any]) -> None:
+    """Run every test that killed a mutant without one: what fails then has killed nothing."""
+    held.setdefault("controlled", [])
+    killers = {one["by"] for one in held["mutants"] if one["outcome"] == "killed" and "::" in one["by"]}
+    left = sorted(killers - set(held["controlled"]))
+    while left:
+        found = run(left, {}, None, 3600)
+        passed = [name for name in found["each"] if name != found["by"]]
+        held["controlled"] += passed
+        left = [name for name in left if name not in found["each"]]
+        if found["by"]:
+            print(f"{found['by']} fails without a mutant: mend it.", file=sys.stderr)
+            for one in held["mutants"]:
+                if one["by"] == found["by"]:
+                    del one["outcome"]
+        if not passed:
+            break
+
+
+def _warm() -> None:
+    """Import what all tests import, but nothing of ours. No backend starts, so that forks have no threads to lose."""
+    import tests.conftest  # noqa: F401  # it sets what jax reads as it is imported
+
+    for name in (
+        "flax.struct",
+        "jax.experimental.pallas",
+        "scipy.stats",
+        "hypothesis",
+        "optax",
+        "pytest",
+        "transformers",
+    ):
+        importlib.import_module(name)
+    # scripts.common imported the provenance of reports: forget it, so that each fork imports the package afresh.
+    for name in [name for name in sys.modules if name.split(".")[0] in ("mars_jax", "kernels_pallas")]:
+        del sys.modules[name]
+
+
+def _explain(held: dict[str, Any], number: int, reason: str) -> None:
+    [record] = [one for one in held["mutants"] if one["number"] == number]
+    if record.get("outcome") != "survived":
+        raise SystemExit(f"mutant {number} did not survive.")
+    record["equivalent"] = reason
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Compare what a compiled decode loop costs in another commit of mars-jax and in this one.
+
+    python -m scripts.checks.same_cost --old REV --output FILE
+
+For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same
+prompt, in interleaved pairs of two processes that wait for their turn. Where a process finds its memory makes it some
+percent faster or slower for good, so the processes are started several times. The ratio is new over old; its bound is
+the upper 95% one of a bootstrap of the median, over starts and over pairs within them. Import times are compared by
+pairs. Pin it to a core (`taskset -c 0`) where the machine is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts import common
+from scripts.common import ROOT, script_of
+
+CASES = (
+    "none, exact",
+    "ngram, exact",
+    "chain, exact",
+    "chain of 8 rows, exact",
+    "chain, mars",
+    "sampled chain, rejection",
+    "eagle chain, exact",
+    "eagle static tree, exact",
+    "eagle tree, exact",
+    "eagle tree, mars",
+)
+NEW_TOKENS, REPEATS = 64, 3
+
+
+def worker(case: str) -> None:
+    """Compile, say what was compiled, then decode once for every line on stdin and say how long it took."""
+    import jax
+
+    import mars_jax as mj
+    from mars_jax.serve.prepare import prepare
+
+    draft, name = case.split(", ")
+    target = mj.load()
+    drafter = {
+        "none": lambda: mj.drafters.load("none", target),
+        "chain": lambda: mj.drafters.load("model:tiny/draft", target),
+        "ngram": lambda: mj.drafters.load("ngram", target),
+        "chain of 8 rows": lambda: mj.drafters.load("model:tiny/draft", target),
+        "eagle chain": lambda: mj.drafters.load("eagle:tiny/eagle3", target, num_draft_tokens=5),
+        "eagle static tree": lambda: mj.drafters.load("eagle:tiny/eagle3", target, tree=(3, 2, 1)),
+        "sampled chain": lambda: mj.drafters.load("model:tiny/draft", target, sample=True),
+        "eagle tree": lambda: mj.drafters.load(
+            "eagle:tiny/eagle3", target, tree=mj.drafters.Dynamic(6, 4, 24)
+        ),
+    }[draft]()
+    rule = getattr(mj.verify, name)()
+    texts = ["Once upon a time"] * (8 if "8 rows" in draft else 1)
+    requests = mj.make_requests(target, texts, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def fresh() -> tuple[Any, Any, Any]:
+        return prepare(target, drafter, requests, verify=rule)
+
+    decoder, params, state = fresh()
+    compiled = mj.run.lower(decoder, params, state).compile()
+    text, costs = compiled.as_text(), compiled.cost_analysis()
+    assert text is not None and costs is not None
+    instructions = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
+    steps = int(mj.run(decoder, params, state)[1].steps.max())
+    print(
+        json.dumps({"instructions": instructions, "bytes": costs["bytes accessed"], "steps": steps}),
+        flush=True,
+    )
+    for _ in sys.stdin:
+        seconds = 0.0
+        for _ in range(REPEATS):
+            state = jax.block_until_ready(fresh()[2])
+            began = time.perf_counter()
+            jax.block_until_ready(mj.run(decoder, params, state))
+            seconds += time.perf_counter() - began
+        print(json.dumps(seconds), flush=True)
+
+
+def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cache: Path) -> dict[str, Any]:
+    made, found = {}, []
+    for _ in range(starts):
+        made, seconds = one_start(case, checkouts, pairs, cache)
+        found.append([seconds[name] for name in ("old", "new")])
+    steps = np.asarray([made[name]["steps"] for name in ("old", "new")])
+    per_step = np.asarray(found) / steps[None, :, None] / REPEATS  # [starts, 2, pairs]
+    return {
+        "case": case,
+        **{
+            name: made[name] | {"ms_per_step": float(np.median(per_step[:, i]) * 1e3)}
+            for i, name in enumerate(("old", "new"))
+        },
+        "time_ratio": common.ratio(per_step[:, 1], per_step[:, 0]),
+        "starts": starts,
+        "pairs": pairs,
+    }
+
+
+def one_start(
+    case: str, checkouts: dict[str, Path], pairs: int, cache: Path
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """What both processes compiled, and the seconds of their turns, the first of which warms up and is left out."""
+
+    with contextlib.ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(
+                common.Worker(
+                    [script_of(path, "same_cost.py"), "--worker", case],
+                    checkout=path,
+                    environment={"JAX_COMPILATION_CACHE_DIR": str(cache)},
+                )
+            )
+            for name, path in checkouts.items()
+        }
+        made = {name: worker.answer() for name, worker in workers.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for turn in range(pairs + 1):
+            for name in sorted(workers, reverse=bool(turn % 2)):
+                seconds[name].append(workers[name].ask())
+    return made, {name: taken[1:] for name, taken in seconds.items()}
+
+
+def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
+    """Seconds of `import mars_jax` and of the names that an embedded loop needs."""
+    code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
+    code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
+    found: dict[str, list[list[float]]] = {name: [] for name in checkouts}
+    for turn in range(pairs):
+        for name in sorted(checkouts, reverse=bool(turn % 2)):
+            environment = os.environ | {"PYTHONPATH": str(checkouts[name])}
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                cwd=checkouts[name],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            found[name].append([float(x) for x in done.stdout.split()])
+    old, new = np.asarray(found["old"]), np.asarray(found["new"])
+    return {
+        what: {
+            "old_s": float(np.median(old[:, i])),
+            "new_s": float(np.median(new[:, i])),
+            **common.ratio(new[:, i], old[:, i]),
+        }
+        for i, what in enumerate(("import mars_jax", "with the names of an embedded loop"))
+    }
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--old", default="HEAD", metavar="REV", help="one that has this script (default: HEAD)"
+    )
+    parser.add_argument("--starts", type=int, default=6, help="of the two processes of a case")
+    parser.add_argument("--pairs", type=int, default=6, help="of turns in a start")
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        old = Path(work) / "old"
+        subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", old, args.old], check=True)
+        try:
+            checkouts = {"old": old, "new": ROOT}
+            report: dict[str, Any] = {"old": args.old, **common.provenance(), "cases": []}
+            for case in args.cases:
+                report["cases"].append(
+                    compare(case, checkouts, args.starts, args.pairs, Path(work) / "compiled")
+                )
+                print(json.dumps(report["cases"][-1]), flush=True)
+            report["imports"] = imports(checkouts, args.starts * args.pairs)
+            print(json.dumps(report["imports"]))
+        finally:
+            subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", old], check=True)
+    common.write(args.output, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Compare the tokens of another commit of mars-jax with this one's: every rule with every drafter on 16
+prompts, at temperatures 0 and 1.
+
+    python -m scripts.checks.same_tokens --old REV --output FILE
+
+Draws are keyed by position, so that texts which draws decide are equal too. It needs git, and a checkout that holds the
+other commit. Everything runs in float32 on the embedded family. `--drafters` and `--rules` run some cases and keep the
+others' figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scripts import common
+from scripts.common import ROOT, script_of
+
+NEW_TOKENS = 32
+ALONE = ("exact", "rejection", "mars", "typical")
+"""Rules that are compared in greedy batches too."""
+STORIES = [
+    "Once upon a time",
+    "The cat",
+    "Lily wanted to",
+    "One day, a boy",
+    "The old dog",
+    "Tom and his mom",
+]
+STORIES += ["There was a", "It was a sunny"]
+
+
+def prompts(target: Any) -> list[list[int]]:
+    """Eight beginnings of stories and eight word problems, as tokens."""
+    from scripts.arithmetic import generator
+
+    questions = [p.question for p in generator.generate(8, split="eval", seed=7)]
+    return [target.encode(text) for text in STORIES] + [target.encode(q, chat=True) for q in questions]
+
+
+LOOSE = {
+    "mars": {"theta": 0.6}, "topk": {"delta": 2.0}, "typical": {"epsilon": 0.05}, "nucleus": {"mass": 0.95},
+    "adaptive": {"theta": 0.1}, "entropy_gate": {"entropy": 0.5}, "fly": {"window": 1},
+    "phrase": {"bound": 3.0, "window": 1},
+    "budget": {"gap": 1.0}, "lenience": {"factor": 0.3}, "mixture": {"weight": 0.4}, "cactus": {"divergence": 1.0},
+    "speccascade": {"alpha": 0.5}, "mentored": {"bound": 0.5}, "fuzzy": {"bound": 0.3},
+    "released": {"ratio": 0.6}, "simulated": {"tau": 1.8},
+}  # fmt: skip
+"""Settings at which rules relax much."""
+WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
+
+
+def rules(target: Any) -> dict[str, Any]:
+    """Every rule of the table, over each of its bases, with its weights."""
+    import jax
+
+    from mars_jax import contrib, specs, verify
+    from mars_jax.contrib.models import indicator
+
+    head = indicator.init_params(target.config.hidden_size, jax.random.key(0), width=8)
+    made = {
+        "learned": verify.LoadedRule(contrib.learned(theta=0.4), head | {"bias": jax.numpy.asarray(-1.0)})
+    }
+    for name, row in specs.RULES.items():
+        if name == "learned":
+            continue
+        spec, settings = f"{name}:{WEIGHTS[name]}" if name in WEIGHTS else name, LOOSE.get(name, {})
+        made[name] = verify.load(spec, target, **settings)
+        for base in row.bases:
+            if base.name != row.settings["base"].default:
+                made[f"{name} over {base.name}"] = verify.load(spec, target, base=base.name, **settings)
+    table = contrib.context("position", (1.5, 0.5), edges=(2,))
+    return made | {
+        "block": verify.load("rejection", block=True),
+        "mars over block": verify.load("mars", base="rejection", block=True, theta=0.6),
+        "mars gap": verify.load("mars", margin="gap", theta=1.0),
+        "mars by position": verify.LoadedRule(contrib.by_context("position", theta=0.6), table),
+    }
+
+
+def drafters(target: Any) -> dict[str, Any]:
+    from mars_jax import drafters
+
+    def load(spec: str, **options: Any) -> Any:
+        return drafters.load(spec, target, **options)
+
+    small, head, dynamic = "model:tiny/draft", "eagle:tiny/eagle3", drafters.Dynamic(4, 3, 12)
+    return {
+        "none": load("none"),
+        "ngram": load("ngram", num_draft_tokens=4),
+        "chain": load(small, num_draft_tokens=4),
+        "sampled chain": load(small, num_draft_tokens=4, sample=True),
+        "static tree": load(small, tree=(2, 2, 1)),
+        "dynamic tree": load(small, tree=dynamic),
+        "eagle chain": load(head, num_draft_tokens=4),
+        "eagle sampled chain": load(head, num_draft_tokens=4, sample=True),
+        "eagle dynamic tree": load(head, tree=dynamic),
+        "sampled tree": load(small, tree=(2, 2, 1), sample=True),
+        "dflash": load("dflash:tiny/dflash", tree=dynamic),
+        "sprinter": load("sprinter:tiny/sprinter"),
+        "trispec": load("trispec:tiny/trispec"),
+    }
+
+
+def dump(path: Path, chosen: list[str], some: list[str]) -> None:
+    """Decode with whatever mars_jax is imported, and write {case: tokens of every prompt}."""
+    import jax
+
+    import mars_jax as mj
+    from mars_jax.serve.prepare import prepare
+
+    target = mj.load(dtype="float32")
+    texts, found = prompts(target), {}
+    for draft, drafter in drafters(target).items():
+        if chosen and draft not in chosen:
+            continue
+        for name, given in rules(target).items():
+            if some and name not in some:
+                continue
+            greedy, sampled = (
+                mj.make_requests(target, texts, temperature=temperature, max_new_tokens=NEW_TOKENS)
+                for temperature in (0.0, 1.0)
+            )
+            batches = {"temperatures 0 and 1": [*greedy, *sampled]}
+            # A batch in which nothing is drawn has a program of its own.
+            batches |= {"temperature 0 alone": greedy} if name in ALONE else {}
+            for what, requests in batches.items():
+                try:
+                    decoder, params, state = prepare(target, drafter, requests, verify=given)
+                    state, _ = mj.run(decoder, params, state)
+                except mj.MarsError:  # the two do not go together
+                    break
+                tokens, length = jax.device_get((state.tokens, state.length))
+                found[f"{draft}, {name}, {what}"] = [
+                    row[:n].tolist() for row, n in zip(tokens, length, strict=True)
+                ]
+        path.write_text(json.dumps(found))
+        print(f"{draft}: {len(found)} cases", file=sys.stderr, flush=True)
+        jax.clear_caches()
+
+
+def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The cases of a checkout, by its own script, which knows its interface."""
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    command = [sys.executable, script_of(checkout, "same_tokens.py"), "--dump", str(path)]
+    command += ["--drafters", *args.drafters] if args.drafters else []
+    command += ["--rules", *args.rules] if args.rules else []
+    subprocess.run(command, cwd=checkout, env=environment, check=True)
+    return json.loads(path.read_text())
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--old", default="HEAD", metavar="REV", help="one that has this script (default: HEAD)"
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--drafters", nargs="+", default=[], help="some of them (default: all)")
+    parser.add_argument("--rules", nargs="+", default=[], help="some of them (default: all)")
+    parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.dump is not None:
+        dump(args.dump, args.drafters, args.rules)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        old = Path(work) / "old"
+        common.git("worktree", "add", "-q", "--detach", str(old), args.old)
+        try:
+            theirs = run(old, Path(work) / "old.json", args)
+        finally:
+            common.git("worktree", "remove", "--force", str(old))
+        ours = run(ROOT, Path(work) / "new.json", args)
+    for case in sorted(ours.keys() ^ theirs.keys()):
+        print(f"{case}: only one of the two has it", file=sys.stderr)
+    found = {
+        case: sum(a != b for a, b in zip(ours[case], theirs[case], strict=True))
+        for case in ours
+        if case in theirs
+    }
+    kept = common.kept(args.output)
+    differ = (kept.get("texts_that_differ", {}) if kept.get("old") == args.old else {}) | found
+    report = {
+        "environment": common.provenance(),
+        "old": args.old,
+        "cases": len(differ),
+        "prompts": len(next(iter(theirs.values()))),
+        "new_tokens": NEW_TOKENS,
+        "different": sum(differ.values()),
+        "texts_that_differ": differ,
+    }
+    print(json.dumps(report, indent=1))
+    common.write(args.output, report)
+    sys.exit(bool(report["different"]))
+
+
+if __name__ == "__main__":
+    main()

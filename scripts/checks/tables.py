@@ -1,0 +1,81 @@
+"""The cost of the fast tests, a step compared with an older commit, killed commands, and mutants."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from scripts.common import RESULTS, load, span
+
+
+def figures() -> dict[str, Any]:
+    """The variables of the page."""
+    return {"checks": checks(), "same_cost": same_cost(), "kills": kills(), "mutants": mutants()}
+
+
+def checks() -> dict[str, Any]:
+    """checks.json: a row for each run, in their order."""
+    runs = load("checks.json")
+    names = ("processor_seconds", "seconds", "largest_gib")
+    rows = [
+        [run["case"], *(str(run[name]) for name in names), f"`{run['commit'][:7]}`", run["date"][:10]]
+        for run in runs
+    ]
+    machines = dict.fromkeys(
+        f"{run['cores']} cores, {run['processor']}, Python {run['python']}" for run in runs
+    )
+    return {"rows": rows, "machines": "; ".join(machines)}
+
+
+def same_cost() -> dict[str, Any]:
+    """same_cost.json: steps of this commit beside those of an older one."""
+    report = load("same_cost.json")
+    return {
+        "old": report["old"],
+        "rows": [
+            [
+                case["case"],
+                span(
+                    *(case["time_ratio"][name] for name in ("median", "lower_95", "upper_95")), show="{:.3f}"
+                ),
+                *(f"{case['new'][name] / case['old'][name]:.3f}" for name in ("instructions", "bytes")),
+            ]
+            for case in report["cases"]
+        ],
+        "imports": [
+            [name, span(*(found[key] for key in ("median", "lower_95", "upper_95")), show="{:.3f}")]
+            for name, found in report["imports"].items()
+        ],
+    }
+
+
+def kills() -> dict[str, Any]:
+    """kills.json: commands that were killed at random moments."""
+    rows = load("kills.json")
+    return {
+        "rows": [
+            [f"`{row['command']}`", str(row["kills"]), f"{row['equal']} of {row['runs']}"] for row in rows
+        ],
+        "differing": sum(len(row["differing"]) for row in rows),
+    }
+
+
+def mutants() -> list[dict[str, Any]]:
+    """mutants_SEED.json, by seed."""
+    return [_draw(load(path.name)) for path in sorted(RESULTS.glob("mutants_*.json"))]
+
+
+def _draw(report: dict[str, Any]) -> dict[str, Any]:
+    made = report["mutants"]
+    noticed = [one for one in made if one["outcome"] != "survived"]
+    first = [one for one in noticed if not one.get("survived_at_first")]
+    explained = [one for one in made if "equivalent" in one]
+    rooms = [[one["room"] for one in ones] for ones in (made, first, noticed, explained)]
+    counts = [collections.Counter(names) for names in rooms]
+    return {
+        "count": len(made),
+        "seed": report["seed"],
+        "commit": report["commit"][:7],
+        "rows": [[room, *(str(count[room]) for count in counts)] for room in counts[0]],
+        "noticed": [f"{100 * len(first) / count:.0f}%" for count in (len(made), len(made) - len(explained))],
+    }

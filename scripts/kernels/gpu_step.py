@@ -1,0 +1,458 @@
+"""Times of an 8B's steps and prompts on one GPU, compiled with several XLA options.
+
+    python -m scripts.kernels.gpu_step --output scripts/results/gpu_step_h100.json
+
+Weights are random and acceptance is simulated, as in `mars-jax check`. Each program also lists the copies, fusions and
+concatenations in the body of its decode loop. A section is one group of programs with one variant. It runs in a process
+of its own with a time limit, so a compiler that hangs or crashes costs one section. The report is written again after
+every figure. Run the same command again to continue a report: finished sections are skipped, and so are variants
+with an option that this XLA lacks.
+
+    JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
+
+runs everything on a CPU, in one process.
+
+    pip install "jax[cuda12]"
+    JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --compile-only 2 \\
+        --output scripts/results/gpu_step_compiled.json
+
+compiles the steps of a model of two layers for an H100 on a machine without one, and counts the operations of their
+loops. Nothing is timed, and XLA chooses kernels without trying them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from mars_jax.contrib import simulated
+from mars_jax.core.types import PyTree
+from mars_jax.lab.commands.check import device_check, large
+from mars_jax.lab.commands.check.large import Arm, Pair
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.lab.planning.pair_programs import draft_of, programs
+from mars_jax.models import transformer
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.layers import ACTIVATIONS, dense
+from mars_jax.models.rope import rotate
+from scripts import common
+
+
+class Variant(NamedTuple):
+    """One way to compile the programs."""
+
+    options: Mapping[str, Any] = MappingProxyType({})  # of XLA, for `compiler_options`
+    attention: str = "auto"
+    joined: bool = False  # q|k|v and gate|up are one matrix each; plain steps only
+
+
+_NO_MERGER = {"xla_gpu_dot_merger_threshold_mb": 0}
+_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+VARIANTS = {
+    "default": Variant(),
+    "no dot merger": Variant(_NO_MERGER),
+    "no dot merger, split-k": Variant(_NO_MERGER | {"xla_gpu_experimental_enable_split_k_rewrite": True}),
+    "no dot merger, no triton": Variant(_NO_MERGER | {"xla_gpu_enable_triton_gemm": False}),
+    "no dot merger, graphs": Variant(
+        _NO_MERGER | {"xla_gpu_enable_command_buffer": _GRAPHS, "xla_gpu_graph_min_graph_size": 1}
+    ),
+    "joined": Variant(joined=True),
+    "attention xla": Variant(attention="xla"),
+}
+
+
+class Shape(NamedTuple):
+    """Sizes of the model and of what is measured."""
+
+    config: ModelConfig
+    dtype: str
+    context: int  # tokens in each row before the first step, and of the prompt
+    steps: tuple[Arm, ...]  # with one row
+    batches: tuple[Arm, ...]  # with `rows` rows
+    rows: int
+    chunks: tuple[int, ...]  # tokens per forward of a prefill
+    copied: int  # bytes
+    side: int  # of the square matrices in the product
+
+
+_LLAMA = CONFIGS["llama-3.1-8b"]
+SHAPES = {
+    "8b": Shape(
+        config=_LLAMA,
+        dtype="bfloat16",
+        context=4096,
+        steps=(large.PLAIN, large.CHAIN, large.TREE),
+        batches=(large.PLAIN, large.TREE),
+        rows=32,
+        chunks=(512, 1024, 2048, 4096),
+        copied=large.COPIED,
+        side=large.SIDE,
+    ),
+    "tiny": Shape(
+        config=dataclasses.replace(
+            _LLAMA, vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2,
+            num_kv_heads=1, head_dim=16, windows=(),
+        ),
+        dtype="float32",
+        context=32,
+        steps=(
+            large.PLAIN,
+            Arm("chain of 2", {"num_draft_tokens": 2}, 1.5),
+            Arm("tree 2-1", {"tree": (2, 1)}, 1.5),
+        ),
+        batches=(large.PLAIN,),
+        rows=2,
+        chunks=(16, 32),
+        copied=2**16,
+        side=64,
+    ),
+}  # fmt: skip
+
+SECTIONS = {
+    "8b": [
+        ("device", "default"),
+        *(("steps", name) for name in VARIANTS),
+        ("prompts", "default"),
+        ("batches", "default"),
+        ("batches", "no dot merger"),
+        ("prompts", "no dot merger"),
+        ("batches", "no dot merger, graphs"),
+        ("batches", "attention xla"),
+        ("prompts", "attention xla"),
+        ("batches", "no dot merger, split-k"),
+        ("batches", "no dot merger, no triton"),
+        ("prompts", "no dot merger, split-k"),
+        ("prompts", "no dot merger, no triton"),
+        ("prompts", "no dot merger, graphs"),
+    ],
+    # GPU options change nothing on a CPU, so only prompts, which compile fastest, are compiled with them.
+    "tiny": [
+        ("device", "default"),
+        ("steps", "default"),
+        ("steps", "joined"),
+        ("batches", "default"),
+        *(("prompts", name) for name, variant in VARIANTS.items() if not variant.joined),
+    ],
+}
+"""(what, variant) of each section by shape, the most informative first: the budget may end before the list does."""
+SHORTEST = 20
+"""Seconds below which no section starts."""
+
+
+# Joined matrices.
+
+
+@contextlib.contextmanager
+def joined_products() -> Iterator[None]:
+    """Let the transformer multiply by the joined matrices of `join`."""
+
+    def project(config: ModelConfig, layer: dict, x: Any, rotation: Any) -> Any:
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = dense(x, layer["qkv"]).reshape(*x.shape[:2], -1, size)
+        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return q.reshape(*k.shape[:3], -1, size), k, v
+
+    def mlp(config: ModelConfig, layer: dict, x: Any) -> Any:
+        gate, up = jnp.split(dense(x, layer["gate_up"], dtype=jnp.float32), 2, axis=-1)
+        return dense((ACTIVATIONS[config.activation](gate) * up).astype(x.dtype), layer["down"])
+
+    with mock.patch.object(transformer, "_project", project), mock.patch.object(transformer, "_mlp", mlp):
+        yield
+
+
+def join(params: PyTree) -> PyTree:
+    """Return a target's params with q|k|v and gate|up of each layer as one matrix."""
+    layers = []
+    for layer in params["layers"]:
+        separate = {"q", "k", "v", "gate", "up"}
+        joined = {name: value for name, value in layer.items() if name not in separate}
+        joined["qkv"] = jnp.concatenate([layer[name] for name in "qkv"])
+        joined["gate_up"] = jnp.concatenate([layer["gate"], layer["up"]])
+        layers.append(joined)
+    return params | {"layers": layers}
+
+
+# Counts of operations.
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(")
+_CALLED = re.compile(r"(?:body|condition|to_apply|calls)=%?([\w.-]+)|branch_computations=\{([^}]*)\}")
+
+
+def loop_operations(text: str) -> dict[str, Any]:
+    """Count operations in the body of the largest loop of a compiled program.
+
+    Args:
+      text: from `compiled.as_text()`.
+
+    Returns:
+      Numbers of `concatenate`, `copy` and `fusion`, of `fused concatenate` inside fusions, and the shapes of all
+      concatenations with their numbers.
+
+    >>> loop_operations('''
+    ... %body (p: f32[2]) -> f32[2] {
+    ...   %p = f32[2]{0} parameter(0)
+    ...   ROOT %c = f32[2]{0} copy(%p)
+    ... }
+    ... ENTRY %main (x: f32[2]) -> f32[2] {
+    ...   ROOT %w = f32[2]{0} while(%x), condition=%cond, body=%body
+    ... }''')["copy"]
+    1
+    """
+    computations: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations.setdefault(header[1], [])
+        lines.append(line)
+
+    def reached(name: str, visited: set[str]) -> Iterator[tuple[str, str, bool]]:
+        """Yield (shape, operation, whether a fusion holds it) of a computation and those that it calls."""
+        if name in visited:
+            return
+        visited.add(name)
+        for line in computations.get(name, []):
+            if not (operation := _OPERATION.match(line)):
+                continue
+            yield operation[1], operation[2], False
+            for one, several in _CALLED.findall(line):
+                for callee in filter(None, [one, *re.findall(r"[\w.-]+", several)]):
+                    inside = operation[2] == "fusion"
+                    yield from (
+                        (shape, kind, fused or inside) for shape, kind, fused in reached(callee, visited)
+                    )
+
+    bodies = re.findall(r" while\(.*body=%?([\w.-]+)", text)
+    loops = [list(reached(body, set())) for body in bodies]
+    operations = max(loops, key=len, default=[])
+    counts = Counter(kind for _, kind, fused in operations if not fused)
+    concatenated = Counter(
+        re.sub(r"\{.*", "", shape) for shape, kind, _ in operations if kind == "concatenate"
+    )
+    return {name: counts[name] for name in ("concatenate", "copy", "fusion")} | {
+        "fused concatenate": sum(fused for _, kind, fused in operations if kind == "concatenate"),
+        "concatenated": dict(concatenated.most_common()),
+    }
+
+
+# Sections.
+
+
+def measure(what: str, name: str, shape: Shape, path: Path) -> None:
+    """Measure one section and write each figure into the report.
+
+    Args:
+      what: "device", "steps", "prompts" or "batches".
+      name: of the variant.
+      shape: one of `SHAPES`.
+      path: of the report.
+    """
+    variant, report = VARIANTS[name], common.kept(path)
+    section = report["sections"][f"{what}: {name}"] = {"status": "unfinished", "rows": []}
+
+    def add(row: dict[str, Any]) -> None:
+        section["rows"].append(row)
+        print(f"{what}, {name}: {row}", flush=True)
+        common.write(path, report)
+
+    if what == "device":
+        copy, product = large.copy_rate(shape.copied), large.product_rate(shape.side)
+        rates = {"copy_bytes_per_second": copy, "product_flops": product}
+        add(device_check.device() | rates | {"unsupported": _unsupported()})
+    else:
+        pair = large.random_pair(shape.config, shape.dtype, shape.context, attention=variant.attention)
+        if what == "prompts":
+            for chunk in shape.chunks:
+                model = transformer.language_model(
+                    shape.config, dtype=shape.dtype, attention=variant.attention, prefill_chunk=chunk
+                )
+                figures = large.attempt(functools.partial(_prompt, pair._replace(model=model), variant))
+                add({"chunk": chunk} | figures)
+        else:
+            for arm, batch in _programs(what, variant, shape):
+                figures = large.attempt(functools.partial(_steps, pair, arm, batch, variant))
+                add({"arm": arm.name, "rows": batch} | figures)
+    section["status"] = "complete"
+    common.write(path, report)
+
+
+def _programs(what: str, variant: Variant, shape: Shape) -> list[tuple[Arm, int]]:
+    if variant.joined:
+        return [(large.PLAIN, 1)]
+    if what == "steps":
+        return [(arm, 1) for arm in shape.steps]
+    return [(arm, shape.rows) for arm in shape.batches]
+
+
+def _steps(pair: Pair, arm: Arm, batch: int, variant: Variant) -> dict[str, Any]:
+    if variant.joined:
+        pair = pair._replace(plain=pair.plain._replace(target=join(pair.plain.target)))
+    with joined_products() if variant.joined else contextlib.nullcontext():
+        program = pair.steps(arm, batch)
+    compiled, seconds = _compiled(program.lowered, variant)
+    work = {"bytes": program.bytes, "flops": program.flops, "compile_seconds": seconds}
+    return large.step_times(program, compiled) | work | {"loop": loop_operations(compiled.as_text())}
+
+
+def _prompt(pair: Pair, variant: Variant) -> dict[str, Any]:
+    lowered, prompts = pair.prompt()
+    compiled, seconds = _compiled(lowered, variant)
+    work = {"tokens": pair.context, "flops": 2 * pair.num_weights * pair.context, "compile_seconds": seconds}
+    return large.prompt_times(compiled, pair.plain, prompts) | work
+
+
+# XLA's description of an H100: openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def compile_only(num_layers: int, shape: Shape, path: Path) -> None:
+    """Compile the steps of one row for `H100` and write the operations of their loops into the report."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1, 1), ("data", "model"))
+    config = dataclasses.replace(shape.config, num_layers=num_layers, windows=())
+    report = common.kept(path)
+    variants = {name: v for name, v in VARIANTS.items() if v.attention == "auto" and not v.joined}
+    for arm in shape.steps:
+        head = EagleConfig.outline(config)
+        draft = draft_of("none") if arm.options is None else draft_of(head, dtype=shape.dtype, **arm.options)
+        pair = programs(
+            config, draft, mesh, simulated(arm.tau), batch=1, context=shape.context, dtype=shape.dtype
+        )
+        _, lowered = pair.lower(pair.drafter, pair.params)
+        for name, variant in variants.items():
+            figures = large.attempt(functools.partial(_operations, lowered, variant))
+            section = report["sections"].setdefault(f"compiled only: {name}", {"rows": []})
+            section["rows"].append({"arm": arm.name, "layers": num_layers} | figures)
+            print(f"{arm.name}, {name}: {figures}", flush=True)
+            common.write(path, report)
+
+
+def _operations(lowered: Any, variant: Variant) -> dict[str, Any]:
+    compiled, seconds = _compiled(lowered, variant)
+    return {"compile_seconds": seconds, "loop": loop_operations(compiled.as_text())}
+
+
+def _compiled(lowered: Any, variant: Variant) -> tuple[Any, float]:
+    """Compile with a variant's options; return also the seconds that it took."""
+    began = time.perf_counter()
+    compiled = lowered.compile(compiler_options=dict(variant.options))
+    return compiled, round(time.perf_counter() - began, 1)
+
+
+def _unsupported() -> dict[str, str]:
+    """Return the variants with an option that this XLA lacks, and its messages."""
+    tried = {
+        name: large.attempt(
+            lambda variant=variant: {"seconds": _compiled(jax.jit(lambda x: x).lower(1.0), variant)[1]}
+        )
+        for name, variant in VARIANTS.items()
+    }
+    return {name: result["failed"] for name, result in tried.items() if "failed" in result}
+
+
+def measure_in_child(what: str, name: str, shape: str, path: Path, limit: float) -> None:
+    """Measure one section in a process of its own, and write into the report how it ended if it failed."""
+    command = [sys.executable, __file__, "--shape", shape, "--output", str(path), "--section", what, name]
+    try:
+        environment = os.environ | {"PYTHONPATH": str(common.ROOT)}
+        code = subprocess.run(command, timeout=limit, check=False, env=environment).returncode
+        status = f"exit code {code}" if code else "complete"
+    except subprocess.TimeoutExpired:
+        status = f"stopped after {limit:.3g} s"
+    if status != "complete":
+        report = common.kept(path)
+        report["sections"].setdefault(f"{what}: {name}", {"rows": []})["status"] = status
+        common.write(path, report)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the JSON report; one that exists is continued"
+    )
+    parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default 570)")
+    parser.add_argument("--limit", type=float, default=110, help="seconds for one section (default 110)")
+    parser.add_argument(
+        "--compile-only", type=int, metavar="LAYERS", help="compile for an H100 without one; see above"
+    )
+    parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)  # measure this one in this process
+    args = parser.parse_args()
+    if args.section:
+        what, name = args.section
+        measure(what, name, SHAPES[args.shape], args.output)
+        return
+    new = {"shape": args.shape, "machine": common.provenance("jaxlib"), "sections": {}}
+    if args.compile_only:
+        common.write(args.output, new)
+        compile_only(args.compile_only, SHAPES[args.shape], args.output)
+        return
+    deadline = time.monotonic() + args.budget
+    report = common.kept(args.output) or new
+    if (report["shape"], report["machine"]["commit"]) != (args.shape, new["machine"]["commit"]):
+        parser.error(f"{args.output} is the report of another shape or commit: choose another --output")
+    common.write(args.output, report)
+    for what, name in SECTIONS[args.shape]:
+        sections = common.kept(args.output)["sections"]
+        device = sections.get("device: default", {"rows": []})["rows"]
+        if sections.get(f"{what}: {name}", {}).get("status") == "complete":
+            continue
+        if device and name in device[0]["unsupported"]:
+            continue
+        limit = min(args.limit, deadline - time.monotonic())
+        if limit < SHORTEST:
+            print("the budget is spent: run the same command again to continue")
+            break
+        if args.shape == "tiny":
+            measure(what, name, SHAPES[args.shape], args.output)
+        else:
+            # JAX is not initialised in this process, so the GPU's memory is free for the child.
+            measure_in_child(what, name, args.shape, args.output, limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Kernels: `margin_stats` on a CPU, attention of batches on a TPU by its schedule, and a step of an 8B on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.common import load
+
+
+def figures() -> dict[str, Any]:
+    """The variables of the page."""
+    return {"kernels": kernels(), "gpu": gpu()}
+
+
+def kernels() -> dict[str, Any]:
+    """bench_kernels_cpu.json: `margin_stats` on the CPU; tpu_cost_batch.json: attention of batches on a TPU."""
+    report = load("bench_kernels_cpu.json")
+    prefix = "margin_stats "
+    found = [row for row in report["results"] if row["name"].startswith(prefix)]
+    rows = []
+    for row in found:
+        ms = {name: form["median_ms"] for name, form in row["forms"].items()}
+        name = row["name"].removeprefix(prefix)
+        plain, summed = ms["top_k"] / ms["margin_stats"], ms["top_k"] / ms["margin_stats logsumexp"]
+        rows.append([
+            f"`{name}`", f"{row['floor_ms']:.2f}", f"{ms['margin_stats']:.2f}", f"{ms['margin_stats logsumexp']:.2f}",
+            f"{ms['top_k']:.2f}", f"{plain:.2f}", f"{summed:.2f}",
+        ])  # fmt: skip
+    return {
+        "rows": rows,
+        "machine": report["machine"],
+        "jax": report["jax"],
+        "repeats": report["repeats"],
+        "batch": [
+            *[_of_batch(f"{rows}", f"b{rows}", draft) for rows in (8, 32) for draft in ("none", "chain-5")],
+            _of_batch("32, ragged", "ragged", "none"),
+        ],
+    }
+
+
+def gpu() -> dict[str, Any]:
+    """check_h100.json and bench_attention_h100.json: a step of an 8B on a GPU, and attention of one of its layers."""
+    report, attention = load("check_h100.json"), load("bench_attention_h100.json")
+    large = report["large"]
+    copy, product = large["copy_bytes_per_second"], large["product_flops"]
+    steps = [
+        [
+            row["arm"], str(row["rows"]), f"{row['milliseconds']:.2f}", f"{1e3 * row['bytes'] / copy:.2f}",
+            f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}",
+        ]
+        for row in large["steps"]
+    ]  # fmt: skip
+    attended = [
+        [
+            str(row["rows"]), str(row["nodes"]), f"{1e3 * row['bytes'] / copy:.3f}",
+            *(f"{row[form]['milliseconds']:.3f}" for form in ("turns", "all", "cudnn")),
+        ]
+        for row in attention["rows"]
+    ]  # fmt: skip
+    by_form = {
+        name: [
+            row["milliseconds"]
+            for row in report["kernels"]
+            if row["implementation"] == name and "margin" in row["operation"]
+        ]
+        for name in ("xla", "partitioned", "pallas_gpu")
+    }
+    return {
+        "kind": report["device"]["kind"],
+        "jax": report["versions"]["jax"],
+        "seconds": report["seconds"],
+        "copied": f"{copy / 1e9:,.0f}",
+        "product": f"{product / 1e12:.0f}",
+        "steps": steps,
+        "prompt": f"{large['prompt']['milliseconds']:.0f}",
+        "attended": attended,
+        "forms": [[f"`{name}`", *(f"{taken:.4f}" for taken in times)] for name, times in by_form.items()],
+        "right": not report["wrong"],
+        "partitioned_is_fastest": all(
+            first <= min(others)
+            for first, *others in zip(
+                by_form["partitioned"], by_form["xla"], by_form["pallas_gpu"], strict=True
+            )
+        ),
+    }
+
+
+def _of_batch(rows: str, label: str, draft: str) -> list[str]:
+    cases = load("tpu_cost_batch.json")["cases"]
+    xla, auto = (cases[f"{form}-{label}"][draft]["estimate"] for form in ("xla", "auto"))
+    name = "none" if draft == "none" else f"EAGLE-3, chain of {draft.partition('-')[2]}"
+    spans = [f"{1e3 * x['low_seconds']:.2f} .. {1e3 * x['high_seconds']:.2f}" for x in (xla, auto)]
+    over = f"{auto['low_seconds'] / auto['bytes_seconds']:.2f}"
+    return [rows, name, *spans, str(xla["ops"]), str(auto["ops"]), over]

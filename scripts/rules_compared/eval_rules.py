@@ -1,0 +1,359 @@
+"""Measure all rules side by side on the embedded family, each swept over its setting.
+
+    python -m scripts.rules_compared.eval_rules decode --stories heldout.txt.xz --rows rows.jsonl
+    python -m scripts.rules_compared.eval_rules decode ... --learned FOLDER   # the head of eval_indicator.py --save
+    python -m scripts.rules_compared.eval_rules report --rows rows.jsonl --output scripts/results/eval_rules.json
+    python -m scripts.rules_compared.rules_pictures
+
+Two tasks, stories (likelihood under the target) and arithmetic (exact match), temperatures 0 and 1, a chain of 5 and
+a dynamic tree of 12 nodes by the embedded draft. All arms get the same prompts with the same seeds, so that
+differences are paired. `decode` takes 40 minutes of a core, appends a line for every prompt of an arm and goes on
+where it was killed. At temperature 0 rules of distributions are exact, and so is `nucleus`: they run at 1 alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mars_jax as mj
+from mars_jax import assets, verify
+from mars_jax.core.rule import LoadedRule
+from mars_jax.lab.evaluate.answers import prompt_tokens
+from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
+from mars_jax.lab.evaluate.figures import loops
+from mars_jax.lab.evaluate.scoring import scores
+from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve import likelihood
+from mars_jax.serve.requests import Completion, make_requests
+from mars_jax.serve.session import Session
+from scripts import common
+from scripts.rules_compared.rules_report import report
+
+CHAIN, TREE = 5, mj.drafters.Dynamic(top_k=3, depth=5, nodes=12)
+# With the prompts of each task, one width of the token buffer, and so one compilation of a rule.
+NEW_TOKENS = {"stories": 104, "arithmetic": 96}
+BATCH = 32
+TASKS = ("stories", "arithmetic")
+# Prompts of an arm. The rules of the paired answer get most.
+MOST, MANY = 64, 32
+
+RATIOS, GAPS = (0.95, 0.9, 0.85, 0.8, 0.7), (0.5, 1.0, 1.5, 2.25, 3.5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A rule with its settings, or a control."""
+
+    family: str  # the rule as a curve is named, or what a control is
+    name: str  # unique
+    settings: Mapping[str, Any]
+    draft: str  # none, chain or tree
+    sampled: bool = False  # the draft is drawn from its q
+    top_k: int = 0
+    prompts: int = MANY
+    spec: str = "exact"
+    base: str = ""  # the strict family that it relaxes
+
+
+def swept(
+    spec: str, draft: str, values: Sequence[Mapping[str, Any]], *, family: str = "", **more: Any
+) -> list[Arm]:
+    """An arm for each of the settings."""
+    family = family or spec
+
+    def words(settings: Mapping[str, Any]) -> str:
+        shown = {
+            k: v for k, v in settings.items() if k not in ("base", "margin", "trust", "window", "k", "block")
+        }
+        return ", ".join(f"{k} {v:g}" for k, v in shown.items())
+
+    return [
+        Arm(family=family, name=f"{family} {words(v)}".strip(), settings=v, draft=draft, spec=spec, **more)
+        for v in values
+    ]
+
+
+def one(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any]]:
+    return [{**fixed, name: value} for value in values]
+
+
+def margins(draft: str) -> list[Arm]:
+    """The strict rule and the margins, over `exact`."""
+    chain = draft == "chain"
+    many = {"prompts": MOST if chain else MANY, "base": "exact"}
+    some = slice(None) if chain else slice(1, 4, 2)
+    return [
+        *swept("exact", draft, [{}], **many),
+        *swept("mars", draft, one("theta", RATIOS[some]), family="mars (ratio)", **many),
+        *swept("mars", draft, one("theta", GAPS[some], margin="gap"), family="mars (gap)", **many),
+    ]
+
+
+def edges(draft: str) -> list[Arm]:
+    """The other relaxed rules over `exact`; on a tree, some of them at one setting."""
+    few = {"prompts": MANY, "base": "exact"}
+    if draft == "tree":
+        return [
+            *swept("topk", draft, one("delta", (1.2,)), **few),
+            *swept("adaptive", draft, one("theta", (0.3,)), **few),
+            *swept("budget", draft, one("gap", (0.25,)), **few),
+        ]
+    pairs = [(0.09, 0.3), (0.03, 0.1)]
+    return [
+        *swept("adaptive", draft, one("theta", (0.5, 0.3, 0.1)), **few),
+        *swept("topk", draft, one("delta", (0.6, 1.2, 2.5)), **few),
+        *swept("budget", draft, one("gap", (0.1, 0.25, 0.5)), **few),
+        *swept("typical", draft, [{"epsilon": e, "delta": d} for e, d in pairs], **few),
+        *swept("entropy_gate", draft, one("entropy", (1.5, 1.0)), **few),
+        *swept("fly", draft, one("entropy", (0.9, 0.3), window=2), **few),
+        *swept("learned", draft, one("theta", (0.01, 0.05, 0.2, 0.9)), **few),
+    ]
+
+
+def distributions(draft: str) -> list[Arm]:
+    """What speculative sampling is the base of; at temperature 1."""
+    few: dict[str, Any] = {"prompts": MANY, "sampled": True, "base": "rejection"}
+    over = {"base": "rejection"}
+    strict = swept("rejection", draft, [{}], **few)
+    mars = functools.partial(swept, "mars", draft, family="mars over rejection", **few)
+    if draft == "tree":
+        return [
+            *strict,
+            *swept("mixture", draft, one("weight", (0.5,)), **few),
+            *mars(one("theta", (0.9,), **over)),
+            *swept("lenience", draft, one("factor", (0.5,)), **few),
+        ]
+    cascade = functools.partial(swept, "speccascade", draft, **few)
+    return [
+        *strict,
+        *swept("rejection", draft, [{"block": True}], family="block", **few),
+        *mars(one("theta", (0.95, 0.9, 0.8), **over)),
+        *swept("mixture", draft, one("weight", (0.8, 0.5, 0.2)), **few),
+        # What the head learned gives the target nearly all; less than 0 gives the draft more.
+        *swept("diversed", draft, one("shift", (0.0, -4.0, -6.0)), **few),
+        *swept("lenience", draft, one("factor", (0.7, 0.5, 0.3)), **few),
+        *swept("nucleus", draft, one("mass", (0.5, 0.8, 0.9)), **few),
+        *swept("cactus", draft, one("divergence", (0.1, 1.0)), **few),
+        *cascade(one("alpha", (0.1, 0.5)), family="speccascade (token_v3)"),
+        *cascade(one("alpha", (0.1, 1.0), trust="opt"), family="speccascade (opt)"),
+        *swept("mentored", draft, one("bound", (0.05, 0.2, 0.5)), **few),
+        *swept("fuzzy", draft, one("bound", (0.05, 0.1, 0.2)), **few),
+        *swept("released", draft, one("ratio", (0.9, 0.8)), **few),
+    ]
+
+
+def controls(temperature: float) -> list[Arm]:
+    """The target alone, as it is and drawing from what a relaxed rule may choose from."""
+    made = [Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)]
+    if temperature > 0:
+        made.append(
+            Arm(
+                family="top_k=2",
+                name="target alone, top_k 2",
+                settings={},
+                draft="none",
+                top_k=2,
+                prompts=MANY,
+            )
+        )
+    name = "target alone, of its two best where z2/z1 > 0.9"
+    made.append(
+        Arm(
+            family="low margin",
+            name=name,
+            settings={"theta": 0.9},
+            draft="none",
+            prompts=MANY,
+            spec="low margin",
+        )
+    )
+    return made
+
+
+def arms(temperature: float, draft: str) -> list[Arm]:
+    """All arms of a temperature with a draft: none, chain or tree."""
+    if draft == "none":
+        return controls(temperature)
+    return [*margins(draft), *edges(draft), *(distributions(draft) if temperature > 0 else [])]
+
+
+def passes(drafts: Sequence[str]) -> Iterator[tuple[str, float, str, list[Arm]]]:
+    """Task, temperature, draft and arms, in the order of their worth: a sweep that ends early has the first ones."""
+    for draft in drafts:
+        parts = (margins, edges, distributions) if draft != "none" else (None,)
+        for part in parts:
+            for temperature, task in itertools.product((0.0, 1.0), TASKS):
+                chosen = controls(temperature) if part is None else part(draft)
+                if part is not distributions or temperature > 0:
+                    yield task, temperature, draft, chosen
+
+
+class Pair:
+    """The models, and one session for every kind of draft."""
+
+    def __init__(self, learned: Path | None) -> None:
+        self.learned = learned
+        self.target = mj.load(assets.TARGET, dtype="float32")
+        self.draft = mj.load(assets.DRAFT, dtype="float32")
+        self._sessions: dict[tuple[str, bool], Session] = {}
+
+    def session(self, draft: str, sampled: bool) -> Session:
+        """The one with drafts of a kind; it remembers what is compiled."""
+        if (draft, sampled) not in self._sessions:
+            self._sessions[draft, sampled] = self._session(draft, sampled)
+        return self._sessions[draft, sampled]
+
+    def _session(self, draft: str, sampled: bool) -> Session:
+        shape: dict[str, Any] = {"tree": TREE} if draft == "tree" else {"num_draft_tokens": CHAIN}
+        drafter = (
+            mj.drafters.load("none", self.target)
+            if draft == "none"
+            else mj.drafters.load(
+                f"model:{assets.DRAFT}", self.target, sample=sampled, dtype="float32", **shape
+            )
+        )
+        return Session(target=self.target, drafter=drafter, batch_size=BATCH, log_probs=True)
+
+    def rule(self, arm: Arm) -> LoadedRule:
+        if arm.spec == "low margin":
+            return LoadedRule(low_margin_sampling(**arm.settings))
+        heads = {"learned": f"learned:{self.learned}", "diversed": f"diversed:{assets.DIVERSED}"}
+        spec = heads.get(arm.spec, arm.spec)
+        return verify.load(spec, self.target, **arm.settings)
+
+
+def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarray | None) -> dict[str, Any]:
+    """The figures of one answer."""
+    m, told = completion.metrics, completion.log_probs
+    assert told is not None
+    log_p = np.asarray(told.log_prob)
+    accepted = np.asarray([kind != "corrected" for kind in told.kind])
+    if problem.metric == "likelihood":
+        score: list[float] | None = [float(log_p.sum()), float(len(log_p))]
+    else:
+        score = scores.score(problem, completion.text)
+    over = [0.0, 0] if log_q is None else [float((log_q - log_p)[accepted].sum()), int(accepted.sum())]
+    return {
+        "steps": m.steps,
+        "emitted": m.emitted,
+        "accepted": m.accepted,
+        "relaxed": m.accepted_relaxed,
+        "regret": round(m.regret, 4),
+        "loops": bool(loops(completion.tokens, pair.target.stop_tokens)),
+        "cut": completion.finish_reason != "stop",
+        "score": score,
+        "overshoot": over,
+    }
+
+
+def decode_batch(
+    pair: Pair, arm: Arm, task: str, temperature: float, group: list[tuple[int, Problem]]
+) -> list[dict]:
+    """The rows of up to `BATCH` prompts."""
+    prompts = [prompt_tokens(pair.target, problem, chat=task == "arithmetic") for _, problem in group]
+    requests = make_requests(
+        pair.target,
+        prompts,
+        temperature=temperature,
+        top_k=arm.top_k,
+        seed=[number for number, _ in group],
+        max_new_tokens=NEW_TOKENS[task],
+    )
+    done = pair.session(arm.draft, arm.sampled).using(pair.rule(arm)).run(requests)
+    log_q: list[np.ndarray | None] = [None] * len(done)
+    if arm.draft != "none":
+        texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
+        scored = likelihood.score(pair.draft, texts, rows=BATCH)
+        log_q = [s.log_p[len(p) - 1 :] for s, p in zip(scored, prompts, strict=True)]
+    key = {"task": task, "temperature": temperature, "draft": arm.draft, "arm": arm.name}
+    return [
+        {**key, "id": number, **row_of(pair, problem, completion, q)}
+        for (number, problem), completion, q in zip(group, done, log_q, strict=True)
+    ]
+
+
+def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learned: Path | None) -> None:
+    """Append what is missing of all rows; those of `learned` where its head is given."""
+    have = set()
+    for row in read_rows(file):
+        have.add((row["task"], row["temperature"], row["draft"], row["arm"], row["id"]))
+    pair = Pair(learned)
+    problems = {
+        "stories": read("stories", str(stories), chat=False, limit=MOST),
+        "arithmetic": read("arithmetic", chat=True, limit=MOST),
+    }
+    if file.exists():  # a kill may have cut off the last line; what follows begins one of its own
+        whole = file.read_bytes()
+        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    with file.open("a", encoding="utf-8") as out:
+        for task, temperature, draft, chosen in passes(drafts):
+            for arm in chosen:
+                if arm.spec == "learned" and learned is None:
+                    continue
+                count = max(1, round(scale * arm.prompts))
+                began, fresh = time.perf_counter(), 0
+                numbered = list(enumerate(problems[task][:count]))
+                for first in range(0, count, BATCH):
+                    group = numbered[first : first + BATCH]
+                    if all((task, temperature, draft, arm.name, number) in have for number, _ in group):
+                        continue
+                    for row in decode_batch(pair, arm, task, temperature, group):
+                        if (task, temperature, draft, arm.name, row["id"]) not in have:
+                            out.write(json.dumps(row) + "\n")
+                            fresh += 1
+                    out.flush()
+                seconds = time.perf_counter() - began
+                print(f"{task} {temperature:g} {draft} {arm.name}: {fresh} rows, {seconds:.1f} s", flush=True)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file, which a kill may have cut off in its last one."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("part", choices=("decode", "report"))
+    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, made or gone on with")
+    parser.add_argument("--stories", type=Path, help="held-out stories, for decode")
+    parser.add_argument("--output", type=Path, help="the JSON, for report")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of prompts, to try it out")
+    parser.add_argument("--learned", type=Path, help="a head for the rule `learned`, for decode")
+    parser.add_argument("--drafts", nargs="*", default=("none", "chain", "tree"))
+    args = parser.parse_args()
+    if args.part == "decode":
+        if args.stories is None:
+            parser.error("decode needs --stories, a file of held-out stories")
+        decode(args.stories, args.rows, args.scale, args.drafts, args.learned)
+        return
+    if args.output is None:
+        parser.error("report needs --output, the JSON to write")
+    found = report(
+        read_rows(args.rows),
+        {draft: {t: arms(t, draft) for t in (0.0, 1.0)} for draft in args.drafts},
+    )
+    made = common.provenance()
+    common.write(args.output, found | {"date": made["date"][:10], "environment": made})
+
+
+if __name__ == "__main__":
+    main()

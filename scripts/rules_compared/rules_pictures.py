@@ -1,0 +1,133 @@
+"""Draw the pictures of docs/rules-compared.md from scripts/results/eval_rules.json: quality against tau.
+
+    python -m scripts.rules_compared.rules_pictures            # after eval_rules.py was run again
+
+A point is a rule at a setting, a line its sweep, whiskers are 95% intervals over prompts. Colours are those of every
+picture, and no two families share colour and marker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_jax.lab.pictures import GREY, honest_limits, level, look, picture, whiskers
+from scripts import common
+from scripts.rules_compared.tables import GONE
+
+SOURCE = common.RESULTS / "eval_rules.json"
+SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answers"}
+
+
+LEAST = {"stories": 0.3, "arithmetic": 0.1}
+"""Of a score that an axis spans."""
+STRICT = ("exact", "rejection", "block")
+PER_PANEL = 5
+"""Families beside the strict rules, so that lines can be told apart."""
+
+
+def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
+    """The families of a task, a few for each row of panels, those of `mars` first and together."""
+    found = [
+        arm["family"]
+        for table in report["tables"]
+        if table["task"] == task and table["draft"] != "none"
+        for arm in table["arms"]
+    ]
+    families = [name for name in dict.fromkeys(found) if name not in (*STRICT, GONE)]
+    families.sort(key=lambda name: not name.startswith("mars"))
+    rows = -(-len(families) // PER_PANEL)
+    size = -(-len(families) // rows)
+    return [families[first : first + size] for first in range(0, len(families), size)]
+
+
+def panel(
+    axis: Any, table: Mapping[str, Any], alone: Sequence[float] | None, chosen: Sequence[str]
+) -> list[float]:
+    """Some families on one task, at one temperature, with one draft; returns the scores that are drawn, and the ends of
+    their intervals."""
+    ends: list[float] = []
+    if not any(arm["family"] in chosen for arm in table["arms"]):
+        return ends
+    if alone is not None:
+        level(axis, alone[0], alone[1:], label="target alone, its interval shaded", colour=GREY)
+        ends += alone
+    for name in (*STRICT, *chosen):
+        arms = [arm for arm in table["arms"] if arm["family"] == name]
+        if not arms:
+            continue
+        arms.sort(key=lambda arm: arm["tau"][0])
+        x, y = ([arm[what][0] for arm in arms] for what in ("tau", "score"))
+        xerr, yerr = (
+            whiskers([arm[w][0] for arm in arms], [arm[w][1:] for arm in arms]) for w in ("tau", "score")
+        )
+        ends += [end for arm in arms for end in arm["score"]]
+        axis.errorbar(
+            x, y, xerr=xerr, yerr=yerr, label=name, linewidth=1, elinewidth=0.6, capsize=0, **look(name).line
+        )
+    return ends
+
+
+def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
+    """Write the picture of a task: a column for every draft and temperature, a row for every few families."""
+    tables = [table for table in report["tables"] if table["task"] == task]
+    alone = {t["temperature"]: t["arms"][0]["score"] for t in tables if t["draft"] == "none"}
+    tables = [table for table in tables if table["draft"] != "none"]
+    if not tables:
+        raise SystemExit(f"there are no drafts for {task}: run eval_rules.py first")
+    families = groups(report, task)
+    grid = {
+        "rows": len(families),
+        "columns": len(tables),
+        "panel": (3.3, 2.6),
+        "sharex": "col",
+        "sharey": "col",
+    }
+    ends: list[list[float]] = [[] for _ in tables]
+    with picture(files, **grid, caption=caption(report, task)) as axes:
+        for row, chosen in zip(axes, families, strict=True):
+            for axis, table, column in zip(row, tables, ends, strict=True):
+                column += panel(axis, table, alone.get(table["temperature"]), chosen)
+                axis.set_title(f"{table['draft']}, temperature {table['temperature']:g}")
+        for axis, column in zip(axes[0], ends, strict=True):
+            honest_limits(axis, column, least=LEAST[task])
+        for axis in axes[:, 0]:
+            axis.set_ylabel(SCORES[task])
+        for column in axes.T:
+            lowest = [axis for axis in column if axis.has_data()][-1]
+            lowest.set_xlabel("tau, tokens per target forward")
+            lowest.tick_params(labelbottom=True)
+
+
+def caption(report: Mapping[str, Any], task: str) -> str:
+    """The pair, n and the date."""
+    count = max(
+        arm["prompts"] for table in report["tables"] if table["task"] == task for arm in table["arms"]
+    )
+    facts = (
+        "tiny/target drafted by tiny/draft",
+        f"n = {count} prompts of {task}",
+        f"jax {report['environment']['jax']} on CPU",
+        report.get("date"),
+        "a point is a setting, whiskers are 95% intervals over prompts",
+    )
+    return "; ".join(fact for fact in facts if fact) + "."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--source", type=Path, default=SOURCE)
+    parser.add_argument("--folder", type=Path, default=common.ROOT / "docs", help="where the pictures go")
+    parser.add_argument(
+        "--task", nargs="+", choices=tuple(SCORES), default=tuple(SCORES), help="whose picture"
+    )
+    chosen = parser.parse_args(argv)
+    report = json.loads(chosen.source.read_text(encoding="utf-8"))
+    for task in chosen.task:
+        draw(report, task, [chosen.folder / f"rules_{task}.svg"])
+
+
+if __name__ == "__main__":
+    main()

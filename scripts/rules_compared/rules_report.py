@@ -1,0 +1,223 @@
+"""What the rows of eval_rules.py say: figures of every arm with intervals, and comparisons at equal tau.
+
+n prompts, R resamples. Intervals are 95%, by the bootstrap over prompts; whatever is compared is resampled together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESAMPLES = 4000
+TASKS = ("stories", "arithmetic")
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Sums(NamedTuple):
+    """Per-prompt figures of an arm, f64[n] each, by prompt."""
+
+    steps: np.ndarray
+    emitted: np.ndarray
+    score: np.ndarray  # summed log-likelihoods, or 1 for a right answer
+    of: np.ndarray  # their tokens, or 1
+    relaxed: np.ndarray
+    accepted: np.ndarray
+    regret: np.ndarray
+    over: np.ndarray  # sum of log q - log p over accepted tokens
+    over_count: np.ndarray
+    loops: np.ndarray
+
+    def first(self, n: int) -> Sums:
+        """Of the first n prompts."""
+        return Sums(*(column[:n] for column in self))
+
+
+def sums(rows: Rows) -> Sums:
+    """Of the rows of one arm, in the order of its prompts.
+
+    Arms are paired by the order of their prompts, so one that is missing would pair all that follow it wrongly.
+    """
+    rows = sorted(rows, key=lambda row: row["id"])
+    if [row["id"] for row in rows] != list(range(len(rows))):
+        raise SystemExit(
+            f"an arm lacks prompts, or has one twice: {[row['id'] for row in rows]}; decode it again"
+        )
+
+    def column(value: Any) -> np.ndarray:
+        return np.asarray([value(row) for row in rows], np.float64)
+
+    return Sums(
+        steps=column(lambda r: r["steps"]),
+        emitted=column(lambda r: r["emitted"]),
+        score=column(lambda r: r["score"][0]),
+        of=column(lambda r: r["score"][1] if len(r["score"]) > 1 else 1.0),
+        relaxed=column(lambda r: r["relaxed"]),
+        accepted=column(lambda r: r["accepted"]),
+        regret=column(lambda r: r["regret"]),
+        over=column(lambda r: r["overshoot"][0]),
+        over_count=column(lambda r: r["overshoot"][1]),
+        loops=column(lambda r: r["loops"]),
+    )
+
+
+def weights(n: int) -> np.ndarray:
+    """f64[R + 1, n]: how often each prompt counts in a resample; the first row is the sample itself."""
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    return np.concatenate([np.ones((1, n)), drawn]).astype(np.float64)
+
+
+def tau_of(arm: Sums, w: np.ndarray) -> np.ndarray:
+    """f64[R + 1]"""
+    return (w @ arm.emitted) / (w @ arm.steps)
+
+
+def score_of(arm: Sums, w: np.ndarray) -> np.ndarray:
+    """f64[R + 1]: nats per token, or a share."""
+    return (w @ arm.score) / (w @ arm.of)
+
+
+def spread(values: np.ndarray) -> list[float] | None:
+    """Value, low and high; of values whose first is the sample's own. None where many resamples have none."""
+    good = values[~np.isnan(values)]
+    if np.isnan(values[0]) or len(good) < 0.9 * len(values):
+        return None
+    low, high = np.quantile(good[1:], [0.025, 0.975])
+    return [float(values[0]), float(low), float(high)]
+
+
+def share(top: np.ndarray, bottom: np.ndarray) -> float:
+    return float(top.sum() / max(bottom.sum(), 1e-9))
+
+
+def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    """The score f64[R + 1] of a curve at tau f64[R + 1], between its neighbours in tau; NaN outside of it."""
+    taus = np.stack([tau_of(arm, w) for arm in curve])
+    values = np.stack([score_of(arm, w) for arm in curve])
+    made = np.full(tau.shape, np.nan)
+    for i, wanted in enumerate(tau):
+        order = np.argsort(taus[:, i])
+        if taus[order[0], i] <= wanted <= taus[order[-1], i]:
+            made[i] = np.interp(wanted, taus[order, i], values[order, i])
+    return made
+
+
+def figures(arm: Sums, alone: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
+    """Of an arm, beside the target alone, the strict rule of its draft, and `mars` at its tau."""
+    n = len(arm.steps)
+    w = weights(n)
+    tau, score = tau_of(arm, w), score_of(arm, w)
+    made: dict[str, Any] = {
+        "prompts": n,
+        "tau": spread(tau),
+        "calls_per_token": spread(1 / tau),
+        "score": spread(score),
+        "less_alone": spread(score - score_of(alone.first(n), w)),
+        "relaxed_share": share(arm.relaxed, arm.accepted),
+        "regret": share(arm.regret, arm.emitted),
+        "overshoot": share(arm.over, arm.over_count) if arm.over_count.sum() else None,
+        "loop_rate": float(arm.loops.mean()),
+        "tokens": float(arm.emitted.mean()),
+    }
+    if strict is not None:
+        first = strict.first(n)
+        made["tau_gain"] = spread(tau / tau_of(first, w) - 1)
+        made["less_strict"] = spread(score - score_of(first, w))
+    if curve:
+        n = min(n, *(len(a.steps) for a in curve))
+        w, same = weights(n), arm.first(n)
+        at_equal_tau = at_tau([a.first(n) for a in curve], w, tau_of(same, w))
+        made["less_mars_at_tau"] = spread(score_of(same, w) - at_equal_tau)
+    return made
+
+
+def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str, Any]:
+    """The ratio's curve less the gap's: at the tau of the ratio's default, and in the mean over the tau that both have.
+
+    Args:
+      ratio, gap: the arms of the two sweeps, the strict one at the beginning of both.
+      default: place of the ratio's default theta in its sweep.
+    """
+    n = min(len(arm.steps) for arm in (*ratio, *gap))
+    ratio, gap = ([arm.first(n) for arm in curve] for curve in (ratio, gap))
+    w = weights(n)
+    tau = tau_of(ratio[default], w)
+    top = np.minimum(*(np.max([tau_of(arm, w) for arm in curve], axis=0) for curve in (ratio, gap)))
+    low = tau_of(ratio[0], w)
+    over = [
+        at_tau(ratio, w, low + share * (top - low)) - at_tau(gap, w, low + share * (top - low))
+        for share in np.linspace(0.1, 0.95, 10)
+    ]
+    return {
+        "prompts": n,
+        "tau": spread(tau),
+        "at_default": spread(score_of(ratio[default], w) - at_tau(gap, w, tau)),
+        "over_sweep": spread(np.mean(over, axis=0)),
+        "range": [float(low[0]), float(top[0])],
+    }
+
+
+def report(rows: Rows, arms: Mapping[str, Mapping[float, Sequence[Any]]]) -> dict[str, Any]:
+    """All tables.
+
+    Args:
+      rows: of the file.
+      arms: of each draft and temperature, as `eval_rules.arms` makes them.
+    """
+    grouped: dict[tuple[str, float, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault((row["task"], row["temperature"], row["draft"], row["arm"]), []).append(row)
+    found = {}
+    for draft, by_temperature in arms.items():
+        for temperature, listed in by_temperature.items():
+            for arm in listed:
+                for task in TASKS:
+                    key = (task, temperature, draft, arm.name)
+                    if key in grouped:
+                        found[key] = sums(grouped[key]).first(arm.prompts)
+    tables, answers = [], []
+    for task in TASKS:
+        for temperature in (0.0, 1.0):
+            alone = found[task, temperature, "none", "target alone"]
+            for draft, by_temperature in arms.items():
+                listed = [
+                    a for a in by_temperature[temperature] if (task, temperature, draft, a.name) in found
+                ]
+                if not listed:
+                    continue
+
+                def of(name: str, place: tuple[str, float, str] = (task, temperature, draft)) -> Sums | None:
+                    return found.get((*place, name))
+
+                families: dict[str, list[Sums]] = {}
+                for arm in listed:
+                    families.setdefault(arm.family, []).append(found[task, temperature, draft, arm.name])
+                exact = families.get("exact", [])
+                ratio = [*exact, *families.get("mars (ratio)", [])]
+                gap = [*exact, *families.get("mars (gap)", [])]
+                tables.append(
+                    {
+                        "task": task,
+                        "temperature": temperature,
+                        "draft": draft,
+                        "arms": [
+                            {
+                                "family": arm.family,
+                                "arm": arm.name,
+                                **figures(
+                                    found[task, temperature, draft, arm.name],
+                                    alone,
+                                    of(arm.base) if arm.base and arm.name != arm.base else None,
+                                    ratio if len(ratio) > 2 and arm.family != "mars (ratio)" else [],
+                                ),
+                            }
+                            for arm in listed
+                        ],
+                    }
+                )
+                if min(len(ratio), len(gap)) > 3:
+                    answers.append(
+                        {"task": task, "temperature": temperature, "draft": draft, **paired(ratio, gap, 2)}
+                    )
+    return {"tables": tables, "ratio_less_gap": answers}

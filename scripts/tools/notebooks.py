@@ -1,0 +1,125 @@
+"""Write colab/*.ipynb from colab/*.py, with one way to install, the badge, and what Colab is told of the runtime.
+
+    python -m scripts.tools.notebooks              # outputs of cells that are as they were stay
+    python -m scripts.tools.notebooks --run NAME   # runs one from end to end, and stores its outputs
+
+The address to install from, and that of the badge, is `Repository` among `[project.urls]` of pyproject.toml. While
+there is none, notebooks have no badge, and install the wheel or the address that the user fills in. It needs the extra
+`notebook`.
+
+Oracle: tests/test_colab.py.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from scripts import common
+from scripts.tools import site_pages
+
+COLAB = common.ROOT / "colab"
+INSTALL = """# ## Install
+#
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
+# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
+# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
+# was loaded already. Expect a minute.
+
+# %%
+import glob
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = "ADDRESS"  # @param {type:"string"}
+
+on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
+if importlib.util.find_spec("mars_jax") is None:
+    source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    if "://" not in source and not (source.endswith(".whl") and glob.glob(glob.escape(source))):
+        print("Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.")
+    else:
+        extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+        address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
+
+"""
+"""The part of every notebook with this heading."""
+RUNTIME = {"accelerator": "TPU", "colab": {"gpuType": "V5E1", "provenance": []}}
+"""What Colab takes a runtime for. Every notebook runs on a CPU too."""
+
+
+def installing(source: str) -> str:
+    """The text of a notebook with the common way to install."""
+    address = site_pages.repository()
+    install = INSTALL.replace("ADDRESS", f"git+{address}" if address else "")
+    made, count = re.subn(r"^# ## Install\n.*?check=True\)\n\n", lambda _: install, source, flags=re.M | re.S)
+    if count != 1:
+        raise ValueError(f"{count} parts are named Install: expected one.")
+    return made
+
+
+def notebook(name: str, old: Any = None) -> Any:
+    """The notebook of colab/NAME.py; the outputs of its cells are those of `old` where their code is the same."""
+    import jupytext
+
+    made = jupytext.read(COLAB / f"{name}.py")
+    made.metadata |= RUNTIME
+    if address := site_pages.repository().removeprefix("https://"):
+        badge = "https://colab.research.google.com/assets/colab-badge.svg"
+        there = (
+            f"https://colab.research.google.com/{address.replace('.com', '')}/blob/main/colab/{name}.ipynb"
+        )
+        title, rest = made.cells[0].source.split("\n", 1)
+        made.cells[0].source = f"{title}\n\n[![Open in Colab]({badge})]({there})\n{rest}"
+    kept = {cell.source: cell for cell in (old.cells if old else [])}
+    for number, cell in enumerate(made.cells):
+        cell.id = f"cell-{number}"
+        if cell.cell_type == "code" and cell.source in kept:
+            cell.outputs = kept[cell.source].outputs
+            cell.execution_count = kept[cell.source].execution_count
+    return made
+
+
+def run(made: Any) -> None:
+    """Run a notebook in an empty folder, and print how long each cell took, which its text is to say.
+
+    What it says on stderr, progress most of all, is not kept.
+    """
+    import nbclient
+
+    with tempfile.TemporaryDirectory() as folder:
+        nbclient.NotebookClient(
+            made, timeout=None, coalesce_streams=True, resources={"metadata": {"path": folder}}
+        ).execute()
+    for cell in made.cells:
+        if cell.cell_type == "code":
+            times = cell.metadata.pop("execution")
+            began, ended = (
+                datetime.fromisoformat(times[f"iopub.status.{when}"]) for when in ("busy", "idle")
+            )
+            print(f"{cell.id}: {(ended - began).total_seconds():.0f} s")
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    import jupytext
+
+    parser = common.parser(__doc__)
+    parser.add_argument("--run", nargs="+", default=[], metavar="NAME", help="notebooks to run")
+    names = parser.parse_args(argv).run
+    for path in sorted(COLAB.glob("*.py")):
+        path.write_text(installing(path.read_text(encoding="utf-8")), encoding="utf-8")
+        place = path.with_suffix(".ipynb")
+        made = notebook(path.stem, jupytext.read(place) if place.exists() else None)
+        if path.stem in names:
+            run(made)
+        jupytext.write(made, place)
+
+
+if __name__ == "__main__":
+    main()

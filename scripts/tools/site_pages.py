@@ -1,0 +1,431 @@
+"""The pages of the documentation site: those of docs/, and those that are made from something else.
+
+    python -m scripts.tools.site_pages    # writes build/pages, from which `zensical build --strict` makes build/site
+
+Nothing here imports jax or the generator: flags come from the parsers, names from the packages' own tables and from
+docs/stability.md, fields and docstrings from the source. So another generator of Markdown could take the folder.
+
+Oracle: tests/test_site.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import functools
+import importlib
+import json
+import os
+import posixpath
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mars_jax.cli.program import Parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ROOT / "build" / "pages"
+FROM_ROOT = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "mars_jax/assets/tiny/README.md": "tiny.md",
+}
+"""Documents outside of docs/ that are pages of the site, by their path in the repository."""
+_FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def repository() -> str:
+    """The address of the repository, without a slash at its end; "" where it is not known.
+
+    It stands in one place, `Repository` among `[project.urls]` of pyproject.toml. Without that, a build on GitHub asks
+    GitHub.
+    """
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    return told.get("Repository", f"{server}/{name}" if server and name else "").rstrip("/")
+
+
+def on_site(text: str, source: str, address: str) -> str:
+    """A document of the repository as a page of the site.
+
+    Links to other pages stay. Links to files that are no pages lead into the repository, or become plain text if its
+    address is not known.
+
+    Args:
+      text: of the document.
+      source: its path in the repository.
+      address: as of `repository`.
+
+    Raises:
+      ValueError: a link to nothing.
+
+    >>> on_site("[rules](docs/rules.md#rules) and [all](LICENSE)", "README.md", "https://x.org/y")
+    '[rules](rules.md#rules) and [all](https://x.org/y/blob/main/LICENSE)'
+    >>> on_site("[all](LICENSE)", "README.md", "")
+    'all'
+    """
+
+    def place(link: str) -> str | None:
+        name, hash_, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link) or not name:
+            return link
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
+        if not (ROOT / path).exists():
+            raise ValueError(f"{source} links to {link}, and there is no {path}.")
+        if path in FROM_ROOT:
+            return FROM_ROOT[path] + hash_ + anchor
+        if path.startswith("docs/"):
+            return path.removeprefix("docs/") + hash_ + anchor
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"{address}/{kind}/main/{path}{hash_}{anchor}" if address else None
+
+    def part(found: str) -> str:
+        moved = re.sub(
+            r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)",
+            lambda m: m[2] if (to := place(m[3])) is None else f"{m[1]}[{m[2]}]({to})",
+            found,
+        )
+        return re.sub(r"<!--.*?-->\n?", "", moved, flags=re.DOTALL)
+
+    pieces = _FENCE.split(text)
+    return "".join(p if i % 2 else part(p) for i, p in enumerate(pieces))
+
+
+# Flags.
+
+
+def parsers() -> dict[str, Parser]:
+    """The parser of every command that has one of its own: all but lm_eval, whose flags are the harness's."""
+    from mars_jax.cli.commands import parser_of
+
+    return {name: made for name in _commands() if (made := parser_of(name)) is not None}
+
+
+def _commands() -> dict[str, str]:
+    return importlib.import_module("mars_jax.cli.commands").COMMANDS
+
+
+def flags_page() -> str:
+    """The flags of every command, as its parser has them."""
+    lines = [
+        "# Flags",
+        "",
+        "This page is made from the parsers when the site is built. [Commands](commands.md) explains what the commands "
+        "are for. `lm_eval` has the flags of lm-evaluation-harness.",
+        "",
+    ]
+    for name, made in parsers().items():
+        lines += [f"## {name}", "", _escaped(" ".join((made.description or "").split())), ""]
+        lines += [*_tables(name, {"": made}), *_tables(f"{name} ", made.kinds())]
+        if made.epilog:
+            lines += ["```text", made.epilog.strip("\n"), "```", ""]
+    return "\n".join(lines)
+
+
+def _tables(command: str, made: Mapping[str, Parser]) -> list[str]:
+    """The groups of flags; one that several parsers share stands once."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, parser in made.items():
+        for title, group in parser.groups().items():
+            told = [_escaped(" ".join(group.description.split())), ""] if group.description else []
+            rows = [_flag(action) for action in _told_apart(group) if action.help != argparse.SUPPRESS]
+            table = (title, "", *told, "| flag | meaning |", "|---|---|", *rows, "")
+            found.setdefault(table, []).append(name)
+    lines = []
+    for (title, *table), names in found.items():
+        lines += [f"### {command}{', '.join(names)}: {title}", *table]
+    return lines
+
+
+def _told_apart(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+    """The arguments of a group, each subcommand as one of its own."""
+    made = []
+    for action in group._group_actions:
+        made += action._choices_actions if isinstance(action, argparse._SubParsersAction) else [action]
+    return made
+
+
+def _flag(action: argparse.Action) -> str:
+    shown = action.metavar if isinstance(action.metavar, str) else None
+    if action.choices is not None and shown is None:
+        shown = "{" + ",".join(map(str, action.choices)) + "}"
+    value = "" if action.nargs == 0 else shown or action.dest.upper()
+    names = ", ".join(action.option_strings) or value
+    told = f"{names} {value}".strip() if action.option_strings else names
+    text = (action.help or "") % {"default": action.default, "prog": ""}
+    return f"| `{told.replace('|', chr(92) + '|')}` | {_escaped(' '.join(text.split()))} |"
+
+
+def _prose(text: str) -> str:
+    """A comment as Markdown: what is in backquotes is code."""
+    return "`".join(_escaped(part) if i % 2 == 0 else part for i, part in enumerate(text.split("`")))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([*_<>|`\[\]])", r"\\\1", text)
+
+
+# The Python API.
+
+
+class Name(NamedTuple):
+    """A name of the reference: how a user calls it, and where it is defined."""
+
+    shown: str
+    home: str
+
+
+REFERENCE = {
+    "text to text": ("text", "[The tutorial](../tutorial.md) begins with these."),
+    "the step in a program": ("step", "[The step in your own program](../embedding.md) explains these."),
+    "a model or a drafter of your own": (
+        "protocols",
+        "[Drafters](../drafters.md#writing-a-drafter) explains these.",
+    ),
+    "rules": ("rules", "[Rules](../rules.md) explains these."),
+    "a rule of your own": ("own-rules", "[Writing a rule](../rules.md#writing-a-rule) explains these."),
+    "drafters": ("drafters", "[Drafters](../drafters.md) explains these."),
+    "kernels": ("kernels", "[Kernels](../kernels.md) explains these."),
+    "errors, compilation, modules": ("modules", "Modules that are promised come first."),
+    "rules and drafters of one paper each": (
+        "contrib",
+        "All of `mars_jax.contrib` may change in any version.",
+    ),
+}
+"""Pages of the reference by purpose, which is that of docs/stability.md for all but the last: (file, first line)."""
+
+
+def promised() -> dict[str, list[str]]:
+    """The names that docs/stability.md promises, by what they are for."""
+    text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    rows = text[text.index("| what for | names |") :].split("\n\n")[0].splitlines()[2:]
+    cells = (row.strip("| ").split(" | ") for row in rows)
+    return {purpose: re.findall(r"`([\w.]+)`", names) for purpose, names in cells}
+
+
+def api_names() -> dict[str, list[Name]]:
+    """The names of the reference by purpose: what is promised, then what is exported besides."""
+    import mars_jax
+    from mars_jax import contrib
+
+    names = {
+        purpose: [f if f.startswith("kernels_pallas.") else f"mars_jax.{f}" for f in row]
+        for purpose, row in promised().items()
+    }
+    around = names["errors, compilation, modules"]  # modules have entries of another kind
+    around[:] = [name for name in around if name.rpartition(".")[2] not in mars_jax._MODULES]
+    listed = {name for row in names.values() for name in row}
+    for name in exported("mars_jax.verify"):
+        if name not in listed:
+            factory = f"mars_jax.verify.{name.rpartition('.')[2].lower()}"
+            names["rules" if factory in listed and name != factory else "a rule of your own"].append(name)
+    for purpose, package in (("drafters", "mars_jax.drafters"), ("kernels", "kernels_pallas")):
+        names[purpose] += [name for name in exported(package) if name not in listed]
+    ours = [f"mars_jax.{name}" for name in mars_jax._HOME]
+    names["a model or a drafter of your own"] += [name for name in ours if name not in listed]
+    pages = {
+        purpose: [Name(name, home_of(name)) for name in names[purpose]] for purpose in list(REFERENCE)[:-1]
+    }
+    of_papers = [Name(f"mars_jax.contrib.{n}", home.replace(":", ".")) for n, home in contrib._HOME.items()]
+    return pages | {list(REFERENCE)[-1]: of_papers}
+
+
+def exported(package: str) -> list[str]:
+    """The names in `__all__` of a package, which is not imported."""
+    for node in _parsed(package).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return [f"{package}.{name}" for name in ast.literal_eval(node.value)]
+    raise ValueError(f"{package} has no __all__.")
+
+
+def home_of(name: str) -> str:
+    """The module that defines a name, and the name there; packages are asked where they import it from.
+
+    >>> home_of("mars_jax.load"), home_of("mars_jax.verify.exact")
+    ('mars_jax.hub.load.load', 'mars_jax.verify.exact.exact')
+    """
+    import mars_jax
+
+    package, _, own = name.rpartition(".")
+    if package == "mars_jax" and own in mars_jax._HOME:
+        return home_of(f"mars_jax.{mars_jax._HOME[own]}.{own}")
+    for node in _parsed(package).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == own:
+                    return home_of(f"{node.module}.{alias.name}")
+    return name
+
+
+def _file(module: str) -> Path:
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    path = _file(module)  # none is a class around a class, or a module of another package
+    return ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+
+
+def api_pages() -> dict[str, str]:
+    """Pages whose entries mkdocstrings fills from the docstrings, by their path on the site."""
+    import mars_jax
+
+    names = api_names()
+    pages = {}
+    for purpose, (page, told) in REFERENCE.items():
+        lines = [f"# {purpose[0].upper()}{purpose[1:]}", "", told, ""]
+        for name in names[purpose]:
+            lines += [f"::: {name.home}", "    options:", f"      heading: {name.shown}", ""]
+        pages[f"api/{page}.md"] = "\n".join(lines)
+    known = [name.home.rpartition(".") for row in names.values() for name in row]
+    lines = []
+    for name in sorted(mars_jax._MODULES.keys() - {"verify", "drafters"}, key=_is_later):
+        home = f"mars_jax.{mars_jax._MODULES[name]}"
+        # What has an entry on another page has none here.
+        filters = ", ".join(
+            f'"!^{own}$"' for own in ("_.*", *sorted(own for m, _, own in known if m == home))
+        )
+        lines += [
+            f"::: {home}",
+            "    options:",
+            f"      heading: mars_jax.{name}",
+            f"      filters: [{filters}]",
+            "",
+        ]
+    pages["api/modules.md"] += "\n".join(lines)
+    return pages
+
+
+def _is_later(module: str) -> tuple[bool, str]:
+    return module not in promised()["errors, compilation, modules"], module  # what is promised comes first
+
+
+class Field(NamedTuple):
+    """A field of a class: its name, its annotation, and what the comment or docstring beside it says."""
+
+    name: str
+    annotation: str
+    meaning: str
+
+
+def fields(home: str) -> list[Field]:
+    """The fields of a class and of its bases in this repository, those of the bases first.
+
+    A comment stands after a field, or on the lines before it; a docstring after it.
+
+    >>> fields("mars_jax.verify.mars.Mars")[-1].name, fields("mars_jax.core.types.Verdict")[1]
+    ('margin', Field(name='num_accepted', annotation='Array', meaning='i32[B]; edges walked'))
+    """
+    module, _, own = home.rpartition(".")
+    found: dict[str, Field] = {}
+    kind = next((n for n in _parsed(module).body if isinstance(n, ast.ClassDef) and n.name == own), None)
+    if kind is None:
+        return []
+    for base in kind.bases:
+        if isinstance(base, ast.Name) and (of := home_of(f"{module}.{base.id}")).split(".")[0] == "mars_jax":
+            found |= {field.name: field for field in fields(of)}
+    lines = _file(module).read_text(encoding="utf-8").splitlines()
+    for node, after in zip(kind.body, [*kind.body[1:], None], strict=True):
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        if isinstance(target, ast.Name) and not target.id.startswith("_"):
+            annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+            meaning = _beside(node, after, lines) or (found[target.id].meaning if target.id in found else "")
+            found[target.id] = Field(target.id, annotation, meaning)
+        elif isinstance(node, ast.FunctionDef):
+            found.pop(node.name, None)  # a property in the place of a field
+    return list(found.values())
+
+
+def _beside(node: ast.stmt, after: ast.stmt | None, lines: list[str]) -> str:
+    if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        return " ".join(str(after.value.value).split())
+    last = lines[(node.end_lineno or 0) - 1]
+    if "#" in last[node.end_col_offset or 0 :]:
+        return last[node.end_col_offset or 0 :].partition("#")[2].strip()
+    first = node.lineno - 1
+    while lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return " ".join(line.strip().lstrip("# ") for line in lines[first : node.lineno - 1])
+
+
+def told(docstring: str, home: str) -> str:
+    """A docstring as the site shows it: examples are blocks of code, and a class lists its fields."""
+    rows = [
+        f"  {name} ({annotation or 'Any'}): {_prose(meaning)}" for name, annotation, meaning in fields(home)
+    ]
+    return "\n".join([fenced(docstring), *(["", "Attributes:", *rows] if rows else [])])
+
+
+def fenced(docstring: str) -> str:
+    """A docstring whose examples are blocks of code, as the site shows them.
+
+    >>> fenced("One.\\n\\n>>> 1 + 1\\n2").splitlines()
+    ['One.', '', '```pycon', '>>> 1 + 1', '2', '```']
+    """
+    lines, inside = [], False
+    for line in docstring.splitlines():
+        begins = line.lstrip().startswith(">>> ")
+        indent = line[: len(line) - len(line.lstrip())]
+        if begins and not inside:
+            lines.append(f"{indent}```pycon")
+            margin, inside = indent, True
+        elif inside and not line.strip():
+            lines.append(f"{margin}```")
+            inside = False
+        lines.append(line)
+    return "\n".join([*lines, f"{margin}```"] if inside else lines)
+
+
+def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown: its texts, its code and its stored outputs, and its pictures by their path."""
+    cells = json.loads((ROOT / "colab" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    parts, pictures = [], {}
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = {kind: "".join(lines) for kind, lines in output.get("data", {}).items()}
+            if picture := data.get("image/png"):
+                path = f"notebooks/{name}-{len(pictures) + 1}.png"
+                pictures[path] = base64.b64decode(picture)
+                parts.append(f"![what the cell above draws]({posixpath.basename(path)})")
+            elif shown := data.get("text/markdown", data.get("text/html")):
+                parts.append(shown)
+            else:
+                said = re.sub(r"\x1b\[[\d;]*m", "", "".join(output.get("text", data.get("text/plain", ""))))
+                parts.append(f"```text\n{said.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def write(folder: Path) -> None:
+    """Write every page and picture into a folder, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder)
+    address = repository()
+    pages = {"flags.md": flags_page(), **api_pages()}
+    of_docs = {f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}
+    for source, page in (of_docs | FROM_ROOT).items():
+        pages[page] = on_site((ROOT / source).read_text(encoding="utf-8"), source, address)
+    drawn: dict[str, bytes] = {}
+    for path in (ROOT / "colab").glob("*.ipynb"):
+        text, own = notebook_page(path.stem)
+        pages[f"notebooks/{path.stem}.md"], drawn = text, drawn | own
+    for page, text in pages.items():
+        (folder / page).parent.mkdir(exist_ok=True)
+        (folder / page).write_text(text, encoding="utf-8")
+    for picture, data in drawn.items():
+        (folder / picture).write_bytes(data)
+
+
+if __name__ == "__main__":
+    write(PAGES)

@@ -1,0 +1,109 @@
+"""Slices of TPUs: plans by the compiler, one chip in few bits, and the taus of the MARS paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.common import load
+
+GIB = 2**30
+GENERATIONS = ("v5e", "v6e", "v5p")
+
+
+def figures() -> dict[str, Any]:
+    """The variables of the page."""
+    return {"plans": plans(), "one_chip": one_chip(), "published": published()}
+
+
+def one_chip() -> dict[str, Any]:
+    """plan_bits.json: a published model in few bits on one chip, by the compiler's schedule."""
+    results = load("plan_bits.json")["results"]
+
+    def row(name: str, found: Mapping[str, Any]) -> list[str]:
+        steps = (("autoregressive_step", "autoregressive_floor_seconds"), ("step", "floor_seconds"))
+        pairs = [(found[step]["low_seconds"], found[floor]) for step, floor in steps]
+        held = f"{found['held_bytes'] / GIB:.1f} of {found['hbm_bytes'] / GIB:.0f}"
+        return [*name.split(", "), held, *(f"{1e3 * a:.1f} ({a / b:.2f} x)" for a, b in pairs)]
+
+    return {
+        "rows": [row(name, found) for name, found in results.items()],
+        "fits": all(found["fits"] for found in results.values()),
+        "trees_over_small_groups_are_longer": all(
+            found["step"]["low_seconds"]
+            > results[name.replace("int4 in groups of 32", "int8")]["step"]["low_seconds"]
+            for name, found in results.items()
+            if "groups" in name and "tree" in name
+        ),
+        "fewer_bits_are_faster": all(
+            results[name][step]["low_seconds"]
+            < results[re.sub("int4[^,]*", "int8", name)][step]["low_seconds"]
+            for name in results
+            if "int4" in name
+            for step in ("step", "autoregressive_step")
+            if step == "autoregressive_step" or "groups" not in name
+        ),
+    }
+
+
+def published() -> dict[str, Any]:
+    """plan_published.json: taus of the MARS paper times the compiler's steps."""
+    results = load("plan_published.json")["results"]
+
+    def row(name: str, found: Mapping[str, Any]) -> list[str]:
+        paper, step, alone = found["published"], found["step"], found["alone"]
+        ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (alone, step)]
+        # The lower time of a routine for both steps, or the upper one for both.
+        shares = sorted(a / b for a, b in zip(alone, step, strict=True))
+        ours = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
+        both = [f"{tau} ({speed:.2f})" for tau, speed in zip(paper["tau"], paper["speed"], strict=True)]
+        return [name, found["topology"], *ranges, both[0], ours[0], both[1], ours[1]]
+
+    return {
+        "rows": [row(name, found) for name, found in results.items()],
+        "fits": all(found["fits"] for found in results.values()),
+    }
+
+
+def plans() -> dict[str, Any]:
+    """plans.json, and paper_plans.json where it has the same slice: slices by the TPU's compiler."""
+    report, own = load("plans.json"), load("paper_plans.json")["rows"]
+    targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
+    entries = sorted(
+        (
+            row | {"tree": "10-7-60"} | ({**own[name], "tree": "10-8-60"} if _is_own(own, name, row) else {})
+            for row in report["entries"].values()
+            for name in [row["target"]]
+        ),
+        key=lambda row: (
+            targets.index(row["target"]),
+            GENERATIONS.index(row["topology"].split(":")[0]),
+            row["chips"],
+        ),
+    )
+    rows = [
+        [
+            row["target"],
+            row["dtype"],
+            row["topology"],
+            row["tree"],
+            "yes" if row["fits"] else "no",
+            f"{row['held_bytes'] / GIB:.1f} of {row['hbm_bytes'] / GIB:.0f}",
+            f"{1e3 * row['floor_seconds']:.1f}",
+            f"{1e3 * row['autoregressive_floor_seconds']:.1f}",
+        ]
+        for row in entries
+    ]
+    mixture = [row for row in entries if row["target"] == "qwen3-235b-a22b"]
+    return {
+        "rows": rows,
+        "versions": report["versions"],
+        "mixture_reads_more": all(
+            row["floor_seconds"] > 3 * row["autoregressive_floor_seconds"] for row in mixture
+        ),
+    }
+
+
+def _is_own(own: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> bool:
+    return name in own and (row["topology"], row["dtype"]) == (own[name]["topology"], "bfloat16")

@@ -1,0 +1,310 @@
+"""The prompts that SmolLM2-135M's EAGLE-3 head learns from. What comes after is `mars-jax distill`:
+
+    python -m scripts.train.smollm2_head texts --data SHARED/data --count 3000 --output prompts/texts.txt
+    python -m scripts.train.smollm2_head sources --data SHARED/data --output prompts/sources.txt
+    python -m scripts.train.smollm2_head own --count 4000 --output prompts/own.txt
+    mars-jax distill features --target smollm2 --data prompts/texts.txt --length 512 --output features/texts
+    for name in own sources; do
+      mars-jax distill features --target smollm2 --data prompts/$name.txt --chat --temperatures 0,1 \\
+          --length 320 --output features/$name
+    done
+    mars-jax distill eagle3 --target smollm2 --features features/texts features/own features/sources \\
+        --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
+        --output heads/smollm2
+
+`texts` are conversations of other people's, which the target only reads: they cost a fifth of what it writes itself.
+That made the first head, and answers of the target's own made what ships of it:
+
+    python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
+    # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
+    python -m scripts.train.smollm2_head widen --heads smollm2/eagle3 --features features/answers --count 6144 \\
+        --output heads/start
+    mars-jax distill eagle3 --target smollm2 --from heads/start --features features/answers \\
+        --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
+    python -m scripts.train.smollm2_head tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
+
+After a kill, each command continues with the same arguments. No prompt of an evaluation is among these: MT-Bench,
+Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import lzma
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mars_jax.lab.training import data
+from scripts import common
+
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+TURN = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+
+
+def problems(folder: Path) -> Iterator[str]:
+    with lzma.open(folder / "gsm8k_train.jsonl.xz", "rt") as file:
+        for line in file:
+            yield json.loads(line)["question"]
+
+
+def dialogues(folder: Path) -> Iterator[str]:
+    """Half are answered, half summarised."""
+    for number, text in enumerate(data.documents(folder / "sgd_train.txt.xz")):
+        lines = text.splitlines()
+        if number % 2:
+            yield "Summarize this conversation:\n\n" + "\n".join(lines[:10])[:900]
+        else:
+            yield lines[0].removeprefix("User: ")
+
+
+def passages(folder: Path) -> Iterator[str]:
+    asked = (
+        "Summarize: ",
+        "Continue this story: ",
+        "What happens in this passage? ",
+        "Rewrite this in plain English: ",
+    )
+    for number, book in enumerate(data.documents(folder / "100_english_novels.txt.xz")):
+        paragraphs = [" ".join(p.split()) for p in book.split("\n\n")]
+        chosen = [p for p in paragraphs if 300 < len(p) < 900][number::97]
+        for place, text in enumerate(chosen):
+            yield asked[place % len(asked)] + text
+
+
+def stories(folder: Path) -> Iterator[str]:
+    for text in data.documents(folder / "tinystories_train.txt.xz"):
+        first = text.strip().split(". ")[0]
+        if len(first) < 200:
+            yield f"Write a short story that begins like this: {first}."
+
+
+def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(name, task, head with docstring, whole code) of functions that say what they do."""
+    for text in data.documents(folder / "thealgorithms_python.txt.xz"):
+        try:
+            found = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+        except (SyntaxError, ValueError):
+            continue
+        lines = text.splitlines()
+        for node in found:
+            says = ast.get_docstring(node)
+            if says and 60 < len(says) < 600:
+                head = "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])
+                whole = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                yield node.name, re.split(r"\n\s*\n|>>>", says)[0].strip(), head, whole
+
+
+def functions(folder: Path) -> Iterator[str]:
+    """A function to complete, or its docstring as a task."""
+    for number, (name, task, head, _) in enumerate(definitions(folder)):
+        yield (
+            f"Write a Python function `{name}`. {task}"
+            if number % 2
+            else f"Finish this Python function.\n\n{head}"
+        )
+
+
+SOURCES = {problems: 0.35, dialogues: 0.15, passages: 0.25, stories: 0.05, functions: 0.2}
+
+
+def sources(args: argparse.Namespace) -> None:
+    """Prompts made of the training data, in a fixed random order."""
+    mix(args, SOURCES)
+
+
+def texts(args: argparse.Namespace) -> None:
+    """Conversations made of the training data, nobody's prompt among them: cheap, since nothing is written."""
+    mix(args, TEXTS)
+
+
+def mix(args: argparse.Namespace, parts: dict[Callable[[Path], Iterator[str]], float]) -> None:
+    draw, found = random.Random(args.seed), []
+    for source, share in parts.items():
+        every = list(source(args.data))
+        draw.shuffle(every)
+        found += every[: round(share * args.count)]
+    draw.shuffle(found)
+    write(args.output, found)
+
+
+def chat(*turns: str) -> str:
+    """A conversation as the chat template writes it, turns of the user and of the assistant in alternation."""
+    text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+    for number, turn in enumerate(turns):
+        text += f"<|im_start|>{('user', 'assistant')[number % 2]}\n{turn}<|im_end|>\n"
+    return text
+
+
+def worked(folder: Path) -> Iterator[str]:
+    with lzma.open(folder / "gsm8k_train.jsonl.xz", "rt") as file:
+        for line in file:
+            row = json.loads(line)
+            answer = re.sub(r"<<.*?>>", "", row["answer"]).replace("####", "The answer is")
+            yield chat(row["question"], answer)
+
+
+def turns(folder: Path) -> Iterator[str]:
+    for text in data.documents(folder / "sgd_train.txt.xz"):
+        yield chat(*(line.partition(": ")[2] for line in text.splitlines()))
+
+
+def told(folder: Path) -> Iterator[str]:
+    for text in data.documents(folder / "tinystories_train.txt.xz"):
+        first = text.strip().split(". ")[0]
+        if len(first) < 200:
+            yield chat(f"Write a short story that begins like this: {first}.", text.strip())
+
+
+def continued(folder: Path) -> Iterator[str]:
+    for number, book in enumerate(data.documents(folder / "100_english_novels.txt.xz")):
+        paragraphs = [" ".join(p.split()) for p in book.split("\n\n")]
+        chosen = [(a, b) for a, b in itertools.pairwise(paragraphs) if min(len(a), len(b)) > 200]
+        for before, after in chosen[number::61]:
+            yield chat(f"Continue this story: {before[:800]}", after[:1200])
+
+
+def written(folder: Path) -> Iterator[str]:
+    for name, task, _, code in definitions(folder):
+        yield chat(f"Write a Python function `{name}`. {task}", f"```python\n{code}\n```")
+
+
+TEXTS = {worked: 0.3, turns: 0.15, told: 0.15, continued: 0.2, written: 0.2}
+
+
+def own(args: argparse.Namespace) -> None:
+    """User turns that the model writes itself (Magpie, arXiv 2406.08464): what it was tuned on, as it remembers it."""
+    import mars_jax as mj
+
+    target = mj.load("smollm2", dtype="bfloat16")
+    begun = target.tokenizer(TURN, add_special_tokens=False).input_ids
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    step = 8 * args.batch_size
+    for first in range(0, args.count, step):
+        count = min(step, args.count - first)
+        made = mj.generate(
+            target,
+            "none",
+            [begun] * count,
+            temperature=1.0,
+            seed=[args.seed + first + i for i in range(count)],
+            max_new_tokens=96,
+            batch_size=args.batch_size,
+        )
+        # A turn that does not end is rarely one.
+        ended = [c.text.strip() for c in made.completions if c.finish_reason == "stop"]
+        turns = [text for text in (t.replace("<|im_end|>", "").strip() for t in ended) if len(text) > 8]
+        write(args.output, turns, mode="a")
+        print(f"{first + count} of {args.count}", flush=True)
+
+
+def widen(args: argparse.Namespace) -> None:
+    """Write a head with the draft vocabulary that the target's answers ask for; new rows begin as the target's own."""
+    import dataclasses
+
+    import numpy as np
+
+    import mars_jax as mj
+    from mars_jax.lab.training import features
+
+    target = mj.load("smollm2", dtype="float32")
+    [head] = args.heads
+    config, params = mj.hub.load_eagle(head, target.config, target.params, dtype="float32")
+    vocab, old, unembed = target.config.vocab_size, np.asarray(params["ids"]), np.asarray(params["unembed"])
+    counts = np.isin(np.arange(vocab), old) * 0.5
+    for path in features.shards(args.features)[1:]:  # the first is held out
+        shard = features.read_shard(path)
+        best = np.asarray(shard.top)[shard.segments != features.PADDING]
+        for place, weight in enumerate((1.0, 0.3)):
+            counts += weight * np.bincount(best[:, place], minlength=vocab)
+    counts[list(target.stop_tokens)] = np.inf
+    ids = np.sort(np.argsort(-counts, kind="stable")[: args.count]).astype(np.int32)
+    rows = np.array(target.params["embed"], np.float32)
+    rows *= np.median(np.linalg.norm(unembed, axis=1) / np.linalg.norm(rows[old], axis=1))
+    rows[old] = unembed
+    config = dataclasses.replace(config, draft_vocab_size=len(ids))
+    mj.hub.save_eagle(args.output, config, params | {"ids": ids, "unembed": rows[ids]}, overwrite=True)
+    print(f"{len(ids)} tokens, {np.isin(ids, old).sum()} of them as before, in {args.output}")
+
+
+INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
+"""Prompts of a kind that `tau` decodes; none is among those that the head learns from."""
+
+
+def tau(args: argparse.Namespace) -> None:
+    """Tokens of a target forward, bonus token included, on instructions that no head has read; float32."""
+    import numpy as np
+
+    import mars_jax as mj
+    from mars_jax import drafters, verify
+    from mars_jax.serve.requests import make_requests
+    from mars_jax.serve.session import Session
+    from mars_jax.specs import Dynamic
+    from scripts.common import ratio_of_sums
+    from scripts.smollm2 import margins
+
+    target = mj.load("smollm2", dtype="float32")
+    files = [args.data / f"{kind}.jsonl.xz" for kind in INSTRUCTIONS]
+    prompts = [
+        ids
+        for file, count in zip(files, INSTRUCTIONS.values(), strict=True)
+        for _, ids in margins.prompts(target, file, count, args.longest)
+    ]
+    shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": Dynamic(10, 8, 60)}}
+    report = common.kept(args.output) or {"prompts": len(prompts), "new_tokens": args.new_tokens, "heads": {}}
+    report |= common.provenance(data=files, target=target.params)
+    asked = {
+        t: make_requests(target, prompts, temperature=t, max_new_tokens=args.new_tokens) for t in (0.0, 1.0)
+    }
+    rules = {"exact": verify.exact(), "mars(0.9)": verify.mars(theta=0.9)}
+    cases = [("chain of 3", rule, t) for rule in rules for t in asked] + [("tree 10-8-60", "exact", 0.0)]
+    for head in args.heads:
+        found = report["heads"].setdefault(Path(head).name if Path(head).exists() else head, {})
+        for shape, rule, t in cases:
+            name = f"{shape}, {rule}, temperature {t:g}"
+            if name in found:
+                continue
+            drafter = drafters.load(f"eagle:{head}", target, **shapes[shape])
+            done = Session.of(target, drafter, rules[rule], batch_size=args.batch_size).decode(asked[t])
+            counts = np.array([[len(x.tokens), x.metrics.steps] for x in done.completions], np.float64)
+            found[name] = common.stamp() | {"tau": ratio_of_sums(counts[:, 0], counts[:, 1])}
+            print(head, name, found[name]["tau"], flush=True)
+            common.write(args.output, report)
+
+
+def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(f"{text}\n{data.SEPARATOR}\n" for text in texts if data.SEPARATOR not in text)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("what", choices=("texts", "sources", "own", "tau", "widen"))
+    parser.add_argument(
+        "--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others; tau: of alpaca.jsonl.xz"
+    )
+    parser.add_argument("--count", type=int, default=4000)
+    parser.add_argument("--batch-size", type=int, default=96)
+    parser.add_argument("--heads", nargs="+", default=["smollm2/eagle3"], help="tau, widen: of SmolLM2")
+    parser.add_argument("--features", type=Path, help="widen: what `distill features` writes")
+    parser.add_argument("--longest", type=int, default=160, help="tau: tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tau: of a text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    {
+        "texts": texts,
+        "sources": sources,
+        "own": own,
+        "tau": tau,
+        "widen": widen,
+    }[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,493 @@
+"""Lossy rules beside the best that is lossless, each at its own best draft length: a study for each of `STUDIES`.
+
+    python -m scripts.when_it_pays.fair_arms costs --study model --output costs.json   # while nothing else runs
+    python -m scripts.when_it_pays.fair_arms decode --study model --data DATA --costs costs.json --rows rows.jsonl
+    python -m scripts.when_it_pays.fair_arms check --study model --data DATA --costs costs.json --rows rows.jsonl \\
+        --output check.json
+    python -m scripts.when_it_pays.fair_arms report --study model --costs costs.json --check check.json \\
+        --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
+
+A chain of a draft at several lengths, temperatures 0 and 1. An arm's length is the one of most tokens per second on
+prompts that no figure uses; its figures are then of other prompts. Tokens per second are tau over what a step costs,
+twice: on this CPU, as `costs` timed it at batch 1, and as on an accelerator that memory bounds, where a step costs
+1 + 0.05 K plain ones with a draft as small as an EAGLE head and 1 + 0.01 K with n-grams. Source of the challenge:
+arXiv 2607.08690, which finds that tuned lengths give much of what relaxing gives. `decode` goes on where it was
+killed. `check` holds tau over cost against a clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import lzma
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from sacrebleu import sentence_chrf
+
+import mars_jax as mj
+from mars_jax import assets
+from mars_jax.lab.evaluate.answers import prompt_tokens
+from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve import likelihood
+from mars_jax.serve.session import Session
+from scripts import common
+from scripts.rules_compared import eval_rules
+from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
+from scripts.rules_compared.rules_report import score_of, spread, sums, tau_of, weights
+
+CHEAP = {"chain": 0.05, "ngram": 0.01}
+"""What a drafted token costs, in plain steps, on an accelerator that memory bounds: of a draft as small as an EAGLE
+head, and at most of one that is looked up and only verified."""
+TURNS = 7
+LONGEST = 800
+"""Characters of a prompt of SmolLM2 at most, some 200 tokens."""
+TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
+"""What `check` decodes, of a study's `clocked` task."""
+LOSSLESS = ("exact", "rejection")
+Problems = Sequence[Problem]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Prompts: the first choose lengths, the others are scored."""
+
+    read: Callable[[Path], Problems]  # from the folder of data
+    choose: int
+    score: int
+    new_tokens: int
+    chat: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """A target, a draft, and what they are asked."""
+
+    target: str
+    draft: str
+    lengths: tuple[int, ...]
+    tasks: Mapping[str, Task]
+    clocked: str
+    rows: int = BATCH  # decoded side by side
+    ngram: tuple[int, ...] = ()  # lengths of drafts from the text so far, one more lossless arm
+    more: bool = False  # with the rules that MARS is compared with elsewhere
+
+    def lengths_of(self, arm: Arm) -> tuple[int, ...]:
+        return self.ngram if arm.draft == "ngram" else self.lengths
+
+
+def _stories(data: Path) -> Problems:
+    return read("stories", str(data / "tinystories_heldout.txt.xz"), chat=False, limit=276)
+
+
+def _jsonl(data: Path, name: str) -> Problems:
+    """The short ones in an order drawn once, and then the long ones in another."""
+    found = read(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
+    parts: tuple[list[Problem], list[Problem]] = [], []
+    for problem in found:
+        parts[len(problem.turns[0]) >= LONGEST].append(problem)
+    return [part[i] for part in parts for i in np.random.default_rng(0).permutation(len(part))]
+
+
+def _open(data: Path) -> Problems:
+    return [*_jsonl(data, "alpaca")[:16], *_jsonl(data, "mt_bench")]
+
+
+def _mixed(data: Path) -> Problems:
+    """As many of each task of Spec-Bench with short prompts, in turns; the likelihood judges what they say."""
+    parts: dict[str, list[Problem]] = {
+        f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
+    }
+    for problem in _jsonl(data, "spec_bench"):
+        if len(problem.turns[0]) < LONGEST:
+            parts.get(problem.task, []).append(problem)
+    in_turns = [p for row in zip(*(parts[task] for task in sorted(parts)), strict=False) for p in row]
+    return [dataclasses.replace(p, metric="likelihood") for p in in_turns]
+
+
+def _news(data: Path) -> Problems:
+    """The shorter ones in an order drawn once: SmolLM2 reads up to 900 tokens of them."""
+    found = sorted(
+        read("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True), key=lambda p: len(p.turns[0])
+    )
+    return [found[i] for i in np.random.default_rng(0).permutation(52)]
+
+
+EMBEDDED = {
+    "arithmetic": Task(
+        read=lambda data: read("arithmetic", chat=True, limit=1300), choose=300, score=1000, new_tokens=96
+    ),
+    "stories": Task(read=_stories, choose=96, score=180, new_tokens=104, chat=False),
+}
+ANSWERED = {
+    "open": Task(read=_open, choose=16, score=80, new_tokens=96),
+    "mixed": Task(read=_mixed, choose=12, score=80, new_tokens=96),
+    "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=12, score=40, new_tokens=96),
+    "news": Task(read=_news, choose=12, score=40, new_tokens=96),
+}
+STUDIES = {
+    "model": Study(
+        target=assets.TARGET, draft=f"model:{assets.DRAFT}", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        clocked="stories", more=True,
+    ),
+    "head": Study(
+        target=assets.TARGET, draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        clocked="stories",
+    ),
+    "smollm2": Study(
+        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3), tasks=ANSWERED, clocked="open", rows=16,
+        ngram=(1, 3, 6),
+    ),
+}  # fmt: skip
+
+
+class Pair:
+    """The models of a study, and a session for every length."""
+
+    def __init__(self, study: Study, rows: int) -> None:
+        self.study, self.rows = study, rows
+        self.target = mj.load(study.target, dtype="float32")
+        model = study.draft.removeprefix("model:")
+        self.draft = mj.load(model, dtype="float32") if study.draft.startswith("model:") else None
+        self._sessions: dict[tuple[str, bool], Session] = {}
+
+    def session(self, draft: str, sampled: bool = False) -> Session:
+        """The one with drafts of a kind and length, or "none"; it remembers what is compiled."""
+        if (draft, sampled) not in self._sessions:
+            kind, _, length = draft.partition(" ")
+            options: dict[str, Any] = {"num_draft_tokens": int(length)} if length else {}
+            if kind == "chain":
+                options |= {"sample": sampled, "dtype": "float32"}
+            drafter = mj.drafters.load(self.study.draft if kind == "chain" else kind, self.target, **options)
+            self._sessions[draft, sampled] = Session(
+                target=self.target, drafter=drafter, batch_size=self.rows, log_probs=self.rows > 1
+            )
+        return self._sessions[draft, sampled]
+
+    def using(self, arm: Arm) -> Session:
+        rule = mj.verify.load(arm.spec, self.target, **arm.settings)
+        return self.session(arm.draft, arm.sampled).using(rule)
+
+    def prompts(self, task: str, problems: Iterable[Problem]) -> list[list[int]]:
+        return [prompt_tokens(self.target, p, chat=self.study.tasks[task].chat) for p in problems]
+
+    def rows_of(
+        self, arm: Arm, task: str, temperature: float, group: Sequence[tuple[int, Problem]]
+    ) -> list[dict[str, Any]]:
+        """The figures of some prompts."""
+        prompts = self.prompts(task, (problem for _, problem in group))
+        requests = mj.make_requests(
+            self.target,
+            prompts,
+            temperature=temperature,
+            seed=[number for number, _ in group],
+            max_new_tokens=self.study.tasks[task].new_tokens,
+        )
+        done = self.using(arm).run(requests)
+        log_q: list[np.ndarray | None] = [None] * len(done)
+        if self.draft is not None:
+            texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
+            scored = likelihood.score(self.draft, texts, rows=BATCH)
+            log_q = [s.log_p[len(p) - 1 :] for s, p in zip(scored, prompts, strict=True)]
+        key = {"task": task, "temperature": temperature, "draft": arm.draft, "arm": arm.name}
+        rows = []
+        for (number, problem), completion, q in zip(group, done, log_q, strict=True):
+            row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
+            if problem.metric == "bleu":  # which has no score of a sentence
+                row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
+            rows.append(row)
+        return rows
+
+
+def arms(study: Study, temperature: float) -> list[Arm]:
+    """The lossless ones first. `sized` gives each the length of its draft."""
+    drawn: dict[str, Any] = {"sampled": True}
+    exact = swept("exact", "chain", [{}])
+    if study.ngram:
+        exact += swept("exact", "ngram", [{}], family="exact over n-grams")
+    mars = swept("mars", "chain", [{"theta": 0.9}])
+    gap = {"theta": 1.0, "margin": "gap"}
+    if temperature == 0:
+        more = [
+            *swept("mars", "chain", [gap], family="mars (gap)"),
+            *swept("typical", "chain", [{"epsilon": 0.09, "delta": 0.3}]),
+        ]
+        return [*exact, *mars, *swept("topk", "chain", [{"delta": 1.2}]), *(more if study.more else [])]
+    over = functools.partial(swept, "mars", "chain", **drawn)
+    more = [
+        *over([gap | {"base": "rejection"}], family="mars (gap) over rejection"),
+        *swept("mentored", "chain", [{"bound": 0.05}], **drawn),
+        *swept("fuzzy", "chain", [{"bound": 0.1}], **drawn),
+        *(
+            dataclasses.replace(arm, settings={**arm.settings, "distance": "tv"})
+            for arm in swept("fuzzy", "chain", [{"bound": 0.3}], family="fuzzy (tv)", **drawn)
+        ),
+    ]
+    return [
+        *exact,
+        *swept("rejection", "chain", [{}], **drawn),
+        *swept("rejection", "chain", [{"block": True}], family="block", **drawn),
+        *mars,
+        *over([{"theta": 0.9, "base": "rejection"}], family="mars over rejection"),
+        *(more if study.more else []),
+    ]
+
+
+def sized(arm: Arm, length: int) -> Arm:
+    return dataclasses.replace(arm, draft=f"{arm.draft} {length}")
+
+
+def step_costs(study: Study, seconds: Mapping[str, Any], arm: Arm) -> dict[str, dict[int, float]]:
+    """What a step of each length costs, in plain ones, by where it runs."""
+    kind = "ngram" if arm.draft == "ngram" else "drawn" if arm.sampled else "greedy"
+    lengths = study.lengths_of(arm)
+    return {
+        "this CPU": {n: seconds[f"{kind} {n}"]["over_plain"]["median"] for n in lengths},
+        "a cheap draft": {n: 1 + CHEAP[arm.draft] * n for n in lengths},
+    }
+
+
+def best(taus: Mapping[int, float], costs: Mapping[int, float]) -> int:
+    return max(taus, key=lambda n: taus[n] / costs[n])
+
+
+def time_steps(study: Study) -> dict[str, Any]:
+    """Seconds of a step at batch 1, in turns, of plain decoding and of each length; next to nothing is read before."""
+    pair = Pair(study, 1)
+    prompt = pair.target.encode("Once upon a time")[:2]
+    ways: dict[str, Any] = {}
+    steps: dict[str, int] = {}
+    names = [
+        *("plain", *(f"{kind} {n}" for n in study.lengths for kind in ("greedy", "drawn"))),
+        *(f"ngram {n}" for n in study.ngram),
+    ]
+    for name in names:
+        kind, _, length = name.partition(" ")
+        drawn = kind == "drawn"
+        draft = {"plain": "none", "ngram": name}.get(kind, f"chain {length}")
+        [arm] = swept("rejection" if drawn else "exact", draft, [{}], sampled=drawn)
+        asked = mj.make_requests(
+            pair.target, [prompt], max_new_tokens=192, ignore_eos=True, temperature=float(drawn)
+        )
+        alone = pair.using(arm)
+
+        def way(name: str = name, alone: Any = alone, asked: Any = asked) -> None:
+            steps[name] = alone.run(asked)[0].metrics.steps
+
+        ways[name] = way
+    taken = common.in_turns(ways, TURNS)
+    per_step = {name: found / steps[name] for name, found in taken.items()}
+    return {
+        name: {"ms": float(np.median(found) * 1e3), "over_plain": common.ratio(found, per_step["plain"])}
+        for name, found in per_step.items()
+    }
+
+
+def check(
+    study: Study, data: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Seconds of 30 prompts at batch 1 beside plain decoding, and what tau over cost says they take."""
+    pair, task = Pair(study, 1), study.tasks[study.clocked]
+    some = pair.prompts(study.clocked, task.read(data)[-30:])
+    found = []
+    for choice in choices(study, rows, costs):
+        temperature, n = choice["temperature"], choice["best"]["this CPU"]
+        if choice["task"] != study.clocked or (choice["arm"], temperature) not in TIMED:
+            continue
+        arm = sized(choice["kind"], n)
+        asked = [
+            mj.make_requests(
+                pair.target, [p], max_new_tokens=task.new_tokens, temperature=temperature, seed=i
+            )
+            for i, p in enumerate(some)
+        ]
+        ways = {
+            "plain": pair.session("none").using(mj.verify.load("exact", pair.target)),
+            "arm": pair.using(arm),
+        }
+        counts: dict[str, tuple[int, int]] = {}
+
+        def way(name: str, ways: Any = ways, asked: Any = asked, counts: Any = counts) -> None:
+            said = [ways[name].run(one)[0].metrics for one in asked]
+            counts[name] = sum(m.steps for m in said), sum(m.emitted for m in said)
+
+        taken = common.in_turns({name: functools.partial(way, name) for name in ways}, TURNS - 2)
+        per_token = {name: seconds / counts[name][1] for name, seconds in taken.items()}
+        tau = counts["arm"][1] / counts["arm"][0]
+        found.append(
+            {
+                "temperature": temperature,
+                "arm": choice["arm"],
+                "length": n,
+                "tau": tau,
+                "steps": counts["arm"][0],
+                "foretold": tau / step_costs(study, costs, choice["kind"])["this CPU"][n],
+                "timed": common.ratio(per_token["plain"], per_token["arm"]),
+            }
+        )
+        print(found[-1], flush=True)
+    return found
+
+
+def choices(
+    study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Of each task, temperature and arm: tau by length, and the best length by where it runs."""
+    for task, asked in study.tasks.items():
+        for temperature in (0.0, 1.0):
+            for kind in arms(study, temperature):
+                taus = {}
+                for n in study.lengths_of(kind):
+                    mine = of(rows, task, temperature, sized(kind, n), range(asked.choose))
+                    taus[n] = float(tau_of(mine, np.ones((1, asked.choose)))[0])
+                where = step_costs(study, costs, kind)
+                yield {
+                    "task": task,
+                    "temperature": temperature,
+                    "arm": kind.name,
+                    "lossless": kind.spec in LOSSLESS,
+                    "kind": kind,
+                    "taus": taus,
+                    "best": {name: best(taus, found) for name, found in where.items()},
+                }
+
+
+def of(rows: Sequence[Mapping[str, Any]], task: str, temperature: float, arm: Arm, ids: range) -> Any:
+    key = (task, temperature, arm.draft, arm.name)
+    mine = [r for r in rows if (r["task"], r["temperature"], r["draft"], r["arm"]) == key and r["id"] in ids]
+    return sums([{**r, "id": r["id"] - ids.start} for r in mine])
+
+
+def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
+    """Append what is missing of all rows: those that choose first."""
+    pair = Pair(study, study.rows)
+    problems = {name: task.read(data) for name, task in study.tasks.items()}
+
+    def fill(task: str, temperature: float, arm: Arm, ids: range) -> None:
+        have = {
+            row["id"]
+            for row in eval_rules.read_rows(file)
+            if (row["task"], row["temperature"], row["draft"], row["arm"])
+            == (task, temperature, arm.draft, arm.name)
+        }
+        missing = [(i, problems[task][i]) for i in ids if i not in have]
+        # Prompts of a like length share a compilation.
+        missing.sort(key=lambda found: len(found[1].turns[0]))
+        for first in range(0, len(missing), study.rows):
+            made = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])
+            with file.open("a", encoding="utf-8") as out:
+                out.writelines(json.dumps(row) + "\n" for row in made)
+        print(f"{task} {temperature:g} {arm.draft} {arm.name}: {len(missing)} rows", flush=True)
+
+    for temperature in (0.0, 1.0):
+        for kind in arms(study, temperature):
+            for n in study.lengths_of(kind):
+                for task, asked in study.tasks.items():
+                    fill(task, temperature, sized(kind, n), range(asked.choose))
+    for choice in list(choices(study, eval_rules.read_rows(file), costs)):
+        asked = study.tasks[choice["task"]]
+        for n in sorted(set(choice["best"].values())):
+            scored = range(asked.choose, asked.choose + asked.score)
+            fill(choice["task"], choice["temperature"], sized(choice["kind"], n), scored)
+
+
+def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A table for each task, temperature and place: arms at their best lengths, beside the best lossless one."""
+    tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    chosen = list(choices(study, rows, costs))
+    for choice in chosen:
+        for where, n in choice["best"].items():
+            task, temperature = choice["task"], choice["temperature"]
+            asked = study.tasks[task]
+            arm = sized(choice["kind"], n)
+            ids = range(asked.choose, asked.choose + asked.score)
+            w = weights(asked.score)
+            mine = of(rows, task, temperature, arm, ids)
+            # `exact` gives the texts of plain decoding, at whatever length it was decoded.
+            exact = next(
+                c for c in chosen if (c["task"], c["temperature"], c["arm"]) == (task, temperature, "exact")
+            )
+            plain = of(rows, task, temperature, sized(exact["kind"], exact["best"][where]), ids)
+            cost = step_costs(study, costs, choice["kind"])[where][n]
+            tables.setdefault((task, temperature, where), []).append(
+                {
+                    "arm": choice["arm"],
+                    "lossless": choice["lossless"],
+                    "length": n,
+                    "tau": spread(tau_of(mine, w)),
+                    "speed": spread(tau_of(mine, w) / cost),
+                    "score": spread(score_of(mine, w)),
+                    "less_plain": spread(score_of(mine, w) - score_of(plain, w)),
+                    "relaxed_share": float(mine.relaxed.sum() / max(mine.accepted.sum(), 1)),
+                    "loops": float(mine.loops.mean()),
+                    "_speed": tau_of(mine, w) / cost,
+                }
+            )
+    made = []
+    for (task, temperature, where), some in tables.items():
+        free = max((arm for arm in some if arm["lossless"]), key=lambda arm: arm["speed"][0])
+        for arm in some:
+            arm["over_best_lossless"] = spread(arm["_speed"] / free["_speed"])
+        made.append(
+            {
+                "task": task,
+                "temperature": temperature,
+                "where": where,
+                "best_lossless": free["arm"],
+                "arms": [{k: v for k, v in arm.items() if k != "_speed"} for arm in some],
+            }
+        )
+    return made
+
+
+def packed_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl.xz."""
+    return [json.loads(line) for line in lzma.decompress(file.read_bytes()).decode().splitlines()]
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("part", choices=("costs", "decode", "check", "report"))
+    parser.add_argument("--study", choices=STUDIES, required=True)
+    parser.add_argument("--rows", type=Path, help="made or gone on with by decode; report reads a .jsonl.xz")
+    parser.add_argument(
+        "--data", type=Path, help="folder of held-out stories and of eval/, for decode and check"
+    )
+    parser.add_argument("--costs", type=Path, help="the JSON of costs")
+    parser.add_argument("--check", type=Path, help="the JSON of check, where there is one")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    study = STUDIES[args.study]
+    made = common.provenance() | {"study": args.study}
+    if args.part == "costs":
+        common.write(args.output, made | {"steps": time_steps(study)})
+        return
+    costs = json.loads(args.costs.read_text(encoding="utf-8"))
+    if args.part == "decode":
+        decode(study, args.data, args.rows, costs["steps"])
+        return
+    if args.part == "check":
+        checked = check(study, args.data, eval_rules.read_rows(args.rows), costs["steps"])
+        common.write(args.output, made | {"turns": TURNS - 2, study.clocked: checked})
+        return
+    rows = packed_rows(args.rows)
+    common.write(
+        args.output,
+        made
+        | {
+            "costs": costs,
+            "check": None if args.check is None else json.loads(args.check.read_text(encoding="utf-8")),
+            "taus": [
+                {k: v for k, v in c.items() if k != "kind"} for c in choices(study, rows, costs["steps"])
+            ],
+            "tables": report(study, rows, costs["steps"]),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""GRPO with a two-layer Qwen3 in an RLCluster: `MarsRollout` next to `VanillaRollout` on the same tokens.
+
+python -m tests.integrations.grpo STEPS FILE    writes the losses and weights of both as JSON
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+PROMPTS = ["abcabcabc", "the cat sat on the mat", "xyz", "one two three"]
+
+
+def part(name: str) -> Any:
+    """A module of Tunix, which is no dependency."""
+    return importlib.import_module(f"tunix.{name}")
+
+
+class Letters:
+    """A tokenizer of letters, as Tunix's adapter takes it."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [3 + ord(letter) % 60 for letter in text]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(61 + int(i)) for i in ids)
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return 2
+
+    def pad_id(self) -> int:
+        return 0
+
+
+def actor(seed: int, *, width: int = 32) -> nnx.Module:
+    """A random Qwen3 of two layers."""
+    qwen3 = part("models.qwen3.model")
+
+    config = qwen3.ModelConfig(
+        num_layers=2,
+        vocab_size=64,
+        embed_dim=width,
+        hidden_dim=2 * width,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+    )
+    return qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
+
+
+def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """How many letters of a completion are early in the alphabet."""
+    del prompts
+    return [float(np.mean([c < "S" for c in text] or [0])) for text in completions]
+
+
+def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], nnx.Module, Any]:
+    """GRPO: the losses, the trained actor and the rollout."""
+    clusters = part("rl.rl_cluster")
+    grpo_learner = part("rl.grpo.grpo_learner")
+    base_rollout = part("rl.rollout.base_rollout")
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = clusters.Role
+    config = clusters.ClusterConfig(
+        role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
+        rollout_engine=engine,
+        training_config=clusters.RLTrainingConfig(
+            actor_optimizer=optax.sgd(0.5), eval_every_n_steps=1000, max_steps=steps * iterations
+        ),
+        rollout_config=base_rollout.RolloutConfig(
+            max_tokens_to_generate=16,
+            max_prompt_length=32,
+            kv_cache_size=64,
+            temperature=1.0,
+            top_p=1.0,
+            return_logprobs=True,
+        ),
+    )
+    trained = actor(0)
+    with mesh:
+        cluster = clusters.RLCluster(
+            actor=trained, reference=actor(1), tokenizer=Letters(), cluster_config=config
+        )
+        losses: list[float] = []
+        trainer: Any = cluster.actor_trainer
+        log = trainer._log_metrics
+
+        def record(loss: Any, *arguments: Any, **options: Any) -> Any:
+            losses.append(float(np.asarray(loss)))
+            return log(loss, *arguments, **options)
+
+        trainer._log_metrics = record
+        learner = grpo_learner.GRPOLearner(
+            rl_cluster=cluster,
+            algo_config=grpo_learner.GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.04),
+            reward_fns=reward,
+        )
+        learner.train([{"prompts": np.array(PROMPTS[i % 2 * 2 : i % 2 * 2 + 2])} for i in range(steps)])
+    return losses, trainer.model, cluster.rollout
+
+
+def engines() -> tuple[type, type, list[Any]]:
+    """`MarsRollout` that records what it gives, a `VanillaRollout` that gives it again, and the record."""
+    base_rollout = part("rl.rollout.base_rollout")
+    vanilla_rollout = part("rl.rollout.vanilla_rollout")
+
+    from mars_jax.integrations import tunix
+
+    record: list[Any] = []
+
+    class Recorded(tunix.MarsRollout):
+        def generate(self, prompts, rollout_config, **kwargs):
+            record.append(super().generate(prompts, rollout_config, **kwargs))
+            return record[-1]
+
+    class Again(vanilla_rollout.VanillaRollout):
+        def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
+            del mesh
+            TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
+
+            size = base_rollout.CacheConfig(
+                cache_size=rollout_config.kv_cache_size,
+                num_layers=rollout_actor.config.num_layers,
+                num_kv_heads=rollout_actor.config.num_kv_heads,
+                head_dim=rollout_actor.config.head_dim,
+            )
+            # Its own copy of the model, as RLCluster makes one for the engine that it calls vanilla.
+            graph, state = nnx.split(rollout_actor)
+            copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+            super().__init__(copied, TokenizerAdapter(tokenizer), size)
+            self._given = iter(list(record))
+
+        def generate(self, prompts, rollout_config, **kwargs):
+            return next(self._given)
+
+    return Recorded, Again, record
+
+
+def compare(steps: int) -> dict[str, Any]:
+    """Losses of the two, and how far their log-probabilities and weights are apart."""
+    recorded, again, record = engines()
+    ours, mine, rollout = job(partial(recorded, drafter="ngram"), steps=steps)
+    theirs, other, vanilla = job(again, steps=steps)
+    last = record[-1]
+    completions = np.zeros((len(last.tokens), 16), np.int32)
+    for row, tokens in enumerate(last.tokens):
+        completions[row, : len(tokens)] = tokens
+    given = jnp.asarray(last.left_padded_prompt_tokens), jnp.asarray(completions)
+    mask = completions != 0
+    apart = np.abs(np.asarray(rollout.get_per_token_logps(*given) - vanilla.get_per_token_logps(*given)))
+    weights = jax.tree.map(
+        lambda a, b: float(jnp.max(jnp.abs(a - b))), nnx.state(mine, nnx.Param), nnx.state(other, nnx.Param)
+    )
+    said = np.concatenate(last.logprobs)
+    return {
+        "losses with MarsRollout": ours,
+        "losses with VanillaRollout on the same tokens": theirs,
+        "largest difference of losses": float(np.max(np.abs(np.array(ours) - np.array(theirs)))),
+        "largest difference of trained weights": max(jax.tree.leaves(weights)),
+        "largest difference of per-token log-probabilities": float(apart[mask].max()),
+        "log-probabilities of samples are numbers": bool(np.isfinite(said).all() and (said <= 0).all()),
+        "tau of the last rollout": rollout.metrics.tau,
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(compare(int(sys.argv[1]))), encoding="utf-8")
