@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 LONG = "{% set x = ('x' * 1000) | replace('x', 'x' * 1000) %}"
-
-
 SLOW_METHODS = {
     "rfind": "x.rfind(y)",
     "rindex": "(x ~ y).rindex(y)",
@@ -15,8 +13,6 @@ SLOW_METHODS = {
     "rstrip": "x.rstrip('y' * 10**5 ~ x[0])",
     "trim": "x | trim('y' * 10**5 ~ x[0])",
 }
-
-
 HOSTILE = {
     **{
         f"the search {name}": LONG + "{% set y = 'xy' ~ 'x' * 10**5 %}{% for i in range(99999) %}"
