@@ -31,26 +31,15 @@ _ITEM = 64
 """Bytes of an item of a list, counted like characters."""
 _COUNT = 1 << 24
 """Largest integer as a count or a width."""
-_LINEAR = frozenset(
-    [
-        *(
-            "startswith",
-            "endswith",
-            "find",
-            "index",
-            "count",
-            "split",
-            "partition",
-            "removeprefix",
-            "removesuffix",
-        ),
-        *("default", "d", "truncate", "map", "select", "reject", "selectattr", "rejectattr"),
-        *("sort", "unique", "groupby", "dictsort"),
-    ]
+_LINEAR = (
+    *("startswith", "endswith", "find", "index", "count", "split", "partition"),
+    *("removeprefix", "removesuffix", "default", "d", "truncate", "map", "select", "reject"),
+    *("selectattr", "rejectattr", "sort", "unique", "groupby", "dictsort"),
 )
 """Methods and filters that need no limit on their operands: their result is at most as large as the operands."""
-_REFUSED = frozenset(
-    ["encode", "decode", "generate_lorem_ipsum", "pprint", "urlize", "striptags", "xmlattr", "wordwrap"]
+_REFUSED = (
+    *("encode", "decode", "generate_lorem_ipsum"),
+    *("pprint", "urlize", "striptags", "xmlattr", "wordwrap"),
 )
 """Functions and filters whose time the sizes of their arguments do not bound."""
 _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
