@@ -154,6 +154,7 @@ def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, 
     from mars_jax.lab.commands import distill_systems
 
     monkeypatch.setattr(distill_systems, "TRAINING_PROBLEMS", 8)
+    monkeypatch.setattr(distill_systems, "EVALUATIONS", 2)
     monkeypatch.setattr(diversed_training, "ROLLOUTS", 4)
     monkeypatch.setattr(diversed_training, "ANSWER_TOKENS", 8)
     monkeypatch.setattr(diversed_training, "UPDATES", 2)
