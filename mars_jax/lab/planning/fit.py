@@ -79,9 +79,10 @@ def make_plan(
             lowered, read=None if keep is None else lambda text: keep("decode.hlo.txt", text)
         )
         held = held_bytes(report)
+        fits = held <= topology.hbm_bytes
     except OutOfMemory as error:
         report = {"collectives": {}, "seconds": 0.0}
-        held = error.used
+        held, fits = error.used, False
     work, time = planned_time(pair, topology)
     _, alone_time = planned_time(alone, topology)
     notes = shardings.whole(pair.target, pair.mesh)
@@ -91,7 +92,7 @@ def make_plan(
         topology=topology.name,
         chips=topology.chips,
         mesh={name: int(size) for name, size in pair.mesh.shape.items()},
-        fits=bool(report["seconds"]) and held <= topology.hbm_bytes,
+        fits=fits,
         hbm_bytes=topology.hbm_bytes,
         held_bytes=held,
         weight_bytes=local_bytes(pair.params),
