@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mars_jax.lab.provenance import cores, digest, git, machine, provenance, stamp
+
 if TYPE_CHECKING:
     import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # nothing may be installed yet
-
-from mars_jax.lab.provenance import cores, digest, git, machine, provenance, stamp  # noqa: E402
 
 __all__ = ["cores", "digest", "git", "machine", "provenance", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
