@@ -87,46 +87,28 @@ def evaluate(
     """
     if controls not in CONTROLS:
         raise MarsError(f"controls is {controls!r}: expected one of {', '.join(CONTROLS)}.")
-    if not problems:
-        raise MarsError("there are no problems to evaluate on: ask for at least 1.")
     if part is not None:
         if refiner is not None:
             raise MarsError("a refiner does not apply to a part: leave one out.")
         part = part.among(len(problems))
-    thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
-    temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
-    for name, values in (("thetas", thetas), ("temperatures", temperatures)):
-        if (not values and name == "temperatures") or len({f"{value:g}" for value in values}) < len(values):
-            raise MarsError(f"{name} are {values}: give at least one, and each once.")
-    if math.inf in thetas:
-        raise MarsError("thetas holds inf, which is the strict rule: leave it out.")
-    for theta in thetas:
-        rule.but(theta=theta)
-    scores.check_metrics(problems)
     check_installed()
-    check_problems(target, problems, chat=chat)
+    settings = common_settings(
+        target,
+        drafter.params,
+        problems,
+        rule=rule,
+        thetas=thetas,
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        chat=chat,
+        names=names,
+    )
+    settings |= {"drafter": drafter.drafter.name, "controls": controls}
+    if part is not None:
+        settings["part"] = part._asdict()
     folder = Path(output)
-    settings = {
-        "target": target.name,
-        **(names or {}),
-        "drafter": drafter.drafter.name,
-        "rule": rule.as_json(but=("theta",) if thetas else ()),
-        "thetas": thetas,
-        "temperatures": temperatures,
-        "controls": controls,
-        "tasks": {task: len(group) for task, group in by_task(problems).items()},
-        "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size,
-        # Batches of an arm in a row, which decide the order of the rows; left out where rows decode one by one.
-        **({"group": GROUP} if batch_size > 1 else {}),
-        "seed": seed,
-        "chat": chat,
-        "problems": digest(repr(list(problems)).encode()),
-        "weights": fingerprint((target.params, drafter.params), target.path),
-        "versions": {"mars-jax": __version__, "jax": jax.__version__},
-        "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
-        **({} if part is None else {"part": part._asdict()}),
-    }
     largest = max(settings["tasks"].values())
     session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
     decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
@@ -156,3 +138,54 @@ def evaluate(
             else:
                 write_json(folder / report.SUMMARY, summary)
     return summary
+
+
+def common_settings(
+    target: Pretrained,
+    draft_params: Any,
+    problems: Sequence[Problem],
+    *,
+    rule: RuleChoice,
+    thetas: Sequence[float] | None,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    chat: bool,
+    names: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Check the arguments that `evaluate` and `tuned` share, and return everything that decides the rows.
+
+    Raises:
+      MarsError: a value out of range, problems that do not fit the target.
+    """
+    if not problems:
+        raise MarsError("there are no problems to evaluate on: ask for at least 1.")
+    thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
+    temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
+    for name, values in (("thetas", thetas), ("temperatures", temperatures)):
+        if (not values and name == "temperatures") or len({f"{value:g}" for value in values}) < len(values):
+            raise MarsError(f"{name} are {values}: give at least one, and each once.")
+    if math.inf in thetas:
+        raise MarsError("thetas holds inf, which is the strict rule: leave it out.")
+    for theta in thetas:
+        rule.but(theta=theta)
+    scores.check_metrics(problems)
+    check_problems(target, problems, chat=chat)
+    return {
+        "target": target.name,
+        **(names or {}),
+        "rule": rule.as_json(but=("theta",) if thetas else ()),
+        "thetas": thetas,
+        "temperatures": temperatures,
+        "tasks": {task: len(group) for task, group in by_task(problems).items()},
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "group": GROUP,  # consecutive batches of an arm, which decide the order of the rows
+        "seed": seed,
+        "chat": chat,
+        "problems": digest(repr(list(problems)).encode()),
+        "weights": fingerprint((target.params, draft_params), target.path),
+        "versions": {"mars-jax": __version__, "jax": jax.__version__},
+        "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+    }
