@@ -36,9 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from mutants_drawn import EXAMPLES, MATRIX, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
-
-from tests.changed import distances
+from mutants_drawn import EXAMPLES, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 STUCK = 3.0
 """Times the budget, of seconds of the clock, after which a test is taken to hang."""
@@ -67,8 +65,7 @@ class Order:
     """A plugin of pytest: an order of tests until the processor seconds are spent, and what came of each.
 
     First come the quick ones of every room and those that noticed other mutants of the file, then those of the file's
-    own name, then those of its room and those that import it, the matrix, and the others by the imports in between;
-    the quick ones before the slow ones.
+    own name, then the folders in the order of `tests_of`; in each the quick ones before the slow ones.
     Of the suite of rules a rule has those of its own.
     """
 
@@ -83,7 +80,7 @@ class Order:
         self._known, self._keen, self._first = seconds, keen, set(first)
         self._budget, self._stem = budget, Path(file).stem
         self._room = f"tests/{Path(file).parent.name}/"
-        self._steps = distances([file]) if file else {}
+        self._folders = tests_of(file) if file else []
         module = file.removesuffix(".py").replace("/", ".")
         self._own = {SUITE: Path(file).stem, EXAMPLES: f"{module}]"} if file else {}
         self.seconds: collections.Counter[str] = collections.Counter()
@@ -103,7 +100,8 @@ class Order:
                 return (1, seconds)
             if file == EXAMPLES or file == f"{self._room}test_{self._stem}.py":
                 return (2, seconds)
-            return (3, 1.5 if file.startswith(MATRIX) else self._steps.get(file, 9), seconds)
+            places = [i for i, folder in enumerate(self._folders) if file.startswith(folder)]
+            return (3, *places, seconds)
 
         items.sort(key=rank)
         self.tests = len(items)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import difflib
 import itertools
 import random
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,6 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.changed import importers  # noqa: E402
-
 ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
 """The first two have tests of each rule, and of each module's examples, under its name."""
@@ -29,11 +25,26 @@ OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_specs.py")
 
 def tests_of(file: str) -> list[str]:
     """Those of every room, of its own, the matrix, and those of rooms of which a module imports it."""
-    near = [name for name in importers()[file] if name.startswith("mars_jax/")]
-    rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *sorted(near)])
+    rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *importers(file)])
     found = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
     found.insert(1, MATRIX)
     return [*OF_ALL, *(path for path in found if (ROOT / path).exists())]
+
+
+def importers(file: str) -> list[str]:
+    """Return the modules of the package that import a module, anywhere in their code."""
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    found = []
+    for path in sorted((ROOT / "mars_jax").rglob("*.py")):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        if module in names and path != ROOT / "mars_jax" / "__init__.py":
+            found.append(str(path.relative_to(ROOT)))
+    return found
 
 
 class Places(cst.CSTVisitor):

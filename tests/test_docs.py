@@ -17,7 +17,7 @@ import pytest
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
 from tests.helpers import slow_but
-from tests.pages import blocks
+from tests.helpers.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -192,7 +192,6 @@ def test_the_glossary_has_twelve_terms_that_the_main_pages_link_to():
 @pytest.mark.parametrize(
     ("command", "picture", "word"),
     [
-        (("tpu_cost.py", "--picture", "--pictures"), "tpu_cost.svg", "target/attention"),
         (("cost_picture.py", "--folder"), "rule_cost.svg", "mars over rejection"),
     ],
 )

@@ -390,7 +390,7 @@ import json, pathlib, sys, tempfile, time
 import tokenizers, transformers
 import mars_jax as mj
 from mars_jax.core.errors import MarsError
-from tests.hub.test_chat_template import HOSTILE
+from tests.helpers.chat_templates import HOSTILE
 from tests.test_limits import SIZES
 
 target = mj.load("tiny/target")

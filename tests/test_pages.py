@@ -13,7 +13,7 @@ import pytest
 from mars_jax.cli import commands
 from mars_jax.cli.generate.arguments import parser
 from mars_jax.cli.part import parse_part
-from tests.pages import PAGES, ROOT, as_file, blocks
+from tests.helpers.pages import PAGES, ROOT, as_file, blocks
 
 DOCS = ROOT / "docs"
 MANY = DOCS / "many-machines.md"

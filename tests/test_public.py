@@ -11,17 +11,16 @@ import ast
 import importlib
 import inspect
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
 import mars_jax
-from tests.pages import PAGES, as_file
+from tests.helpers.pages import PAGES, as_file
+from tests.helpers.public_names import named, promised
 
 LIST = Path(__file__).parent / "public.json"
-PROMISE = Path(__file__).parent.parent / "docs" / "stability.md"
 MOST = 65
 """Names that are promised, at most: what one can read in a minute."""
 
@@ -34,22 +33,6 @@ def arguments(value):
         return list(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         return None
-
-
-def promised():
-    """The names of the table in docs/stability.md, as "package.name"."""
-    rows = [line for line in PROMISE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    of_names = rows[1 : next(i for i, row in enumerate(rows) if row.startswith("| version"))]
-    names = [name for row in of_names for name in re.findall(r"`([\w.]+)`", row)]
-    return [name if name.startswith("kernels_pallas.") else f"mars_jax.{name}" for name in names]
-
-
-def named(full):
-    """What is meant by a name. `import mars_jax.generate` puts a module in the function's place."""
-    home, _, name = full.rpartition(".")
-    package = importlib.import_module(home)
-    place = getattr(package, "_HOME", {}).get(name)
-    return getattr(importlib.import_module(f"{home}.{place}") if place else package, name)
 
 
 def public():

@@ -16,7 +16,7 @@ import pytest
 import kernels_pallas
 from mars_jax import __version__
 from mars_jax.cli.commands import COMMANDS
-from tests.test_public import named, promised
+from tests.helpers.public_names import named, promised
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -23,7 +23,7 @@ from mars_jax.core.settings import Range, Setting
 from mars_jax.hub.families import FAMILIES
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.specs import models
-from tests.test_features import source
+from tests.helpers.sources import find_test
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -290,7 +290,7 @@ def test_every_draft_is_known_and_has_its_test_and_its_figure():
         assert small is not None or draft.row.head
         assert pair.loads in models.LOADS
         file, _, test = pair.test.partition("::")
-        assert source(ROOT / "tests" / file, test), pair
+        assert find_test(ROOT / "tests" / file, test), pair
     heads = {pair.draft.partition(":")[2] for pair in found} - set(models.MODELS)
     assert heads == set(models.HEADS)
     assert {(pair.target, pair.draft) for pair in found} >= set(models.FIGURES)

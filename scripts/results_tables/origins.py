@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import common
-
 from results_tables.bars import load
 
 PLACES = ("environment", "made", "machine")

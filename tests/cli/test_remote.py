@@ -17,7 +17,7 @@ from mars_jax.cli.generate import uploaded_file
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
-from tests.cli.shell import HEEDS
+from tests.helpers.shell import HEEDS
 
 ROOT = Path(mars_jax.__file__).parents[1]
 MARS = RuleChoice("mars", {})

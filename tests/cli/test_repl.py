@@ -19,7 +19,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.terminal import _CONTROLS, TextPrinter
 from mars_jax.cli.open_target import open_target
-from tests.cli.shell import Shell, plain
+from tests.helpers.shell import Shell, plain
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a:"
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from mars_jax.cli import commands, signals
-from tests.cli.shell import HEEDS, Shell
 from tests.helpers import slow_but
+from tests.helpers.shell import HEEDS, Shell
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}

@@ -14,7 +14,7 @@ from mars_jax.cli.generate import terminal
 from mars_jax.cli.generate.terminal import TextPrinter, console, statistics
 from mars_jax.core.metrics import Metrics
 from mars_jax.serve.requests import KINDS
-from tests.cli.shell import Shell, plain
+from tests.helpers.shell import Shell, plain
 
 METRICS = Metrics(
     steps=2,

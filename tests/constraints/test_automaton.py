@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import re
 
-import numpy as np
 import pytest
 
 from mars_jax import constraints
-from mars_jax.constraints.automaton import DEAD, automaton
+from mars_jax.constraints.automaton import automaton
 from mars_jax.constraints.pattern import parse
 from mars_jax.core.errors import MarsError
+from tests.helpers.automata import said_by
 
 PATTERNS = (
     r"(19|20)\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
@@ -25,30 +25,6 @@ PATTERNS = (
     r"\s*\S+\s*",
     r"[^abc\n]*?c{2}",
 )
-
-
-def said_by(made, rng, count, most=40):
-    """Random texts of an automaton; after `most` bytes they end as soon as they can."""
-    of_class = {}
-    for byte, kind in enumerate(made.classes.tolist()):
-        of_class.setdefault(kind, []).append(byte)
-    left = np.where(made.accepting, 0, len(made.next))  # bytes to the nearest end
-    while (left != (left := np.minimum(left, 1 + left[made.next].min(axis=1)))).any():
-        pass
-    texts = []
-    for _ in range(count):
-        state, said = 1, bytearray()
-        while True:
-            kinds = np.flatnonzero(made.next[state] != DEAD).tolist()
-            if made.accepting[state] and (not kinds or rng.random() < 0.2 or len(said) > most):
-                break
-            if len(said) > most:
-                kinds = [min(kinds, key=lambda kind: left[made.next[state, kind]])]
-            kind = rng.choice(kinds)
-            said.append(rng.choice(of_class[kind]))
-            state = int(made.next[state, kind])
-        texts.append(said.decode())
-    return texts
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -12,41 +12,9 @@ import pytest
 
 from mars_jax import constraints
 from mars_jax.core.errors import MarsError
-from tests.constraints.test_automaton import said_by
+from tests.helpers.automata import said_by
+from tests.helpers.schemas import SCHEMAS
 
-POINT = {
-    "type": "object",
-    "properties": {
-        "d": {"type": "string", "format": "date"},
-        "e": {"type": "string", "pattern": '^[a"\\\\\\n]{2}$'},
-    },
-    "required": ["d", "e"],
-}
-SCHEMAS = (
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 8},
-            "age": {"type": "integer", "minimum": 0, "maximum": 130},
-            "tags": {"type": "array", "items": {"enum": ["a", 'b"c', 3]}, "maxItems": 3},
-            "x": {"type": ["number", "null"]},
-        },
-        "required": ["age"],
-    },
-    {"type": "array", "items": {"$ref": "#/$defs/p"}, "minItems": 1, "maxItems": 2, "$defs": {"p": POINT}},
-    {"type": "object"},
-    {"anyOf": [{"type": "boolean"}, {"type": "integer", "exclusiveMinimum": -57, "maximum": 1234}]},
-    {
-        "type": "array",
-        "prefixItems": [
-            {"type": "string", "minLength": 2, "maxLength": 3},
-            {"type": "number", "minimum": 0},
-        ],
-        "items": False,
-    },
-    {"type": "object", "additionalProperties": {"type": "integer"}},
-    {"type": "string", "format": "date-time"},
-)
 WRITTEN = (
     ({}, [1, -0.5, "é\n", None, [True, []], {"a": {}}]),
     (SCHEMAS[0], [{"age": 3}, {"name": "x\t", "age": 130, "tags": [], "x": None}, {"age": 1, "x": -1.5}]),

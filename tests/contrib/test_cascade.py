@@ -11,23 +11,16 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import CORRECTED, TRUSTED, Params, Prompts, keys_from_seeds
+from mars_jax.core.types import CORRECTED, TRUSTED, Prompts, keys_from_seeds
 from tests.helpers import committed, decode_all, logits_after, ragged
+from tests.helpers.cascades import BUFFER, MOST, PROXY, SMALL, VOCAB, K, weights
 
-VOCAB, BUFFER, K, MOST = 13, 40, 3, 12
 LENGTHS = [1, 6, 12, 17]
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-PROXY = fake.hash_model(vocab_size=VOCAB, seed=3, agree=0.92, scale=4.0)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.9)
 INNER = drafters.language_model(SMALL, K)
 CASCADE = contrib.cascade(INNER, PROXY, MOST)
 SLIM = contrib.cascade(INNER, PROXY, MOST, gate="ratio")
 CLOSED = 2.0
-
-
-def weights(margin):
-    numbers = tuple(np.float32(x) for x in margin) if isinstance(margin, tuple) else np.float32(margin)
-    return Params((), contrib.CascadeParams((), (), numbers))
 
 
 def decoded(rule, margin=0.1, rows=slice(None), drafter=CASCADE, **chosen):

@@ -14,8 +14,7 @@ from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import structure
 from mars_jax.verify import MARGINS, evidence, exact, mars
-from tests.helpers import judge
-from tests.verify import oracles
+from tests.helpers import judge, rule_oracles
 
 V, NODES, ROWS = 8, 4, 32
 CLASSES = token_classes(["a", "7", ".", "b", "8", ",", "c", "d"])
@@ -30,12 +29,12 @@ def case():
     best = np.argsort(-logits, axis=-1)
     tokens = np.where(rng.random((ROWS, NODES - 1)) < 0.4, best[:, :-1, 0], best[:, :-1, 1])
     tree = trees.chain(jnp.asarray(np.pad(tokens, ((0, 0), (1, 0))), jnp.int32))
-    return tree, jnp.asarray(logits), oracles.keys_of(0, ROWS)
+    return tree, jnp.asarray(logits), rule_oracles.keys_of(0, ROWS)
 
 
 def decided(rule, case, theta, table=()):
     tree, logits, keys = case
-    rows = oracles.controls_of([GREEDY] * ROWS, theta=theta)
+    rows = rule_oracles.controls_of([GREEDY] * ROWS, theta=theta)
     return jax.jit(judge(rule))(keys, tree, logits, rows, params=table)
 
 
@@ -63,7 +62,9 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
 
 def test_factors_of_zero_are_the_strict_base(case):
     zero = context("class", (0, 0, 0), classes=CLASSES)
-    oracles.same_verdict(decided(contrib.by_context("class"), case, 0.7, zero), decided(exact(), case, 0.7))
+    rule_oracles.same_verdict(
+        decided(contrib.by_context("class"), case, 0.7, zero), decided(exact(), case, 0.7)
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
 from mars_jax.models import ModelConfig, Rope, language_model
 from mars_jax.models.weights import build_rows
-from tests.models import oracle
+from tests.helpers import transformers_oracle
 
 BATCH, CONTEXT, SLOTS, VOCAB, FEATURES = 2, 13, 24, 53, 3
 LAYER = ModelConfig(
@@ -79,7 +79,7 @@ def torch_head(config: DFlashConfig, target):
     from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
     c = config.layer
-    with oracle.third_party():
+    with transformers_oracle.third_party():
         described = Qwen3Config(
             hidden_size=c.hidden_size,
             intermediate_size=c.intermediate_size,
@@ -226,7 +226,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         return (hidden, logits, *more)
 
     found = ours(params, jnp.asarray(taken), jnp.asarray(last, jnp.int32), jnp.asarray(before, jnp.int32))
-    with torch.no_grad(), oracle.third_party():
+    with torch.no_grad(), transformers_oracle.third_party():
         expected = theirs([torch.tensor(x) for x in taken], torch.tensor(last))
         if config.confidence:
             expected = (*expected, *theirs.corrected(*expected, torch.tensor(before)))

@@ -16,8 +16,7 @@ from mars_jax.core.rule import structure
 from mars_jax.core.types import Params
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests import helpers
-from tests.helpers import judge
-from tests.verify import oracles
+from tests.helpers import judge, rule_oracles
 
 GREEDY, V, NODES, ROWS, E = (0.0, 0, 1.0, 0.0), 8, 4, 32, 6
 
@@ -35,9 +34,14 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     harm = jax.nn.sigmoid(logit(head, *map(jnp.asarray, (hidden, z[..., -1], z[..., -2]))))
     theta = float(np.median(harm))
     rule = jax.jit(judge(contrib.learned()))
-    made = oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
+    made = rule_oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
     found = rule(
-        oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), made, hidden=jnp.asarray(hidden), params=head
+        rule_oracles.keys_of(0, ROWS),
+        tree,
+        jnp.asarray(logits),
+        made,
+        hidden=jnp.asarray(hidden),
+        params=head,
     )
     seen = 0
     for b in range(ROWS):
@@ -52,16 +56,16 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
         assert int(found.num_accepted[b]) == accepted
     assert seen > 3
     strict = dataclasses.replace(made, theta=jnp.full((ROWS,), jnp.inf))
-    oracles.same_verdict(
+    rule_oracles.same_verdict(
         rule(
-            oracles.keys_of(0, ROWS),
+            rule_oracles.keys_of(0, ROWS),
             tree,
             jnp.asarray(logits),
             strict,
             hidden=jnp.asarray(hidden),
             params=head,
         ),
-        jax.jit(judge(verify.exact()))(oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), strict),
+        jax.jit(judge(verify.exact()))(rule_oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), strict),
     )
 
 

@@ -15,7 +15,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
-from tests.drafters.test_ngram import slow_lookup
+from tests.helpers.ngram_oracle import slow_lookup
 
 SIZE, COUNT = 24, 4
 

@@ -15,9 +15,8 @@ from mars_jax.core.metrics import summarize
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import exact
 from tests import helpers
-from tests.core.test_tree import random_tree
-from tests.helpers import judge
-from tests.verify import oracles
+from tests.helpers import judge, rule_oracles
+from tests.helpers.random_trees import random_tree
 
 GREEDY = (0.0, 0, 1.0, 0.0)
 
@@ -48,7 +47,7 @@ def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
     )  # fmt: skip
     logits = jnp.asarray(rng.normal(size=(1, len(parents), 32)).astype(np.float32)).repeat(rows, axis=0)
     verdict = jax.jit(judge(simulated(tau)))(
-        oracles.keys_of(1, rows), tree, logits, oracles.controls_of([GREEDY] * rows)
+        rule_oracles.keys_of(1, rows), tree, logits, rule_oracles.controls_of([GREEDY] * rows)
     )
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
         count = np.asarray(verdict.num_accepted[half]) + 1.0
@@ -68,7 +67,7 @@ def test_padding_is_never_accepted():
     logits = jnp.zeros((*tree.tokens.shape, 16))
     rows = tree.tokens.shape[0]
     verdict = jax.jit(judge(simulated(tree.max_depth + 1)))(
-        oracles.keys_of(0, rows), tree, logits, oracles.controls_of([GREEDY] * rows)
+        rule_oracles.keys_of(0, rows), tree, logits, rule_oracles.controls_of([GREEDY] * rows)
     )
     taken = np.take_along_axis(np.asarray(tree.tokens), np.asarray(verdict.path[:, 1:]), axis=1)
     edge = np.arange(tree.max_depth)[None] < np.asarray(verdict.num_accepted)[:, None]

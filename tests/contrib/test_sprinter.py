@@ -12,21 +12,11 @@ from mars_jax.core import fake
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Visible
 from tests.helpers import committed, decode_all, logits_after, ragged
+from tests.helpers.sprinters import BUFFER, MOST, SMALL, SURE_BELOW, VOCAB, weights
 
-VOCAB, BUFFER, MOST = 13, 48, 6
 LENGTHS = [1, 6, 12, 17]
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.9)
 DRAFTER, SAMPLED = contrib.sprinter(SMALL, MOST), contrib.sprinter(SMALL, MOST, sample=True)
-# The fake model's hidden state is a hash, uniform in [0, 2 ** 32): this is sure of three quarters of the tokens.
-SURE_BELOW = 0.75 * 2**32
-WEIGHT, BIAS = np.float32(-1e-7), np.float32(1e-7 * SURE_BELOW)
-
-
-def weights(threshold):
-    return Params(
-        (), contrib.SprinterParams((), jnp.full((1,), WEIGHT), jnp.asarray(BIAS), np.float32(threshold))
-    )
 
 
 def decoded(rule, threshold=0.5, rows=slice(None), drafter=DRAFTER, params=None, **chosen):

@@ -17,8 +17,8 @@ from mars_jax.core.evidence import evidence
 from mars_jax.core.guide import Guides
 from mars_jax.core.tree import walk
 from mars_jax.core.types import DraftTree, Params, Prompts, Verdict, keys_from_seeds
-from tests.core.test_guide import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
 from tests.helpers import committed, ragged
+from tests.helpers.constrained import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
 
 BANNED = (3, 5, 9)
 PATTERN = constraints.regex(r"[ab]+-[ab1]{1,9}")

@@ -1,7 +1,6 @@
 """The step and its loops, with a model that sees wrong masks, positions, slots and rollbacks."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,69 +11,13 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
-from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.tree import static_topology
-from mars_jax.core.types import NO_TOKEN, DraftTree, Prompts, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged, slow_but
+from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
 
-VOCAB = 13
-TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
-
-
-@functools.lru_cache
-def random_tree_drafter(num_nodes=10, max_depth=4):
-    """A fresh random tree in every row and step: the shape is data. Tokens are the target's taste or noise."""
-
-    def propose(params, state, given):
-        keys, tokens, length = given.keys, given.tokens, given.length
-
-        def one(key):
-            spread, token = jax.random.split(key)
-            picks = jax.random.uniform(spread, (num_nodes,))
-            parents, depths = [jnp.int32(-1)], [jnp.int32(0)]
-            for i in range(1, num_nodes):
-                # Leaves at the maximal depth take no children; the root always can.
-                open_ = jnp.stack([d < max_depth for d in depths])
-                rank = jnp.floor(picks[i] * jnp.sum(open_, dtype=jnp.float32)).astype(jnp.int32)
-                parent = jnp.argmax(jnp.cumsum(open_, dtype=jnp.int32) == rank + 1).astype(jnp.int32)
-                parents.append(parent)
-                depths.append(jnp.stack(depths)[parent] + 1)
-            # A vocabulary of two in most nodes makes long accepted paths, and duplicate siblings.
-            drafted = jax.random.randint(token, (num_nodes,), -1, 3)
-            return jnp.stack(parents), jnp.stack(depths), drafted
-
-        parents, depths, drafted = jax.vmap(one)(keys)
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        tree = DraftTree(
-            tokens=jnp.concatenate([root, drafted[:, 1:]], axis=1),
-            parents=parents,
-            depths=depths,
-            max_depth=max_depth,
-            is_chain=False,
-        )
-        return tree, state
-
-    return Drafter(
-        init=lambda params, tokens, length: (),
-        propose=propose,
-        update=lambda params, state, tree, verdict, output, length: state,
-        num_nodes=num_nodes,
-        max_depth=max_depth,
-        name="random tree",
-    )
-
-
-DRAFTERS = {
-    "ngram": drafters.ngram(4),
-    "chain": drafters.language_model(SMALL, 5),
-    "chain of 1": drafters.language_model(SMALL, 1),
-    "sampled chain": drafters.language_model(SMALL, 4, sample=True),
-    "static tree": drafters.language_model(SMALL, tree=(4, 2, 2, 1)),
-    "random tree": random_tree_drafter(),
-}
 RULES = {
     "exact": verify.exact(),
     "rejection": verify.rejection(),

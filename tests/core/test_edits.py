@@ -12,8 +12,8 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import edited, make_edits
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import DraftTree, Prompts, keys_from_seeds
-from tests.core.test_decode import DRAFTERS, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed, ragged
+from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
 
 BIAS = [{2: -np.inf, 3: 1.5}, {}, {11: -2.0}]
 PENALTIES = {

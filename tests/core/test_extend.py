@@ -8,89 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import contrib, drafters, verify
-from mars_jax.contrib.models import medusa_layers
+from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
-from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.drafters import Dynamic
-from mars_jax.models import eagle_head, init_params, language_model
-from tests.contrib import test_cascade, test_dflash, test_sprinter
-from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
-from tests.core.test_insert import CONFIG, EAGLE_3, MEDUSA
+from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, committed, slow_but
+from tests.helpers.every_drafter import BUFFER, CHUNK, HEADS, PLAIN, ROWS, TRUSTED, check_same, made_of
+from tests.helpers.fake_drafters import TARGET
 
-ROWS, BUFFER, CHUNK = 3, 72, 16
 FIRST = [5, 2, 17]  # tokens of the first prompts
-MODEL = language_model(CONFIG)
 # Rows of a turn: sampled, greedy, and sampled harder.
 TEMPERATURES = [0.9, 0.0, 1.3]
-
-
-@functools.cache
-def of_model(name):
-    """A drafter that reads a small real target, its target, weights and vocabulary."""
-    if name.startswith("dflash"):
-        shape = test_dflash.SHAPES[name.removeprefix("dflash ")]
-        drafter = contrib.dflash(test_dflash.HEADS["dflash"], test_dflash.MODEL, tree=shape)
-        return test_dflash.MODEL, drafter, test_dflash.weights("dflash"), test_dflash.VOCAB
-    target = init_params(CONFIG, jax.random.key(0))
-    if name.startswith("eagle"):
-        tree = Dynamic(top_k=3, depth=3, nodes=9) if "tree" in name else None
-        drafter = drafters.eagle(EAGLE_3, MODEL, 4, tree=tree)
-        head = eagle_head.init_params(EAGLE_3, jax.random.key(1))
-        head |= {"ids": jnp.arange(0, 64, 2, dtype=jnp.int32)}
-    else:
-        drafter = contrib.medusa(MEDUSA, MODEL, tree=(2, 2, 1) if "tree" in name else None)
-        head = medusa_layers.init_params(MEDUSA, jax.random.key(1))
-    return MODEL, drafter, Params(target=target, draft=head), 64
-
-
-def in_chunks(model):
-    """Windows that are narrower than the buffer: one as wide would read all of a text whatever it is told."""
-    return model._replace(prefill_chunk=CHUNK)
-
-
-LITTLE = in_chunks(SMALL)
-PLAIN = {
-    "none": drafters.none(),
-    "ngram": DRAFTERS["ngram"],
-    "model chain": drafters.language_model(LITTLE, 5),
-    "model, sampled chain": drafters.language_model(LITTLE, 4, sample=True),
-    "model tree": drafters.language_model(LITTLE, tree=(4, 2, 2, 1)),
-    "model, dynamic tree": drafters.language_model(LITTLE, tree=Dynamic(top_k=3, depth=3, nodes=9)),
-}
-PROXY = in_chunks(test_cascade.PROXY)
-INNER = drafters.language_model(in_chunks(test_cascade.SMALL), test_cascade.K)
-TRUSTED = {
-    "cascade": (contrib.cascade(INNER, PROXY, test_cascade.MOST), test_cascade.weights(0.1)),
-    "cascade of n-grams": (
-        contrib.cascade(drafters.ngram(3), PROXY, 12),
-        test_cascade.weights(0.1),
-    ),
-    "sprinter": (contrib.sprinter(in_chunks(test_sprinter.SMALL), 6), test_sprinter.weights(0.5)),
-}
-HEADS = ["eagle chain", "eagle tree", "medusa chain", "medusa tree", "dflash chain", "dflash dynamic tree"]
-
-
-def made_of(name):
-    """(target, drafter, params, vocabulary) by name."""
-    if name in PLAIN:
-        return TARGET, PLAIN[name], NO_WEIGHTS, VOCAB
-    if name in TRUSTED:
-        drafter, params = TRUSTED[name]
-        return TARGET, drafter, params, VOCAB
-    if name == "ngram of 6":
-        return TARGET, drafters.ngram(6), NO_WEIGHTS, VOCAB
-    if name == "sized":
-        chain = drafters.LoadedDrafter(
-            PLAIN["model chain"], (), resized=lambda n: drafters.language_model(LITTLE, n)
-        )
-        loaded = drafters.sized(chain, costs=[1.0, 1.2, 1.4])
-        return TARGET, loaded, NO_WEIGHTS._replace(draft=loaded.params), VOCAB
-    return of_model(name)
 
 
 class Reads(list):
@@ -156,17 +86,6 @@ class Talk:
     @property
     def texts(self):
         return committed(self.state)
-
-
-def check_same(fresh, found):
-    """Tokens and counts are equal. What is held came out of forwards of other widths, whose float32 sums are rounded
-    in another order: log-probabilities and regrets differ by that."""
-    assert fresh[0] == found[0]
-    for ours, theirs in zip(*map(jax.tree.leaves, (found[1], fresh[1])), strict=True):
-        if np.issubdtype(ours.dtype, np.floating):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-        else:
-            np.testing.assert_array_equal(ours, theirs)
 
 
 def conversation(talk):

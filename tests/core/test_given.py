@@ -14,8 +14,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.rule import structure
 from mars_jax.core.types import Prompts, keys_from_seeds
-from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed
+from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 
 ROWS, BUFFER, WIDTH = 3, 12, 8
 RULE = verify.mars(theta=0.5)

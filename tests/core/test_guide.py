@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import constraints, drafters, fake, verify
+from mars_jax import constraints, drafters, verify
 from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -18,18 +18,9 @@ from mars_jax.core.edits import make_edits
 from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import ragged, slow_but
+from tests.helpers.constrained import DRAFTERS, PIECES, STOP, TARGET, VOCAB, VOCABULARY, text_of
 
-# Single letters, pieces of several, and tokens 0 and 1 without text; 1 ends a text.
-PIECES = (None, None, b"a", b"b", b"c", b"ab", b"bc", b"abc", b" ", b"1", b"12", b"-")
-VOCAB, STOP = len(PIECES), 1
-VOCABULARY = constraints.Vocabulary(tokens=PIECES)
-TARGET = fake.hash_model(vocab_size=VOCAB, seed=1, agree=0.6, scale=3.0)
-DRAFT = fake.hash_model(vocab_size=VOCAB, seed=2, agree=0.6, scale=3.0)
 PATTERNS = (r"(abc)+ 1?2?", r"[ab]+-[ab1]{1,3}", r"abcabcabc(1|2| )*")
-
-
-def text_of(tokens):
-    return b"".join(PIECES[t] or b"" for t in tokens).decode()
 
 
 def masked_logits(pattern, row):
@@ -66,14 +57,6 @@ def texts(state):
 
 
 MODEL = {"vocab_size": VOCAB}
-DRAFTERS = {
-    "ngram": drafters.ngram(4),
-    "chain": drafters.language_model(DRAFT, 4),
-    "sampled chain": drafters.language_model(DRAFT, 4, sample=True),
-    "static tree": drafters.language_model(DRAFT, tree=(3, 2, 1)),
-    "sampled tree": drafters.language_model(DRAFT, tree=(2, 2), sample=True),
-    "dynamic tree": drafters.language_model(DRAFT, tree=drafters.Dynamic(top_k=3, depth=3, nodes=8)),
-}
 CHOSEN = (PATTERNS[0], None, PATTERNS[1], PATTERNS[2])
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models import medusa_layers
-from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
@@ -19,10 +18,10 @@ from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
-from mars_jax.models.eagle_head import EagleConfig
-from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
+from mars_jax.models import eagle_head, init_params, language_model
 from tests.helpers import NO_WEIGHTS, committed, ragged
+from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
+from tests.helpers.small_models import CONFIG, EAGLE_3, MEDUSA
 
 ROWS, BUFFER = 3, 40
 # Seven requests through three rows: one ends at once, one is long, and their settings differ.
@@ -153,15 +152,6 @@ def test_what_is_put_into_a_running_state_decodes_as_alone(pair):
         # As text, in which NaN is itself.
         assert repr(told) == repr(alone(i))
     assert steps < sum(stats.steps for _, stats in found.values())
-
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
-CONFIG = ModelConfig(num_layers=2, **SIZES)
-EAGLE_3 = EagleConfig(
-    version=3, layer=ModelConfig(num_layers=1, **SIZES), target_hidden_size=32, draft_vocab_size=32,
-    feature_layers=(0, 1, 1),
-)  # fmt: skip
-MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=64)
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import CORRECTED, EXACT, NO_KIND, RELAXED, Prompts, keys_from_seeds
-from tests.core.test_decode import random_tree_drafter
 from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged, slow_but
-from tests.verify.oracles import chi_square
+from tests.helpers.fake_drafters import random_tree_drafter
+from tests.helpers.rule_oracles import chi_square
 
 VOCAB = 13
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)

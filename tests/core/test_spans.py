@@ -13,8 +13,8 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides
 from mars_jax.core.types import RELAXED, Params, Prompts, keys_from_seeds
-from tests.core.test_guide import DRAFTERS, PIECES, TARGET, VOCAB, VOCABULARY, text_of
 from tests.helpers import ragged, slow_but
+from tests.helpers.constrained import DRAFTERS, PIECES, TARGET, VOCAB, VOCABULARY, text_of
 
 LIMIT, LENGTHS = 60, [1, 6, 12, 4]
 PROMPTS = ragged(LENGTHS, LIMIT, VOCAB)

@@ -17,9 +17,8 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.drafters.sized import forced, sized
-from tests.core import test_extend
-from tests.core.test_extend import BUFFER, CHUNK, ROWS, check_same, made_of
-from tests.helpers import committed, draft_input
+from tests.helpers import committed, draft_input, every_drafter
+from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, check_same, made_of
 
 # Drafters of several sizes, by the one whose sizes they are.
 SIZED = {
@@ -28,7 +27,7 @@ SIZED = {
     "sized head": "eagle chain",
     "sized replay": "replay",
 }
-NAMES = [*test_extend.PLAIN, *test_extend.TRUSTED, *test_extend.HEADS, "replay", *SIZED]
+NAMES = [*every_drafter.PLAIN, *every_drafter.TRUSTED, *every_drafter.HEADS, "replay", *SIZED]
 
 
 def drafter_of(name):

@@ -12,8 +12,8 @@ from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
-from tests.core.test_decode import SMALL, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed, ragged
+from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
 RULE = verify.mars(theta=0.5, max_relaxed_run=1)
 DECODER = decode.speculative_decoder(

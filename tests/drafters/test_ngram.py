@@ -12,21 +12,9 @@ from hypothesis import strategies as st
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
 from mars_jax.core.fake import hash_model
-from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.ngram import lookup
 from mars_jax.hub.pretrained import Pretrained
-
-
-def slow_lookup(tokens, count, max_ngram, min_ngram):
-    for size in range(max_ngram, min_ngram - 1, -1):
-        suffix = tokens[len(tokens) - size :]
-        if len(suffix) < size:
-            continue
-        for end in range(len(tokens) - 1, size - 1, -1):
-            if tokens[end - size : end] == suffix:
-                again = tokens[end:]
-                return [again[i % len(again)] for i in range(count)]
-    return [NO_TOKEN] * count
+from tests.helpers.ngram_oracle import slow_lookup
 
 
 @settings(max_examples=150, deadline=None)

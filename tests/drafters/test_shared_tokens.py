@@ -25,7 +25,6 @@ from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.shared_tokens import Shared, shared_tokens, tables
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import check_same_vocabulary
-from tests import test_combinations as combined
 from tests.cli.conftest import write_checkpoint
 from tests.helpers import draft_input, logits_after, ragged
 
@@ -145,28 +144,6 @@ def test_a_sampled_draft_has_its_true_q_and_rejection_the_targets_law():
         np.testing.assert_allclose(got, law, atol=5 * 0.5 / rows**0.5)
 
 
-SHAPES = {
-    "dynamic tree": {"tree": drafters.Dynamic(top_k=3, depth=3, nodes=8)},
-    "sampled chain": {"sample": True},
-    "sampled tree": {"tree": (2, 2), "sample": True},
-    "sampled dynamic tree": {"tree": drafters.Dynamic(2, 3, 7), "sample": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_mixed_rows_get_their_own_texts_under_constraints_and_on_a_mesh(shape):
-    options = SHAPES[shape]
-    drafter = drafters.language_model(SMALL, 4, own_tokens=True, **options)
-    rule = verify.rejection() if "sample" in options else verify.exact()
-    found, want = combined.texts(drafter, PARAMS.draft, rule), combined.autoregression()
-    for own, other, (constraint, temperature, _) in zip(found, want, combined.ROWS, strict=True):
-        assert constraint is None or combined.holds(constraint, own)
-        assert own == other or (temperature > 0 and "sample" in options)
-    assert combined.texts(drafter, PARAMS.draft, rule, order=list(range(len(found)))[::-1]) == found
-    assert combined.texts(drafter, PARAMS.draft, rule, mesh=combined.TWO) == found
-
-
 def drafted(target, spec, *, mesh=None, costs=None, **options):
     """The texts without a draft and with one, and the tokens of a step with it."""
     shape = {k: options.pop(k) for k in ("num_draft_tokens", "tree", "sample") if k in options}
@@ -189,9 +166,11 @@ LETTERS = constraints.regex("[a-z ]{20,40}")
 FORMS = {
     "tree": {"tree": (2, 1, 1)},
     "dynamic tree": {"tree": drafters.Dynamic(top_k=2, depth=3, nodes=6)},
+    "sampled tree": {"tree": (2, 1, 1), "sample": True},
+    "constrained tree on a mesh": {"tree": (2, 1, 1), "constraint": LETTERS, "mesh": "data=2"},
     "rows divided": {"mesh": "data=2"},
     "vocabulary divided": {"mesh": "model=2", "sample": True, "verify": verify.rejection()},
-    "as long as pays": {"costs": [1.0, 1.01, 1.02]},
+    "as long as pays": {"costs": [1.0, 1.02]},  # of no draft and of three tokens
     "stopped": {"draft_stop": 1.8},
     "constrained": {"constraint": LETTERS},
     "sampled and constrained": {"constraint": LETTERS, "sample": True},

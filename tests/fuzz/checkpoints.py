@@ -24,8 +24,8 @@ from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import weights
 from tests.fuzz.damage import damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface
-from tests.hub.test_hostile import HEAD, SHAPES
-from tests.hub.test_load import GEMMA_2, GEMMA_3, QWEN_3_MOE, shard
+from tests.helpers.checkpoint_files import GEMMA_2, GEMMA_3, QWEN_3_MOE, shard
+from tests.helpers.head_files import HEAD, SHAPES
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 _SIZES = {

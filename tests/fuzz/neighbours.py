@@ -79,7 +79,7 @@ def beside(case: tuple[dict[str, bytes | None], int | None], folder: Path) -> No
 
 
 def _gguf(folder: Path) -> None:
-    from tests.hub.test_gguf import write  # gguf is imported there, and by no other surface
+    from tests.helpers.gguf_files import write  # gguf is imported there, and by no other surface
 
     (folder / "in").mkdir()
     write(folder / "in" / "model.gguf", "llama")

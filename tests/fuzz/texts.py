@@ -15,9 +15,9 @@ from mars_jax.constraints.token_table import token_table
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import fake
 from mars_jax.hub.pretrained import Pretrained
-from tests.constraints.test_schema import SCHEMAS
 from tests.fuzz.damage import HOSTILE, TEXTS, damaged, damaged_json, to_text
 from tests.fuzz.harness import Surface
+from tests.helpers.schemas import SCHEMAS
 
 _VOCABULARY = Vocabulary((*(bytes([b]) for b in range(256)), b"ab", b'{"', b"1234", b"true"))
 _PIECES = (

@@ -23,8 +23,8 @@ from mars_jax.hub.save import save
 from mars_jax.models import init_params
 from mars_jax.models.quantize import Int4, Int8, Quantized
 from mars_jax.models.weights import get, leaves
-from tests.hub import test_gguf, test_scaled_files
-from tests.hub.test_packed_files import CONFIG, HOW, packed
+from tests.helpers import gguf_blocks, gguf_files, scaled_files
+from tests.helpers.packed_files import CONFIG, HOW, packed
 
 EXPERTS = dataclasses.replace(CONFIG, family="mixtral", num_experts=2, experts_per_token=1)
 PACKED = {
@@ -100,10 +100,10 @@ def write_gguf(path):
     def data(name, shape):
         kind = gguf.GGMLQuantizationType[next(kind for part, kind in KINDS.items() if part in name)]
         if kind.name.endswith("_K"):
-            return test_gguf.random_blocks(draw, shape, kind), kind
+            return gguf_blocks.random_blocks(draw, shape, kind), kind
         return gguf.quantize(draw.standard_normal(shape).astype(np.float32) * 0.1, kind), kind
 
-    test_gguf.file_of(path, data, hidden=256, inner=512, layers=2, vocab=test_gguf.VOCAB)
+    gguf_blocks.file_of(path, data, hidden=256, inner=512, layers=2, vocab=gguf_files.VOCAB)
     config = hub.read_config(path)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -123,8 +123,8 @@ def write(name, folder):
     """Write the checkpoint of a case. Return its path, its weights and the names of those to keep in 4 bits."""
     if name == "GGUF":
         return folder / "model.gguf", write_gguf(folder / "model.gguf")[0], set()
-    if name in test_scaled_files.HOW:
-        weights = test_scaled_files.write(folder / "scaled", name)
+    if name in scaled_files.HOW:
+        weights = scaled_files.write(folder / "scaled", name)
         return folder / "scaled", {key: weight.float().numpy() for key, weight in weights.items()}, set()
     return folder / "packed", *write_packed(folder / "packed", **PACKED[name])
 
@@ -141,7 +141,7 @@ def check(params, config, meant, exact):
         )
 
 
-@pytest.mark.parametrize("name", [*PACKED, *test_scaled_files.HOW, "GGUF"])
+@pytest.mark.parametrize("name", [*PACKED, *scaled_files.HOW, "GGUF"])
 def test_by_default_every_weight_is_the_files_up_to_bfloat16(name, tmp_path):
     path, meant, exact = write(name, tmp_path)
     target = mj.load(path)
@@ -201,7 +201,7 @@ def rotated(location):
     ],
 )
 def test_settings_that_change_the_forward_are_refused_by_name(method, settings, message, tmp_path):
-    for folder, config in (("packed", HOW[method]), ("scaled", test_scaled_files.HOW["channels"])):
+    for folder, config in (("packed", HOW[method]), ("scaled", scaled_files.HOW["channels"])):
         save(tmp_path / folder, CONFIG, init_params(CONFIG, jax.random.key(0)))
         data = json.loads((tmp_path / folder / "config.json").read_text())
         data["quantization_config"] = config | settings

@@ -21,8 +21,8 @@ from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import is_here, resolve
 from mars_jax.specs.models import MODELS, ModelRow
-from tests.hub.served import digest_of, serving
-from tests.hub.test_gguf import write
+from tests.helpers.gguf_files import write
+from tests.helpers.served import digest_of, serving
 
 FILE, REPOSITORY = "small-q8_0.gguf", "owner/small-GGUF"
 

@@ -9,7 +9,7 @@ import pytest
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from tests.hub.test_gguf import WIDTH, write
+from tests.helpers.gguf_files import WIDTH, write
 
 # Architecture, key, a value that changes nothing, and one that changes the forward pass.
 KEYS = [

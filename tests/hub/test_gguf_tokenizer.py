@@ -19,7 +19,7 @@ from mars_jax import assets, hub
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.gguf_tokenizer import _SPLITS
 from mars_jax.hub.tokenizer import read_tokenizer
-from tests.hub.test_gguf import smollm2, write
+from tests.helpers.gguf_files import smollm2, write
 
 DATA = Path(__file__).parents[1] / "data"
 HARD = (

@@ -17,7 +17,16 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.heads.eagle_files import from_head_json
 from mars_jax.models import ModelConfig, Rope, init_params
-from tests.hub.test_load import GEMMA_2, GEMMA_3, QWEN_3_MOE, edit_config, edit_weights, message, shard
+from tests.helpers.checkpoint_files import (
+    GEMMA_2,
+    GEMMA_3,
+    QWEN_3_MOE,
+    edit_config,
+    edit_weights,
+    message,
+    shard,
+)
+from tests.helpers.head_files import HEAD, SHAPES
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 
@@ -250,9 +259,7 @@ def test_a_config_made_in_python_is_checked_alike():
 
 # EAGLE heads.
 
-HEAD = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 17, "hidden_size": 16}
 HEAD |= {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "draft_vocab_size": 9}
-SHAPES = {"fc.weight": (16, 48), "layers.0.hidden_norm.weight": (16,), "lm_head.weight": (9, 16), "d2t": (9,)}
 
 
 @pytest.mark.parametrize(

@@ -21,22 +21,11 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.hub.save import save
-from mars_jax.models import ModelConfig, init_params
+from mars_jax.models import init_params
 from mars_jax.models.quantize import Int4
+from tests.helpers.packed_files import CONFIG, HOW, packed
 
 METHODS = ("awq", "gptq", "compressed-tensors")
-HOW = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
-    },
-}
-CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64
-)  # fmt: skip
 
 
 def on_disk(array):
@@ -85,29 +74,6 @@ def test_the_second_version_of_gptq_keeps_its_zeros(key):
     scale = pieces["model.up.scales"].read().astype(np.float32).T.repeat(32, axis=1)
     second = read(pieces, "gptq", **{key: "gptq_v2"})
     np.testing.assert_allclose(second.read() - weight, scale, rtol=1e-4)
-
-
-def packed(q, zero, scale, method):
-    """The pieces of q [in, out], zero and scale [groups, out], a number at a time."""
-
-    def rows(array, order=range(8)):
-        """[n, 8 m] -> i32[n, m]"""
-        made = np.zeros((len(array), array.shape[1] // 8), np.uint32)
-        for place, source in enumerate(order):
-            made |= array[:, source::8].astype(np.uint32) << np.uint32(4 * place)
-        return made.view(np.int32)
-
-    if method == "awq":
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        return {"qweight": rows(q, order), "qzeros": rows(zero, order), "scales": scale}
-    if method == "gptq":
-        return {"qweight": rows(q.T).T.copy(), "qzeros": rows((zero - 1) & 15), "scales": scale}
-    return {
-        "weight_packed": rows(q.T.copy()),
-        "weight_zero_point": rows(zero).T.copy(),
-        "weight_scale": scale.T.copy(),
-        "weight_shape": np.asarray(q.T.shape),
-    }
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mars_jax.constraints.vocabulary import vocabulary
 from mars_jax.core.errors import MarsError
 from mars_jax.hub import versions
 from mars_jax.hub.load import find_tensors
-from tests.hub.test_gguf import our_logits, write
+from tests.helpers.gguf_files import our_logits, write
 
 EMBEDDED = Path(assets.__file__).parent / "tiny" / "target"
 TEXT = "Once upon a time, abcd"

@@ -12,7 +12,7 @@ import pytest
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, Rope, init_params
-from tests.models import oracle
+from tests.helpers import transformers_oracle
 
 BASE = ModelConfig(
     vocab_size=61,
@@ -47,8 +47,10 @@ def test_transformers_loads_what_was_saved(family, tmp_path):
     checkpoint = hub.load(hub.save(tmp_path / "made" / family, config, params))
     assert checkpoint.config == config
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 20))
-    logits, _ = oracle.logits_and_greedy(checkpoint, tokens, 1)
-    theirs = oracle.torch_logits(oracle.load_torch(tmp_path / "made" / family), tokens)
+    logits, _ = transformers_oracle.logits_and_greedy(checkpoint, tokens, 1)
+    theirs = transformers_oracle.torch_logits(
+        transformers_oracle.load_torch(tmp_path / "made" / family), tokens
+    )
     np.testing.assert_allclose(logits, theirs, atol=1e-4, rtol=0)
 
 

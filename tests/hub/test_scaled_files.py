@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,64 +12,7 @@ from safetensors.numpy import load_file
 import mars_jax as mj
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.save import save
-from mars_jax.models import ModelConfig, init_params
-
-torch = pytest.importorskip("torch")
-torch_file = pytest.importorskip("safetensors.torch")
-
-CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64
-)  # fmt: skip
-BLOCK = [40, 24]
-"""Outputs and inputs, which divide no matrix here."""
-GROUP = 32
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
-HOW = {
-    "blocks": FP8 | {"weight_block_size": BLOCK},
-    "whole": FP8 | {"activation_scheme": "static"},
-    "channels": COMPRESSED | {"format": "float-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
-    "int8": COMPRESSED | {"format": "int-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
-    "groups": COMPRESSED | {"format": "int-quantized", "config_groups": {
-        "group_0": {"weights": {"num_bits": 8, "strategy": "channel", "group_size": -1}},
-        "group_1": {"weights": {"num_bits": 8, "strategy": "group", "group_size": GROUP}},
-    }},
-}  # fmt: skip
-
-
-def rounded(w, how):
-    """A matrix's numbers and scales, and the matrix that they stand for, by PyTorch."""
-    tall, wide = {"blocks": BLOCK, "groups": [1, GROUP], "whole": w.shape}.get(how, [1, w.shape[1]])
-    most = 127 if how in ("int8", "groups") else 448
-    blocks = [[part.abs().max() / most for part in rows.split(wide, 1)] for rows in w.split(tall, 0)]
-    scale = torch.tensor(blocks)
-    spread = scale.repeat_interleave(tall, 0)[: w.shape[0]].repeat_interleave(wide, 1)[:, : w.shape[1]]
-    numbers = (w / spread).round().to(torch.int8) if most == 127 else (w / spread).to(torch.float8_e4m3fn)
-    return numbers, scale.reshape(()) if how == "whole" else scale, numbers.float() * spread
-
-
-def write(folder, how):
-    """A checkpoint whose matrices of layers are in 8 bits, in two files, and its weights by PyTorch."""
-    save(folder, CONFIG, init_params(CONFIG, jax.random.key(0), "float32"))
-    plain = {name: torch.from_numpy(w.copy()) for name, w in load_file(folder / "model.safetensors").items()}
-    stored, meant = {}, {}
-    for name, w in plain.items():
-        stored[name], meant[name] = w, w
-        if name.endswith("proj.weight"):
-            base = name.removesuffix(".weight")
-            stored[name], scale, meant[name] = rounded(w, how)
-            stored[f"{base}.weight_scale{'_inv' * (how == 'blocks')}"] = scale
-            if how == "whole":
-                stored[f"{base}.input_scale"] = torch.ones(())
-    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    parts = {name: shards["scale" in name] for name in stored}
-    for shard in shards:
-        torch_file.save_file({name: w for name, w in stored.items() if parts[name] == shard}, folder / shard)
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": HOW[how]}))
-    return meant
+from tests.helpers.scaled_files import CONFIG, HOW, torch, torch_file, write
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -10,7 +10,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from tests.hub.test_gguf import write
+from tests.helpers.gguf_files import write
 
 
 def part(folder, number, count=3):

@@ -16,7 +16,7 @@ from kernels_pallas.blocks import attention_blocks
 from kernels_pallas.mosaic.attend import COUNT
 from kernels_pallas.mosaic.tree_attention import tile_table
 from tests.helpers import slow_but
-from tests.kernels.implementations import IMPLEMENTATIONS, assert_no_races
+from tests.helpers.implementations import IMPLEMENTATIONS, assert_no_races
 
 DIM = 128
 SMALL = AttentionBlocks(16, 4, 3)

@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import AcceptControls, TpuBlocks, margin_accept, margin_stats
-
-LOGITS = jax.ShapeDtypeStruct((8, 8, 128256), jnp.float32)
-
-
-def lowered(function, *arguments, platform):
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+from tests.helpers.lowering import LOGITS, lowered
 
 
 def acceptance(**options):

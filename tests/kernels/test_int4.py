@@ -9,7 +9,7 @@ import pytest
 
 from kernels_pallas.mosaic import int4
 from tests.helpers import slow_but
-from tests.kernels.implementations import RACES, assert_no_races
+from tests.helpers.implementations import RACES, assert_no_races
 
 CHIPS = {"float32": "TPU v5 lite", "bfloat16": "TPU v6 lite", "two cores": "TPU v5"}
 

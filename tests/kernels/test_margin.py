@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import MarginStats, TpuBlocks, margin_stats, reference, xla
-from tests.kernels.implementations import assert_no_races, compiled
-from tests.kernels.oracles import top_two
+from tests.helpers.implementations import assert_no_races, compiled
+from tests.helpers.kernel_oracles import top_two
 
 # Sums of up to 150,000 float32 exponentials in different orders, and a polynomial exponential on CPU.
 TOLERANCE = 2e-5

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import MarginStats, empty, merge
-from tests.kernels.oracles import top_two
+from tests.helpers.kernel_oracles import top_two
 
 
 def rows(seed, vocab=12):

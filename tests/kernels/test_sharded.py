@@ -10,23 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import margin_accept, margin_stats, sharded_margin_accept, sharded_margin_stats
-from tests.kernels.oracles import top_two
-from tests.kernels.test_accept import TestXla as AcceptCases
+from tests.helpers.accept_cases import Cases as AcceptCases
+from tests.helpers.kernel_oracles import top_two
+from tests.helpers.meshes import mesh_of
 
 VOCAB = 4096
-
-
-def mesh_of(**axes):
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
-        devices=jax.devices()[: int(np.prod(list(axes.values())))],
-    )
 
 
 def few_values(*shape):

@@ -21,7 +21,7 @@ from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats
 from mars_jax import drafters, verify
 from mars_jax.core import fake
 from tests.helpers import committed, decode_all, ragged
-from tests.kernels.test_dispatch import LOGITS, lowered
+from tests.helpers.lowering import LOGITS, lowered
 
 
 @pytest.fixture

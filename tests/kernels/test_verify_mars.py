@@ -20,9 +20,9 @@ from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.tree import chain
 from mars_jax.core.types import DraftTree, Params, Prompts, keys_from_seeds
 from tests.helpers import judge, make_rows
-from tests.kernels.oracles import accept
-from tests.kernels.test_accept import TestXla as AcceptCases
-from tests.kernels.test_sharded import mesh_of
+from tests.helpers.accept_cases import Cases as AcceptCases
+from tests.helpers.kernel_oracles import accept
+from tests.helpers.meshes import mesh_of
 
 CASES, BATCH, NODES, DEPTH, VOCAB = 8, 5, 10, 4, 1100
 KEYS = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import margin_stats
 from kernels_pallas.whole import is_partitioned, whole_or_partitioned
-from tests.kernels.test_sharded import mesh_of
+from tests.helpers.meshes import mesh_of
 
 WHOLE, PARTITIONED = 1.0, 2.0
 

@@ -36,7 +36,7 @@ CONSTRAINTS: dict[str, Any] = {
     "allowed_tokens": list(range(64, 80)),
 }
 PER_ROW = ("temperature", "strict", "relax_constrained", "seed", *CONSTRAINTS)
-KINDS = ("free", "strict", "constrained")
+KINDS = ("free", "strict", "constrained", "strict and constrained")
 COSTS = [1.0, 1.3, 1.6]
 """Of steps of each size where drafts are as long as pays: given, so that nothing depends on a clock."""
 
@@ -69,7 +69,7 @@ def of_completion(completion: Any) -> Found:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """Of `generate`, for three prompts of each rule: one is free, one may be strict, one is constrained."""
+    """Return the options of `generate` for one prompt of each kind and rule."""
     kinds = [(rule, kind) for rule in case.rules for kind in KINDS]
     made: dict[str, Any] = {"max_new_tokens": NEW, "seed": [3 + i % 7 for i in range(len(kinds))]}
     made["temperature"] = [case.temperature * (i % 4 != 3) for i in range(len(kinds))]
@@ -80,7 +80,7 @@ def options(case: Case) -> dict[str, Any]:
     lossy = [not rule.row.lossless for rule, _ in kinds]
     if case.constraint:
         made[case.constraint] = [
-            CONSTRAINTS[case.constraint] if kind == "constrained" else None for _, kind in kinds
+            CONSTRAINTS[case.constraint] if "constrained" in kind else None for _, kind in kinds
         ]
         if any(lossy):
             made["relax_constrained"] = lossy
@@ -88,7 +88,7 @@ def options(case: Case) -> dict[str, Any]:
         made[case.span] = "think" if case.span == "relax_in" else "code"
     if any(lossy) or case.row.trusts:
         made["strict"] = [
-            kind == "strict" and (far or case.row.trusts) for (_, kind), far in zip(kinds, lossy, strict=True)
+            "strict" in kind and (far or case.row.trusts) for (_, kind), far in zip(kinds, lossy, strict=True)
         ]
     if case.stop_strings and case.surface != "insert":  # the embedded step knows no texts
         made["stop_strings"] = ["nd", "qq"]
@@ -115,7 +115,10 @@ def drafter_of(case: Case) -> Any:
 
 
 def rule_of(case: Case, which: Any = None) -> LoadedRule:
-    """All rules of the case, three prompts of each; or one of them for all prompts."""
+    """Return one rule made of all rules of the case.
+
+    Each of them verifies one prompt of every kind, unless `which` has the number of the rule of each prompt.
+    """
     found = [verify.load(world().rules[r.row.name], target_of(case), **r.settings) for r in case.rules]
     rows = np.repeat(np.arange(len(found)), len(KINDS)) if which is None else which
     needs = tuple(sorted({need for rule in case.rules for need in rule.needs}))
@@ -164,6 +167,26 @@ ROWS = 4
 def generate(case: Case) -> list[Found]:
     """All prompts side by side, in one device loop."""
     return generated(case)
+
+
+def backwards(case: Case) -> list[Found]:
+    """All prompts side by side in the opposite order: no row depends on its neighbours."""
+    texts = prompts(case)[::-1]
+    rules = np.repeat(np.arange(len(case.rules)), len(KINDS))[::-1]
+    given = {
+        name: value[::-1] if name in PER_ROW and isinstance(value, list) else value
+        for name, value in options(case).items()
+        if name not in CONSTRAINTS or isinstance(value, list)
+    }
+    result = mj.generate(
+        target_of(case),
+        drafter_of(case),
+        texts,
+        verify=rule_of(case, rules),
+        log_probs=case.log_probs,
+        **given,
+    )
+    return [of_completion(c) for c in result.completions][::-1]
 
 
 def refill(case: Case) -> list[Found]:
@@ -298,7 +321,7 @@ def check(case: Case) -> None:
 
 
 SURFACES: dict[str, tuple[Callable[[Case], Any], Callable[[Case], list[Found]] | None]] = {
-    "generate": (generate, None),
+    "generate": (generate, backwards),
     "refill": (refill, by_batches),
     "text": (text, by_batches),
     "insert": (insert, embedded),

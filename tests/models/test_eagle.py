@@ -15,7 +15,7 @@ from mars_jax.core.types import ForwardOutput, Params, Visible
 from mars_jax.models import ModelConfig, Rope, eagle_head, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.weights import build_rows
-from tests.models import oracle
+from tests.helpers import transformers_oracle
 
 BATCH, N, MORE, SLOTS, VOCAB = 2, 9, 3, 16, 53
 LAYER = ModelConfig(
@@ -87,7 +87,7 @@ def torch_head(config: EagleConfig, target):
         rope = {"rope_type": "llama3", "rope_theta": c.rope.theta, "factor": c.rope.factor}
         rope |= {"original_max_position_embeddings": c.rope.original_max_positions}
         rope |= {"low_freq_factor": c.rope.low_freq_factor, "high_freq_factor": c.rope.high_freq_factor}
-    with oracle.third_party():
+    with transformers_oracle.third_party():
         described = LlamaConfig(
             hidden_size=c.hidden_size,
             intermediate_size=c.intermediate_size,
@@ -255,7 +255,7 @@ def test_a_head_equals_its_transcription_in_pytorch(name):
     torch = pytest.importorskip("torch")
     pair = Pair(CASES[name])
     ours = pair.fuse()
-    with torch.no_grad(), oracle.third_party():
+    with torch.no_grad(), transformers_oracle.third_party():
         theirs = pair.torch.fuse([torch.tensor(x) for x in pair.taken])
         # 1e-5: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)

@@ -12,8 +12,7 @@ import pytest
 from mars_jax import hub
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.models.attention import _attend_blocks, attend_all
-from tests.helpers import slow_but
-from tests.models import oracle
+from tests.helpers import slow_but, transformers_oracle
 
 pytest.importorskip("transformers")
 
@@ -122,7 +121,7 @@ RAGGED = [
 def transformers_config(family, fields):
     import transformers
 
-    with oracle.third_party():
+    with transformers_oracle.third_party():
         return getattr(transformers, f"{family}Config")(**fields, bos_token_id=1, eos_token_id=2)
 
 
@@ -140,26 +139,28 @@ IN_TIME = (
 
 @pytest.mark.parametrize("name", slow_but(CASES, *IN_TIME))
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
-    model = oracle.random_torch_model(transformers_config(*CASES[name]))
-    oracle.save_torch(model, tmp_path)
-    logits, greedy = oracle.logits_and_greedy(hub.load(tmp_path), prompts(), NEW)
+    model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
+    transformers_oracle.save_torch(model, tmp_path)
+    logits, greedy = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), NEW)
     # 1e-4: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
-    np.testing.assert_allclose(logits, oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
-    np.testing.assert_array_equal(greedy, oracle.torch_greedy(model, prompts(), NEW))
+    np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, prompts(), NEW))
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, tmp_path):
-    model = oracle.random_torch_model(transformers_config(*CASES[name]))
-    oracle.save_torch(model, tmp_path)
+    model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
+    transformers_oracle.save_torch(model, tmp_path)
     checkpoint, lengths, tokens = hub.load(tmp_path), (PROMPT, 5), prompts()
     padded = np.where(np.arange(PROMPT) < np.asarray(lengths)[:, None], tokens, NO_TOKEN)
-    logits, greedy = oracle.logits_and_greedy(checkpoint, padded, 12, lengths)
+    logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, padded, 12, lengths)
     assert np.isfinite(logits).all()
     for b, length in enumerate(lengths):
         row = tokens[b : b + 1, :length]
-        np.testing.assert_allclose(logits[b, :length], oracle.torch_logits(model, row)[0], atol=1e-4, rtol=0)
-        np.testing.assert_array_equal(greedy[b], oracle.torch_greedy(model, row, 12)[0])
+        np.testing.assert_allclose(
+            logits[b, :length], transformers_oracle.torch_logits(model, row)[0], atol=1e-4, rtol=0
+        )
+        np.testing.assert_array_equal(greedy[b], transformers_oracle.torch_greedy(model, row, 12)[0])
     torch = pytest.importorskip("torch")
     entered = model.get_input_embeddings()(torch.tensor(tokens)).detach().numpy()
     np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, tokens), entered, rtol=1e-6)
@@ -167,14 +168,14 @@ def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, 
 
 @pytest.mark.parametrize("name", SAVED_BACK)
 def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
-    model = oracle.random_torch_model(transformers_config(*CASES[name]))
-    oracle.save_torch(model, tmp_path / "theirs")
+    model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
+    transformers_oracle.save_torch(model, tmp_path / "theirs")
     theirs = hub.load(tmp_path / "theirs")
     hub.save(tmp_path / "ours", theirs.config, theirs.params)
     assert hub.read_config(tmp_path / "ours") == theirs.config
     # Equal: the same numbers in the same order.
-    again = oracle.torch_logits(oracle.load_torch(tmp_path / "ours"), prompts())
-    np.testing.assert_array_equal(again, oracle.torch_logits(model, prompts()))
+    again = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path / "ours"), prompts())
+    np.testing.assert_array_equal(again, transformers_oracle.torch_logits(model, prompts()))
 
 
 def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
@@ -182,13 +183,13 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     whole = {"vision_config": vision | {"hidden_size": 16, "intermediate_size": 16}, "mm_tokens_per_image": 4}
     special = {"image_token_index": 61, "boi_token_index": 62, "eoi_token_index": 63}
-    model = oracle.random_torch_model(
+    model = transformers_oracle.random_torch_model(
         transformers_config("Gemma3", {"text_config": text, **whole, **special})
     )
-    oracle.save_torch(model, tmp_path)
-    logits, greedy = oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 16)
-    np.testing.assert_allclose(logits, oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
-    np.testing.assert_array_equal(greedy, oracle.torch_greedy(model, prompts(), 16))
+    transformers_oracle.save_torch(model, tmp_path)
+    logits, greedy = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 16)
+    np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, prompts(), 16))
 
 
 @pytest.mark.parametrize("form", [attend_all, _attend_blocks])
@@ -227,11 +228,16 @@ def test_both_forms_of_attention_scale_and_cap_the_scores(form):
 )
 def test_configs_from_before_transformers_5_mean_the_same(old, tmp_path):
     """`rope_theta` and `rope_scaling` at the top, the dtype as `torch_dtype`."""
-    oracle.save_torch(oracle.random_torch_model(transformers_config("Llama", BASE)), tmp_path)
+    transformers_oracle.save_torch(
+        transformers_oracle.random_torch_model(transformers_config("Llama", BASE)), tmp_path
+    )
     data = json.loads((tmp_path / "config.json").read_text())
     data = {key: value for key, value in data.items() if key not in ("rope_parameters", "dtype")}
     (tmp_path / "config.json").write_text(json.dumps(data | old | {"torch_dtype": "float32"}))
-    logits, _ = oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 1)
+    logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 1)
     np.testing.assert_allclose(
-        logits, oracle.torch_logits(oracle.load_torch(tmp_path), prompts()), atol=1e-4, rtol=0
+        logits,
+        transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path), prompts()),
+        atol=1e-4,
+        rtol=0,
     )

@@ -12,7 +12,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import from_json
 from mars_jax.models.config import Rope
 from mars_jax.models.rope import angles, frequencies, rotate
-from tests.models import oracle
+from tests.helpers import transformers_oracle
 
 # Parameters of published checkpoints: Llama 3.1 and 3.2, Qwen2.5 with YaRN, and corners of each formula.
 PUBLISHED = [
@@ -41,7 +41,7 @@ def test_frequencies_equal_those_of_transformers(scaling, theta, dim):
 
     scaling = {"original_max_position_embeddings": 8192, "rope_theta": theta, **scaling}
     sizes = {"hidden_size": 2 * dim, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
-    with oracle.third_party():
+    with transformers_oracle.third_party():
         theirs = LlamaConfig(**sizes, max_position_embeddings=16384, rope_parameters=dict(scaling))
         expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu")
     data = {"model_type": "llama", "vocab_size": 8, **sizes, "rope_scaling": scaling}

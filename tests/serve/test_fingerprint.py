@@ -42,7 +42,7 @@ def test_names_shapes_and_types_count():
 
 def test_the_config_of_a_gguf_file_counts(tmp_path):
     pytest.importorskip("gguf")
-    from tests.hub.test_gguf import write
+    from tests.helpers.gguf_files import write
 
     names = [fingerprint(WEIGHTS, write(tmp_path / f"{case}.gguf", case)) for case in ("llama", "qwen2")]
     assert len({*names, fingerprint(WEIGHTS)}) == 3

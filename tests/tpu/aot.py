@@ -5,8 +5,10 @@ Mosaic compiles for real and rejects what a TPU would reject; nothing is execute
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,8 +29,52 @@ NEW = {"tpu7x": "tpu7x:2x2x1"}
 def compile_for(
     function: Callable[..., Any], *arguments: Any, watch: int | None = None, **jit_options: Any
 ) -> dict[str, Any]:
-    """Compile a function for its abstract arguments and report; see `compile_program`."""
-    return compile_program(jax.jit(function, **jit_options).lower(*arguments), watch=watch)
+    """Compile a function for its abstract arguments and report; see `compile_program`.
+
+    `arrays_of_logits` counts the arrays of `watch` elements that the program writes.
+    """
+    lowered = jax.jit(function, **jit_options).lower(*arguments)
+    if watch is None:
+        return compile_program(lowered)
+    report = compile_program(lowered, read=lambda text: arrays_written(text, watch))
+    return report | {"arrays_of_logits": report["read"]}
+
+
+def arrays_written(program: str, elements: int) -> int:
+    """Count the instructions in the entry computation of an HLO text that write an array of so many elements to HBM.
+
+    Prefetches of an operand into a chip's fast memory do not count.
+    """
+    entry = program[program.index("\nENTRY ") :].split("\n}", 1)[0]
+    pattern = re.compile(r" = \w+\[([\d,]+)\](\S*) (?!bitcast|parameter|get-tuple-element)[\w-]+\(")
+    return sum(
+        math.prod(map(int, hit[1].split(","))) == elements and "S(" not in hit[2]
+        for hit in pattern.finditer(entry)
+    )
+
+
+class Instruction(NamedTuple):
+    """A line of an HLO text."""
+
+    name: str
+    opcode: str
+    # Of the first array of the result.
+    dtype: str
+    size: int
+    dims: tuple[int, ...]
+    text: str
+
+
+def instructions(program: str) -> list[Instruction]:
+    """Return the instructions of an HLO text whose result is an array or begins with one."""
+    pattern = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = \(*(\w+)\[([\d,]*)\].*? ([a-z][\w\-]*)\(", re.M)
+    found = []
+    for match in pattern.finditer(program):
+        name, dtype, sizes, opcode = match.groups()
+        dims = tuple(int(size) for size in sizes.split(",") if size)
+        text = program[match.start() : program.find("\n", match.end())]
+        found.append(Instruction(name, opcode, dtype, math.prod(dims), dims, text))
+    return found
 
 
 def hbm_bytes(generation: str) -> int:

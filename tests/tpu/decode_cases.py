@@ -15,7 +15,6 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.lab.planning import hlo
 from mars_jax.lab.planning.fit import lower_loop
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import ModelConfig, language_model
@@ -90,7 +89,7 @@ def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, An
     return compile_loop(target, drafter, params, 1, case.generation, on)
 
 
-def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tuple[hlo.Module, int, int]:
+def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tuple[str, int, int]:
     """The compiled loop of Llama-3.1-8B with an EAGLE-3 head over four v5e: the program, the bytes of its temporaries
     and those of a device's part of the embedding."""
     on = aot.mesh("v5e", devices=4)
@@ -104,10 +103,10 @@ def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tu
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
     embedding = target.vocab_size * target.hidden_size * 2 // 4
-    return hlo.parse(text), memory.temp_size_in_bytes, embedding
+    return text, memory.temp_size_in_bytes, embedding
 
 
-def prompt(context: int) -> hlo.Module:
+def prompt(context: int) -> str:
     """The compiled program that reads a prompt, for a Llama-3.2-1B of two layers with an EAGLE-3 head over four v5e."""
     on, target = aot.mesh("v5e", devices=4), shortened("llama-3.2-1b", 2)
     head = EagleConfig.outline(target)
@@ -123,7 +122,7 @@ def prompt(context: int) -> hlo.Module:
     with jax.set_mesh(on):
         text = jax.jit(start).lower(params, *aot.abstract(given, on)).compile().as_text()
     assert text is not None
-    return hlo.parse(text)
+    return text
 
 
 def compile_loop(

@@ -14,9 +14,8 @@ from scipy.spatial import distance
 from mars_jax import contrib, verify
 from mars_jax.core import tree as trees
 from mars_jax.core.rule import for_rows
-from tests.helpers import judge, slow_but
-from tests.verify import oracles
-from tests.verify.test_rejection import sampled_chain
+from tests.helpers import judge, rule_oracles, slow_but
+from tests.helpers.sampled_chains import sampled_chain
 
 VOCAB, ROWS = 4, 9_000
 
@@ -144,10 +143,10 @@ def law_of(law, z, p, q):
 @functools.cache
 def steps():
     """Drafts of two tokens and the target's logits; every setting in one batch."""
-    settings = oracles.controls_of([oracles.SETTINGS[b % 5] for b in range(ROWS)])
-    z_table, q_table = oracles.tables(41, VOCAB, 3), oracles.tables(42, VOCAB, 2)
-    tree, drafted = sampled_chain(oracles.keys_of(1, ROWS), q_table, settings, ROWS)
-    logits = jnp.asarray(np.stack([oracles.after(z_table, drafted[:, :i]) for i in range(3)], 1))
+    settings = rule_oracles.controls_of([rule_oracles.SETTINGS[b % 5] for b in range(ROWS)])
+    z_table, q_table = rule_oracles.tables(41, VOCAB, 3), rule_oracles.tables(42, VOCAB, 2)
+    tree, drafted = sampled_chain(rule_oracles.keys_of(1, ROWS), q_table, settings, ROWS)
+    logits = jnp.asarray(np.stack([rule_oracles.after(z_table, drafted[:, :i]) for i in range(3)], 1))
     return settings, z_table, q_table, tree, logits
 
 
@@ -156,14 +155,14 @@ def test_the_text_follows_the_law_of_the_paper(name):
     """The token after the draft follows the target."""
     law = LAWS[name]
     settings, z_table, q_table, tree, logits = steps()
-    verdict = jax.jit(judge(law.rule))(oracles.keys_of(2, ROWS), tree, logits, settings)
-    out, count = oracles.emitted(tree.tokens, verdict)
-    for s, row in enumerate(oracles.SETTINGS):
-        p, q = oracles.processed_tables(z_table, row), oracles.processed_tables(q_table, row)
+    verdict = jax.jit(judge(law.rule))(rule_oracles.keys_of(2, ROWS), tree, logits, settings)
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
+    for s, row in enumerate(rule_oracles.SETTINGS):
+        p, q = rule_oracles.processed_tables(z_table, row), rule_oracles.processed_tables(q_table, row)
         named = [law_of(law, *layer) for layer in zip(z_table[:2], p[:2], q, strict=True)] + [p[2]]
         assert np.abs(named[0] - p[0]).max() > 0.02 or s  # another law than the target's
-        sequences = oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], named)
-        assert oracles.chi_square(sequences, oracles.sequence_probabilities(named)) > 1e-3, row
+        sequences = rule_oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], named)
+        assert rule_oracles.chi_square(sequences, rule_oracles.sequence_probabilities(named)) > 1e-3, row
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name and name != "nucleus"])
@@ -172,12 +171,12 @@ def test_every_decision_is_the_papers(name):
     law, rng, pairs = LAWS[name], np.random.default_rng(5), 300
     z, y = (rng.normal(0, 1.5, (pairs, VOCAB)).astype(np.float32) for _ in range(2))
     top_k = rng.integers(2, VOCAB + 1, pairs)
-    rows = oracles.controls_of([(1.0, k, 1.0, 0.0) for k in np.repeat(top_k, VOCAB)])
+    rows = rule_oracles.controls_of([(1.0, k, 1.0, 0.0) for k in np.repeat(top_k, VOCAB)])
     tokens = np.stack([np.zeros(pairs * VOCAB, int), np.tile(np.arange(VOCAB), pairs)], 1)
     z_rows, y_rows = (jnp.asarray(np.repeat(a, VOCAB, 0))[:, None].repeat(2, 1) for a in (z, y))
-    q_logits = oracles.process(y_rows, rows)
+    q_logits = rule_oracles.process(y_rows, rows)
     given = verify.evidence(trees.chain(jnp.asarray(tokens, jnp.int32), q_logits), z_rows, controls=rows)
-    log_p, log_q = (jax.nn.log_softmax(a, axis=-1) for a in (oracles.process(z_rows, rows), q_logits))
+    log_p, log_q = (jax.nn.log_softmax(a, axis=-1) for a in (rule_oracles.process(z_rows, rows), q_logits))
     log_v = for_rows(law.rule, len(tokens)).target(log_p, log_q, given)
     p, q = (np.exp(np.asarray(a, float))[:, 0] for a in (log_p, log_q))
     v = np.asarray(jax.nn.softmax(log_v, axis=-1), float)[:, 0]
@@ -263,7 +262,7 @@ def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
 def test_under_lenience_no_token_has_more_than_its_share():
     law = LAWS["lenience"]
     _, z_table, q_table, _, _ = steps()
-    p, q = (oracles.processed_tables(t, oracles.SETTINGS[0]) for t in (z_table, q_table))
+    p, q = (rule_oracles.processed_tables(t, rule_oracles.SETTINGS[0]) for t in (z_table, q_table))
     named = law_of(law, z_table[1], p[1], q[1])
     assert np.all(named <= p[1] / law.number + 1e-9) and np.any(named > p[1] * 1.2)
 
@@ -272,7 +271,7 @@ def test_one_step_of_the_nucleus_is_off_by_what_the_paper_says():
     """A total variation of the sum of (q - p)+ over the nucleus."""
     law = LAWS["nucleus"]
     _, z_table, q_table, _, _ = steps()
-    p, q = (oracles.processed_tables(t, oracles.SETTINGS[0])[1] for t in (z_table, q_table))
+    p, q = (rule_oracles.processed_tables(t, rule_oracles.SETTINGS[0])[1] for t in (z_table, q_table))
     named = law_of(law, z_table[1], p, q)
     for row in range(VOCAB):
         inside = [p[row][p[row] > p[row, x]].sum() < law.number for x in range(VOCAB)]
@@ -287,13 +286,13 @@ def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_follo
     tree, logits = jax.tree.map(few, tree), few(logits)
     rows = jax.tree.map(few, settings).replace(temperature=jnp.tile(jnp.asarray([0.0, 1.0]), 32))
     strict = rows.replace(strict=jnp.ones((64,), bool))
-    keys = oracles.keys_of(3, 64)
+    keys = rule_oracles.keys_of(3, 64)
     run, base = jax.jit(judge(LAWS[name].rule)), jax.jit(judge(verify.rejection()))
     greedy = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
-    oracles.same_verdict(greedy(run(keys, tree, logits, rows)), greedy(base(keys, tree, logits, rows)))
-    oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
+    rule_oracles.same_verdict(greedy(run(keys, tree, logits, rows)), greedy(base(keys, tree, logits, rows)))
+    rule_oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
     undrafted = tree.replace(tokens=tree.tokens.at[:, 1:].set(-1))
-    oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))
+    rule_oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))
 
 
 def test_at_alpha_0_a_cascade_trusts_the_best_token_alone():

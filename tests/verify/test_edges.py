@@ -16,8 +16,7 @@ from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DraftTree
-from tests.helpers import judge
-from tests.verify import oracles
+from tests.helpers import judge, rule_oracles
 
 VOCAB, ROWS, NODES = 12, 60, 7
 
@@ -205,7 +204,7 @@ def test_a_budget_is_spent_as_in_python(chain, gap, most, total):
     tree, logits = case(chain)
     rule = for_rows(contrib.budget(gap=gap, max_relaxed=most, total=total), ROWS)
     verdict, left = rule(verify.evidence(tree, logits))
-    out, count = oracles.emitted(tree.tokens, verdict)
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
     wanted = spent(tree, logits, gap, most, total)
     assert [row[: n - 1].tolist() for row, n in zip(out, count, strict=True)] == [row for row, _ in wanted]
     np.testing.assert_allclose(left.total, [money for _, money in wanted], atol=1e-5)
@@ -221,8 +220,8 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
     tree = trees.chain(tokens, sure[..., jnp.asarray([1, 0, 2])])
     for most in (0, 1, 3):
         rule = contrib.budget(base=verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
-        rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
-        verdict = judge(rule)(oracles.keys_of(1, ROWS), tree, sure, rows)
+        rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
+        verdict = judge(rule)(rule_oracles.keys_of(1, ROWS), tree, sure, rows)
         relaxed = np.asarray(verdict.relaxed).sum(1)
         assert relaxed.max() == most and np.mean(relaxed == most) > 0.9
 
@@ -234,9 +233,9 @@ def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
     drafted, most = rng.integers(0, 2, (ROWS, nodes - 1)), rng.integers(0, 4, ROWS)
     tree = trees.chain(jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32))
     sure = jnp.broadcast_to(jnp.asarray([30.0, 0.0, 0.0]), (ROWS, nodes, 3))
-    rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=most.astype(np.int32))
+    rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=most.astype(np.int32))
     rule = verify.topk(base=base, k=2, delta=99.0)
-    verdict = jax.jit(judge(rule))(oracles.keys_of(1, ROWS), tree, sure, rows)
+    verdict = jax.jit(judge(rule))(rule_oracles.keys_of(1, ROWS), tree, sure, rows)
     for row in range(ROWS):
         count = run = 0
         while count < nodes - 1 and (not drafted[row, count] or run < most[row]):

@@ -10,9 +10,8 @@ from mars_jax.core import tree as trees
 from mars_jax.core.rule import structure
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
-from tests.core.test_tree import B, N, V, random_tree
-from tests.helpers import judge, one_row, slow_but
-from tests.verify import oracles
+from tests.helpers import judge, one_row, rule_oracles, slow_but
+from tests.helpers.random_trees import B, N, V, random_tree
 
 ROWS = 12_000
 VOCAB = 4
@@ -41,33 +40,37 @@ TREES = {
 def test_exact_leaves_the_target_distribution(name):
     """Every fifth row has one of the settings; all rows go through one compilation."""
     tree = TREES[name]
-    rows = [oracles.SETTINGS[b % len(oracles.SETTINGS)] for b in range(ROWS)]
-    table = oracles.tables(11, VOCAB, 3)
+    rows = [rule_oracles.SETTINGS[b % len(rule_oracles.SETTINGS)] for b in range(ROWS)]
+    table = rule_oracles.tables(11, VOCAB, 3)
     nodes = []  # the target's logits at each node of the tree, which is the same in every row
     for i in range(tree.tokens.shape[1]):
         prefix, node = [], i
         while node > 0:
             prefix, node = [max(int(tree.tokens[0, node]), 0), *prefix], int(tree.parents[0, node])
         nodes.append(
-            oracles.after(table, np.asarray([prefix], int).reshape(1, -1))[0] if len(prefix) < 3 else None
+            rule_oracles.after(table, np.asarray([prefix], int).reshape(1, -1))[0]
+            if len(prefix) < 3
+            else None
         )
     logits = jnp.tile(jnp.asarray(np.stack(nodes))[None], (ROWS, 1, 1))
-    verdict = jax.jit(judge(exact()))(oracles.keys_of(5, ROWS), tree, logits, oracles.controls_of(rows))
-    out, count = oracles.emitted(tree.tokens, verdict)
-    for s, row in enumerate(oracles.SETTINGS):
-        pick = slice(s, None, len(oracles.SETTINGS))
-        p = oracles.processed_tables(table, row)
-        sequences = oracles.complete(np.random.default_rng(s), out[pick], count[pick], p)
-        assert oracles.chi_square(sequences, oracles.sequence_probabilities(p)) > 1e-3, row
+    verdict = jax.jit(judge(exact()))(
+        rule_oracles.keys_of(5, ROWS), tree, logits, rule_oracles.controls_of(rows)
+    )
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
+    for s, row in enumerate(rule_oracles.SETTINGS):
+        pick = slice(s, None, len(rule_oracles.SETTINGS))
+        p = rule_oracles.processed_tables(table, row)
+        sequences = rule_oracles.complete(np.random.default_rng(s), out[pick], count[pick], p)
+        assert rule_oracles.chi_square(sequences, rule_oracles.sequence_probabilities(p)) > 1e-3, row
 
 
 def test_exact_walks_where_the_sample_of_each_node_leads():
     """The verdict is that of a Python walk over `sample`, greedy and sampled rows mixed."""
     tree = random_tree(np.random.default_rng(1))
     logits = jax.random.normal(jax.random.key(1), (B, N, V))
-    settings = oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])
-    verdict = jax.jit(judge(exact()))(oracles.keys_of(0, B), tree, logits, settings)
-    y = np.asarray(jax.jit(sampling.sample)(oracles.keys_of(0, B), tree.depths, logits, settings))
+    settings = rule_oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])
+    verdict = jax.jit(judge(exact()))(rule_oracles.keys_of(0, B), tree, logits, settings)
+    y = np.asarray(jax.jit(sampling.sample)(rule_oracles.keys_of(0, B), tree.depths, logits, settings))
     np.testing.assert_array_equal(y[1::2], np.argmax(logits, -1)[1::2])
     for b in range(B):
         node, path = 0, [0]
@@ -86,20 +89,20 @@ ALONE = (mars(base=rejection(block=True)), exact(), mars(), mars(base=rejection(
 @pytest.mark.slow
 @pytest.mark.parametrize("verify", ALONE, ids=lambda v: v.name)
 def test_a_row_alone_equals_the_row_in_a_batch(verify):
-    rows = [(0.0, 0, 1.0, 0.0), *oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
+    rows = [(0.0, 0, 1.0, 0.0), *rule_oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
     rng = np.random.default_rng(3)
-    settings = oracles.controls_of(rows, theta=[0.5, 0.9, np.inf, 0.1, 0.5, 0.5, 0.5, np.inf])
-    processed = oracles.process(jnp.asarray(rng.normal(0, 1, (8, 4, 6)), jnp.float32), settings)
+    settings = rule_oracles.controls_of(rows, theta=[0.5, 0.9, np.inf, 0.1, 0.5, 0.5, 0.5, np.inf])
+    processed = rule_oracles.process(jnp.asarray(rng.normal(0, 1, (8, 4, 6)), jnp.float32), settings)
     nodes = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (8, 4))
-    tokens = sampling.sample_processed(oracles.keys_of(8, 8), nodes, processed)
+    tokens = sampling.sample_processed(rule_oracles.keys_of(8, 8), nodes, processed)
     tree = trees.chain(jnp.roll(tokens, 1, axis=1), processed)
     tree = tree.replace(tokens=tree.tokens.at[3, 2].set(NO_TOKEN))
-    logits, keys = jnp.asarray(rng.normal(0, 2, (8, 4, 6)), jnp.float32), oracles.keys_of(9, 8)
+    logits, keys = jnp.asarray(rng.normal(0, 2, (8, 4, 6)), jnp.float32), rule_oracles.keys_of(9, 8)
     run = jax.jit(judge(verify))
     together = run(keys, tree, logits, settings)
     everything = (keys, tree, logits, settings)
     for b in range(8):
-        oracles.same_verdict(run(*one_row(everything, b)), one_row(together, b))
+        rule_oracles.same_verdict(run(*one_row(everything, b)), one_row(together, b))
 
 
 def test_verifiers_are_values():
@@ -119,9 +122,9 @@ def test_verifiers_are_values():
 )
 def test_a_tree_of_one_node_is_plain_decoding(verify):
     logits = jax.random.normal(jax.random.key(0), (3, 1, 5))
-    settings = oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
+    settings = rule_oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
     verdict = jax.jit(judge(verify))(
-        oracles.keys_of(0, 3), trees.chain(jnp.zeros((3, 1), jnp.int32)), logits, settings
+        rule_oracles.keys_of(0, 3), trees.chain(jnp.zeros((3, 1), jnp.int32)), logits, settings
     )
     assert verdict.path.tolist() == [[0]] * 3 and verdict.relaxed.shape == (3, 0)
     assert verdict.next_token[0] == jnp.argmax(logits[0, 0]) and verdict.next_token[2] == jnp.argmax(

@@ -16,9 +16,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import MARGINS, evidence, exact, for_rows, mars, rejection
 from mars_jax.verify.exact import Exact
-from tests.core.test_tree import B, N, V, python_walk, random_tree
-from tests.helpers import judge, slow_but
-from tests.verify import oracles
+from tests.helpers import judge, rule_oracles, slow_but
+from tests.helpers.random_trees import B, N, V, python_walk, random_tree
 
 GREEDY = (0.0, 0, 1.0, 0.0)
 SAMPLED = (0.8, 0, 1.0, 0.0)
@@ -65,9 +64,9 @@ def test_temperature_zero_is_algorithm_1_of_the_paper(seed):
     tokens = np.where(rng.random((32, 5)) < 0.1, rng.integers(0, 4, (32, 5)), tokens)[:, :4]
     theta = rng.choice([0.3, 0.6, 0.9], 32)
     tree = trees.chain(jnp.asarray(np.pad(tokens, ((0, 0), (1, 0))), jnp.int32))
-    controls = oracles.controls_of([GREEDY] * 32, theta=theta)
-    verdict = ratio_rule(oracles.keys_of(0, 32), tree, jnp.asarray(logits), controls)
-    out, count = oracles.emitted(tree.tokens, verdict)
+    controls = rule_oracles.controls_of([GREEDY] * 32, theta=theta)
+    verdict = ratio_rule(rule_oracles.keys_of(0, 32), tree, jnp.asarray(logits), controls)
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
     for b in range(32):
         assert out[b, : count[b]].tolist() == algorithm_1(tokens[b], logits[b], np.float32(theta[b]))
 
@@ -101,11 +100,11 @@ def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
         theta = rng.choice([0.3, 0.5, 1.5, np.inf], B)
         strict, max_run = rng.random(B) < 0.1, rng.choice([0, 1, 2, 9, 9], B)
         stops = [list(rng.choice(V, rng.integers(0, 3) // 2, replace=False)) for _ in range(B)]
-        controls = oracles.controls_of(
+        controls = rule_oracles.controls_of(
             [GREEDY if b % 2 else SAMPLED for b in range(B)],
             theta=theta, strict=strict, max_relaxed_run=max_run, stop_tokens=stops,
         )  # fmt: skip
-        keys = oracles.keys_of(seed, B)
+        keys = rule_oracles.keys_of(seed, B)
         verdict, tree, y = jax.device_get(
             (verify(keys, tree, logits, controls), tree, draw(keys, tree.depths, logits, controls))
         )
@@ -130,13 +129,15 @@ ROWS = 192
 def chain_case(seed, temperature=0.8):
     """Target logits with close seconds, a draft sampled from a true q that resembles them, and controls."""
     rng, rows, nodes, vocab = np.random.default_rng(seed), ROWS, 6, 5
-    controls = oracles.controls_of([(temperature, 0, 1.0, 0.0)] * rows, theta=0.3, max_relaxed_run=9)
+    controls = rule_oracles.controls_of([(temperature, 0, 1.0, 0.0)] * rows, theta=0.3, max_relaxed_run=9)
     logits = jnp.asarray(rng.normal(3, 1, (rows, nodes, vocab)), jnp.float32)
-    processed = oracles.process(logits + jnp.asarray(rng.normal(0, 1, logits.shape), jnp.float32), controls)
+    processed = rule_oracles.process(
+        logits + jnp.asarray(rng.normal(0, 1, logits.shape), jnp.float32), controls
+    )
     places = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (rows, nodes))
-    drafted = jax.jit(sampling.sample_processed)(oracles.keys_of(seed + 1, rows), places, processed)
+    drafted = jax.jit(sampling.sample_processed)(rule_oracles.keys_of(seed + 1, rows), places, processed)
     tree = trees.chain(jnp.pad(drafted[:, :-1], ((0, 0), (1, 0))), processed)
-    return oracles.keys_of(seed + 2, rows), tree, logits, controls
+    return rule_oracles.keys_of(seed + 2, rows), tree, logits, controls
 
 
 BASES = [exact(), rejection(), rejection(block=True)]
@@ -151,7 +152,7 @@ def test_theta_inf_and_strict_rows_equal_the_base_bit_for_bit(base):
     traces = len(TRACES)
     for name, value in {"theta": np.inf, "strict": True, "max_relaxed_run": 0}.items():
         changed = controls.replace(**{name: jnp.full_like(getattr(controls, name), value)})
-        oracles.same_verdict(rule(keys, tree, logits, changed), strict)
+        rule_oracles.same_verdict(rule(keys, tree, logits, changed), strict)
     assert len(TRACES) == traces, "changing controls compiled again"
 
 
@@ -159,7 +160,7 @@ def test_the_gap_is_strict_at_infinity_although_its_formula_is_not():
     keys, tree, logits, controls = chain_case(seed=0)
     infinite = controls.replace(theta=jnp.full((ROWS,), jnp.inf))
     got = jitted(mars(margin="gap"))(keys, tree, logits, infinite)
-    oracles.same_verdict(got, jitted(exact())(keys, tree, logits, infinite))
+    rule_oracles.same_verdict(got, jitted(exact())(keys, tree, logits, infinite))
 
 
 @given(seeds)
@@ -167,9 +168,9 @@ def test_the_gap_is_strict_at_infinity_although_its_formula_is_not():
 def test_theta_inf_equals_exact_on_trees(seed):
     rng = np.random.default_rng(seed)
     tree, logits = random_tree(rng), jnp.asarray(rng.normal(1, 2, (B, N, V)), jnp.float32)
-    controls = oracles.controls_of([GREEDY if b % 2 else SAMPLED for b in range(B)], theta=np.inf)
-    args = (oracles.keys_of(seed % 1000, B), tree, logits, controls)
-    oracles.same_verdict(ratio_rule(*args), strict_rule(*args))
+    controls = rule_oracles.controls_of([GREEDY if b % 2 else SAMPLED for b in range(B)], theta=np.inf)
+    args = (rule_oracles.keys_of(seed % 1000, B), tree, logits, controls)
+    rule_oracles.same_verdict(ratio_rule(*args), strict_rule(*args))
 
 
 def one_step(tokens, logits, parents=None, *, base=None, **controls):
@@ -181,9 +182,9 @@ def one_step(tokens, logits, parents=None, *, base=None, **controls):
         depths = jnp.asarray([[0] + [1] * 5], jnp.int32)
         tree = tree.replace(parents=parents, depths=depths, max_depth=1, is_chain=False)
     logits = jnp.asarray([logits + [[0.0] * 4] * (6 - len(logits))], jnp.float32)
-    made = oracles.controls_of([GREEDY], **{"theta": 0.9, **controls})
-    verdict = jitted(mars(base=base))(oracles.keys_of(0, 1), tree, logits, made)
-    out, count = oracles.emitted(tree.tokens, verdict)
+    made = rule_oracles.controls_of([GREEDY], **{"theta": 0.9, **controls})
+    verdict = jitted(mars(base=base))(rule_oracles.keys_of(0, 1), tree, logits, made)
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
     relaxed = np.asarray(verdict.relaxed[0])
     assert not relaxed[len(tokens) :].any()
     return out[0, : count[0]].tolist(), relaxed[: 1 if parents is not None else len(tokens)].tolist()
@@ -282,9 +283,9 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
     mixed = controls.replace(temperature=controls.temperature.at[::2].set(1.0))
     expected = jitted(mars())(keys, tree, logits, controls)
     run = jitted(mars(base=base))
-    oracles.same_verdict(run(keys, tree, logits, controls), expected)
+    rule_oracles.same_verdict(run(keys, tree, logits, controls), expected)
     odd = lambda x: x[1::2]  # noqa: E731
-    oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
+    rule_oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
     assert np.any(expected.relaxed)
 
 
@@ -296,36 +297,36 @@ def test_behind_a_relaxed_token_rejection_starts_afresh(block):
     """
     vocab, rows, first = 4, 20_000, 2
     rng = np.random.default_rng(0)
-    table = [t - 8 for t in oracles.tables(31, vocab, 4)]
+    table = [t - 8 for t in rule_oracles.tables(31, vocab, 4)]
     table[0] = np.asarray([-5, 2.1, 2.0, -5], np.float32)
-    q_table = oracles.tables(32, vocab, 3)
+    q_table = rule_oracles.tables(32, vocab, 3)
     drafted = np.full((rows, 1), first)
     seen = [np.tile(np.where(np.arange(vocab) == first, 0, -np.inf), (rows, 1))]
     for _ in range(2):
-        seen.append(oracles.after(q_table, drafted))
+        seen.append(rule_oracles.after(q_table, drafted))
         gumbel = rng.gumbel(size=(rows, vocab))
         drafted = np.concatenate([drafted, np.argmax(seen[-1] + gumbel, -1)[:, None]], 1)
     seen.append(np.zeros((rows, vocab)))
     tokens = np.pad(drafted, ((0, 0), (1, 0)))
-    logits = np.stack([oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
+    logits = np.stack([rule_oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
     tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(np.stack(seen, 1), jnp.float32))
-    controls = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * rows, theta=0.9)
+    controls = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * rows, theta=0.9)
     verdict = jitted(mars(base=rejection(block)))(
-        oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
+        rule_oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
     )
     relaxed = np.asarray(verdict.relaxed)
     assert not relaxed[:, 1:].any() and 0.3 < relaxed[:, 0].mean() < 0.7
-    out, count = oracles.emitted(tokens, verdict)
+    out, count = rule_oracles.emitted(tokens, verdict)
     assert np.all(out[:, 0] == first) and np.all(count >= 2)
-    p = oracles.processed_tables(table, (1.0, 0, 1.0, 0.0))
-    joint = oracles.sequence_probabilities([x[first] for x in p[1:]])
-    sequences = oracles.complete(rng, out, count, p)[:, 1:]
+    p = rule_oracles.processed_tables(table, (1.0, 0, 1.0, 0.0))
+    joint = rule_oracles.sequence_probabilities([x[first] for x in p[1:]])
+    sequences = rule_oracles.complete(rng, out, count, p)[:, 1:]
     counts = np.bincount(np.ravel_multi_index(tuple(sequences.T), joint.shape), minlength=joint.size)
     distance = np.abs(counts / rows - joint.ravel()).sum() / 2
     if block:
         assert distance < 0.05
     else:
-        assert oracles.chi_square(sequences[relaxed[:, 0]], joint) > 1e-3
+        assert rule_oracles.chi_square(sequences[relaxed[:, 0]], joint) > 1e-3
 
 
 def test_padding_is_never_relaxed():

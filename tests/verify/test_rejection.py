@@ -8,21 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core import sampling
 from mars_jax.core import tree as trees
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import exact, rejection
 from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
-from tests.helpers import judge, slow_but
-from tests.verify import oracles
-
-
-def probabilities(table):
-    result = []
-    for logits in table:
-        weights = np.exp(logits.astype(np.float64))
-        result.append(weights / weights.sum(-1, keepdims=True))
-    return result
+from tests.helpers import judge, rule_oracles, slow_but
+from tests.helpers.sampled_chains import probabilities, sampled_chain
 
 
 def python_rule(block, p, q, drafted):
@@ -72,25 +63,25 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
     mean_accepted = {}
     for block, seed in itertools.product((False, True), range(2)):
         p_logits, q_logits = (
-            oracles.tables(seed, vocab, depth + 1),
-            oracles.tables(seed + 50, vocab, depth, 1.0),
+            rule_oracles.tables(seed, vocab, depth + 1),
+            rule_oracles.tables(seed + 50, vocab, depth, 1.0),
         )
         p = probabilities(p_logits)
         cases = python_cases(block, p, probabilities(q_logits), deterministic)
         weights, drafted, uniforms, stops, residuals = (np.asarray(x) for x in zip(*cases, strict=True))
         rows = len(weights)
         assert abs(weights.sum() - 1) < 1e-9
-        logits = np.stack([oracles.after(p_logits, drafted[:, :i]) for i in range(depth + 1)], 1)
+        logits = np.stack([rule_oracles.after(p_logits, drafted[:, :i]) for i in range(depth + 1)], 1)
         # The last node's q is never read: NaN says so.
         unread = [np.full((rows, vocab), np.nan, np.float32)]
-        q = np.stack([oracles.after(q_logits, drafted[:, :i]) for i in range(depth)] + unread, 1)
+        q = np.stack([rule_oracles.after(q_logits, drafted[:, :i]) for i in range(depth)] + unread, 1)
         tokens = jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32)
         tree = trees.chain(tokens, None if deterministic else jnp.asarray(q))
         stop, emit = stretch(
             block, tree, jnp.asarray(logits), jnp.asarray(np.pad(uniforms, ((0, 0), (1, 0))), "float32")
         )
 
-        joint, target = np.zeros((vocab,) * (depth + 1)), oracles.sequence_probabilities(p)
+        joint, target = np.zeros((vocab,) * (depth + 1)), rule_oracles.sequence_probabilities(p)
         for c in np.flatnonzero(weights > 1e-9):
             assert stop[c] == stops[c], (drafted[c], uniforms[c])
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
@@ -116,20 +107,6 @@ def stretch(block, tree, logits, uniforms):
     return stop, weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-def sampled_chain(keys, q_table, settings, rows):
-    """Chains of two tokens drawn from the processed draft tables, with their true q."""
-    drafted, seen = np.zeros((rows, 0), int), []
-    for i in range(2):
-        node = oracles.process(jnp.asarray(oracles.after(q_table, drafted))[:, None], settings)
-        seen.append(node)
-        place = jnp.full((rows, 1), i, jnp.int32)
-        token = sampling.sample_processed(keys, place, node)
-        drafted = np.concatenate([drafted, np.asarray(token)], 1)
-    seen.append(jnp.zeros_like(seen[0]))
-    tokens = np.concatenate([np.zeros((rows, 1), int), drafted], 1)
-    return trees.chain(jnp.asarray(tokens, jnp.int32), jnp.concatenate(seen, 1)), drafted
-
-
 @pytest.mark.parametrize(
     ("block", "deterministic"),
     slow_but(itertools.product([False, True], repeat=2), (True, False)),
@@ -137,11 +114,11 @@ def sampled_chain(keys, q_table, settings, rows):
 def test_rejection_leaves_the_target_distribution(block, deterministic):
     """All settings, greedy rows and rows with a padded tail in one batch of one compilation."""
     vocab, rows = 4, 18_000
-    choices = [*oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
-    settings = oracles.controls_of([choices[b % 6] for b in range(rows)])
-    p_table, q_table = oracles.tables(21, vocab, 3), oracles.tables(22, vocab, 2)
-    tree, drafted = sampled_chain(oracles.keys_of(1, rows), q_table, settings, rows)
-    logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
+    choices = [*rule_oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
+    settings = rule_oracles.controls_of([choices[b % 6] for b in range(rows)])
+    p_table, q_table = rule_oracles.tables(21, vocab, 3), rule_oracles.tables(22, vocab, 2)
+    tree, drafted = sampled_chain(rule_oracles.keys_of(1, rows), q_table, settings, rows)
+    logits = jnp.asarray(np.stack([rule_oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
     padded = np.arange(rows) // 6 % 4 == 0
     tree = tree.replace(tokens=tree.tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tree.tokens[:, 2])))
     if deterministic:  # one draft for all rows
@@ -149,19 +126,19 @@ def test_rejection_leaves_the_target_distribution(block, deterministic):
         drafted = np.tile([[best, np.argmax(p_table[1][best])]], (rows, 1))
         tokens = tree.tokens.at[:, 1:].set(jnp.asarray(drafted, jnp.int32))
         tree = trees.chain(tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tokens[:, 2])))
-        logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
-    verdict = jax.jit(judge(rejection(block)))(oracles.keys_of(2, rows), tree, logits, settings)
+        logits = jnp.asarray(np.stack([rule_oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
+    verdict = jax.jit(judge(rejection(block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
-    out, count = oracles.emitted(tree.tokens, verdict)
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
     assert np.mean(count) > 1.3  # it does accept
     for s, row in enumerate(choices):
-        p = oracles.processed_tables(p_table, row)
-        sequences = oracles.complete(np.random.default_rng(s), out[s::6], count[s::6], p)
-        joint = oracles.sequence_probabilities(p)
+        p = rule_oracles.processed_tables(p_table, row)
+        sequences = rule_oracles.complete(np.random.default_rng(s), out[s::6], count[s::6], p)
+        joint = rule_oracles.sequence_probabilities(p)
         if row[0] == 0:
             assert np.all(sequences == np.unravel_index(np.argmax(joint), joint.shape))
         else:
-            assert oracles.chi_square(sequences, joint) > 1e-3, row
+            assert rule_oracles.chi_square(sequences, joint) > 1e-3, row
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -170,20 +147,20 @@ def test_greedy_rows_are_exact_in_greedy_and_in_mixed_batches(block):
     tokens = jnp.asarray(rng.integers(0, 3, (64, 4)), jnp.int32)
     logits = jnp.asarray(rng.normal(0, 1, (64, 4, 3)), jnp.float32)
     q = jnp.asarray(rng.normal(0, 1, (64, 4, 3)), jnp.float32)
-    greedy = oracles.controls_of([(0.0, 0, 1.0, 0.0)] * 64)
+    greedy = rule_oracles.controls_of([(0.0, 0, 1.0, 0.0)] * 64)
     mixed = greedy.replace(temperature=greedy.temperature.at[::2].set(1.0))
-    keys, tree = oracles.keys_of(1, 64), trees.chain(tokens, oracles.process(q, greedy))
+    keys, tree = rule_oracles.keys_of(1, 64), trees.chain(tokens, rule_oracles.process(q, greedy))
     run = jax.jit(judge(rejection(block)))
     expected = jax.jit(judge(exact()))(keys, tree, logits, greedy)
-    oracles.same_verdict(run(keys, tree, logits, greedy), expected)
+    rule_oracles.same_verdict(run(keys, tree, logits, greedy), expected)
     odd = lambda x: x[1::2]  # noqa: E731
-    oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
+    rule_oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
 
 
 def test_a_token_that_neither_model_allows_is_refused():
-    settings = oracles.controls_of([(1.0, 2, 1.0, 0.0)] * 8)
+    settings = rule_oracles.controls_of([(1.0, 2, 1.0, 0.0)] * 8)
     logits = jnp.tile(jnp.asarray([[[3.0, 2.0, 1.0]]]), (8, 3, 1))
-    tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), oracles.process(logits, settings))
+    tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), rule_oracles.process(logits, settings))
     for block in (False, True):
-        verdict = jax.jit(judge(rejection(block)))(oracles.keys_of(0, 8), tree, logits, settings)
+        verdict = jax.jit(judge(rejection(block)))(rule_oracles.keys_of(0, 8), tree, logits, settings)
         assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)

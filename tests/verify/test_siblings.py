@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib, drafters, verify
-from mars_jax.core import decode, fake
 from mars_jax.core import tree as trees
-from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN, DraftTree, Params, Prompts, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.drafters.draw import draw_siblings
 from mars_jax.verify.siblings import descend
-from tests.helpers import judge, logits_after
-from tests.verify import oracles
-from tests.verify.test_rejection import probabilities
+from tests.helpers import judge, rule_oracles
+from tests.helpers.sampled_chains import probabilities
+from tests.helpers.sampled_siblings import SMALL, TARGET, law, sampled
 
 VOCAB = 3
 
@@ -63,7 +61,10 @@ def cells(thresholds):
 )
 def test_enumeration_gives_the_target_distribution(branching, deterministic):
     """Over every draft of two levels, every cell of the uniforms and every emitted token, completed by the target."""
-    p, q = probabilities(oracles.tables(0, VOCAB, 3)), probabilities(oracles.tables(9, VOCAB, 2, 1.0))
+    p, q = (
+        probabilities(rule_oracles.tables(0, VOCAB, 3)),
+        probabilities(rule_oracles.tables(9, VOCAB, 2, 1.0)),
+    )
     parents, depths = trees.static_topology(branching)
     fixed = (1, 0, 2)
     rows = []  # chance, tokens of the tree, uniforms [2, 3], accepted tokens
@@ -116,7 +117,7 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
     )
     left = np.asarray(left, np.float64)
     left /= left.sum(-1, keepdims=True)
-    target = oracles.sequence_probabilities(p)
+    target = rule_oracles.sequence_probabilities(p)
     joint = np.zeros_like(target)
     for row, (chance, _, _, path) in enumerate(rows):
         walked, node = [], int(stop[row])
@@ -133,49 +134,19 @@ def test_siblings_are_drawn_without_replacement_in_their_order():
     """Two draws from a vocabulary of four, under filters, against the law of sequential draws."""
     rows, logits = 20_000, jnp.asarray([[1.0, 0.3, -0.5, 0.9]])
     chosen = [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0)]
-    settings = oracles.controls_of([chosen[row % 4] for row in range(rows)])
+    settings = rule_oracles.controls_of([chosen[row % 4] for row in range(rows)])
     drawn = jax.jit(functools.partial(draw_siblings, k=2))(
-        jnp.broadcast_to(logits, (rows, 1, 4)), keys=oracles.keys_of(0, rows), controls=settings
+        jnp.broadcast_to(logits, (rows, 1, 4)), keys=rule_oracles.keys_of(0, rows), controls=settings
     )
     ids = np.asarray(drawn.ids)[:, 0]
     for s, row in enumerate(chosen[:2]):
-        q = oracles.processed_tables([np.asarray(logits[0])], row)[0]
+        q = rule_oracles.processed_tables([np.asarray(logits[0])], row)[0]
         joint = np.zeros((4, 4))
         for pair, chance in sequences_without_replacement(q, 2):
             joint[pair] = chance
-        assert oracles.chi_square(ids[s::4], joint) > 1e-3
+        assert rule_oracles.chi_square(ids[s::4], joint) > 1e-3
     assert np.all(ids[2::4] == [0, 3])  # a greedy row has its best ones
     assert np.all(ids[3::4] == [0, NO_TOKEN])  # a filter that leaves one token leaves one child
-
-
-SMALL_VOCAB, PROMPT = 6, [3, 1, 4]
-TARGET = fake.hash_model(vocab_size=SMALL_VOCAB, agree=0.5)
-SMALL = fake.hash_model(vocab_size=SMALL_VOCAB, seed=5, agree=0.5)
-SETTINGS = (0.9, 4, 1.0, 0.0)
-
-
-@functools.cache
-def law(model):
-    """Processed probabilities of the next three tokens, entry d f64 of d + 1 axes."""
-    tables = []
-    for depth in range(3):
-        prefixes = itertools.product(range(SMALL_VOCAB), repeat=depth)
-        logits = [logits_after(model, [*PROMPT, *prefix], width=8) for prefix in prefixes]
-        tables.append(np.stack(logits).reshape((SMALL_VOCAB,) * (depth + 1)))
-    return oracles.processed_tables(tables, SETTINGS)
-
-
-def sampled(drafter, rule, rows=12_000):
-    """Three tokens after the prompt, of every row, and tokens per step."""
-    prompts = jnp.tile(jnp.asarray([[*PROMPT, 0, 0, 0]], jnp.int32), (rows, 1))
-    made = make_controls(rows, limit=6, temperature=SETTINGS[0], top_k=SETTINGS[1])
-    decoder = decode.speculative_decoder(TARGET, drafter, rule)
-    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
-    state = decode.start(
-        decoder, Params(()), Prompts(prompts, jnp.full((rows,), 3, jnp.int32), made, rule, keys)
-    )
-    state, stats = decode.run(decoder, Params(()), state)
-    return np.asarray(state.tokens)[:, 3:], float(stats.emitted.sum() / stats.steps.sum())
 
 
 SHAPES = {"static": (2, 2), "dynamic": drafters.Dynamic(top_k=3, depth=2, nodes=6)}
@@ -186,7 +157,7 @@ SHAPES = {"static": (2, 2), "dynamic": drafters.Dynamic(top_k=3, depth=2, nodes=
 def test_text_from_a_sampled_tree_follows_the_target(shape):
     drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
     text, tau = sampled(drafter, verify.rejection())
-    assert oracles.chi_square(text, oracles.sequence_probabilities(law(TARGET))) > 1e-3
+    assert rule_oracles.chi_square(text, rule_oracles.sequence_probabilities(law(TARGET))) > 1e-3
     assert tau > 1.3
 
 
@@ -196,13 +167,18 @@ def test_text_under_a_mixture_follows_the_mixture(shape):
     """The first token, after whose parent there is always a draft; the text of such a rule ends with p."""
     drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
     text, _ = sampled(drafter, verify.mixture(weight=0.5))
-    assert oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
+    assert rule_oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
 
 
 def test_what_cannot_be_verified_on_a_tree_is_refused():
     plain = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
     drawn = plain.replace(draft_logits=jnp.zeros((1, 3, 4)))
-    given = (oracles.keys_of(0, 1), plain, jnp.zeros((1, 3, 4)), oracles.controls_of([(1.0, 0, 1.0, 0.0)]))
+    given = (
+        rule_oracles.keys_of(0, 1),
+        plain,
+        jnp.zeros((1, 3, 4)),
+        rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)]),
+    )
     for rule in (
         verify.rejection(block=True),
         contrib.cactus(),

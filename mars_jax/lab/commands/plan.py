@@ -19,9 +19,10 @@ from mars_jax.lab.commands.pair import rule_of
 from mars_jax.lab.commands.plan_table import print_table
 
 _DESCRIPTION = """\
-Compile the decode loop of a pair of models ahead of time for a TPU slice, and report
-whether it fits, the memory of each chip, the traffic between chips, the bytes that a step
-reads at least, and their time at the chip's published bandwidth. Needs libtpu, but no TPU.
+Compile the decode loop of a pair of models ahead of time for a TPU slice. Report whether
+it fits, the memory of each chip, the traffic between chips, the least time of a step by its
+bytes and operations, and an estimate of the step with and without the draft. Needs libtpu,
+but no TPU.
 """
 _EPILOG = """\
 examples:
@@ -43,7 +44,7 @@ _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
-    """The parser; numbers are still texts."""
+    """Return the parser. It leaves numbers as strings."""
     made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     group = made.add_argument_group("models")
@@ -59,8 +60,8 @@ def parser() -> Parser:
     group.add_argument(
         "--acceptance",
         metavar="A,...",
-        help="compare drafts, unless one is asked for; probability that a drafted token is accepted, by depth, the "
-        "last of all below (of a mixture of experts drafts are compared at 0.75)",
+        help="compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. "
+        "The last one holds for all deeper levels (default for a mixture of experts: 0.75)",
     )
     add_rule_flags(made.add_argument_group("rule"))
     group = made.add_argument_group("slice")
@@ -89,8 +90,8 @@ def parser() -> Parser:
         "--dump",
         type=Path,
         metavar="DIR",
-        help="write the programs into this folder, as JAX lowered them (.stablehlo.txt) and as XLA compiled them "
-        "(.hlo.txt): decode, and autoregression without the draft",
+        help="write the decode loop into this folder, as JAX lowers it (decode.stablehlo.txt) and as XLA compiles "
+        "it (decode.hlo.txt)",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return made
@@ -120,60 +121,57 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     keep = None if args.dump is None else _keeper(args.dump)
 
-    # From here on jax loads; what is above answers at once.
+    # JAX loads from here on. The checks above answer at once.
     from mars_jax import verify
     from mars_jax.lab import planning
-    from mars_jax.lab.planning import advice, dump
+    from mars_jax.lab.planning import advice, fit
     from mars_jax.lab.planning.chips import larger, topology
-    from mars_jax.lab.planning.fit import default_mesh, draft_of
-    from mars_jax.lab.planning.pair_programs import kind_of
+    from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of, programs
     from mars_jax.placement.shardings import parse_mesh
 
-    dump.dump_folder()  # before libtpu is loaded
     target = _config(args.target)
-    where = topology(args.topology)
-    drafted = _draft(args.draft, target)
-    row, mixture = specs.DRAFTERS[kind_of(drafted)], target.num_experts > 0
+    place = topology(args.topology)
+    draft = _draft(args.draft, target)
+    row, mixture = specs.DRAFTERS[kind_of(draft)], target.num_experts > 0
+    loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
-    def pair(
-        slice_: Any, dtype: str, length: int | None = length, tree: Any = tree
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `make_plan` and `try_fit`. Axes that are given are those of the slice that is given."""
-        axes = args.mesh if slice_ is where else None
+    def pair(slice_: Any, dtype: str, draft: Any = draft, length: Any = length, tree: Any = tree) -> Programs:
+        """Return the programs on a slice. `--mesh` applies to the slice of `--topology`."""
+        axes = args.mesh if slice_ is place else None
         if axes is None:
             default = default_mesh(target, len(slice_.devices), batch)
             axes = ",".join(f"{name}={size}" for name, size in default.items())
-        draft = draft_of(drafted, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
-        shape = {"mesh": parse_mesh(axes, slice_.devices), "batch": batch, "context": context}
-        return (target, draft, slice_), shape | {"verify": loaded, "dtype": dtype}
+        shaped = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
+        mesh = parse_mesh(axes, slice_.devices)
+        return programs(target, shaped, mesh, loaded_rule, batch=batch, context=context, dtype=dtype)
 
     def attempt(name: str | None, dtype: str) -> advice.Attempt:
-        models, options = pair(where if name is None else topology(name), dtype)
-        return advice.try_fit(*models, **options)
+        slice_ = place if name is None else topology(name)
+        return advice.try_fit(pair(slice_, dtype), slice_)
 
-    loaded = verify.load(rule.spec, **rule.settings).rule
+    def step(shape: advice.Shape) -> Any:
+        """Return the time of a step with a draft of another shape, None if it does not fit."""
+        programs_ = pair(place, args.dtype, length=shape.length, tree=shape.tree)
+        is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
+        if not is_planned and not advice.try_fit(programs_, place).fits:
+            return None
+        return fit.planned_time(programs_, place)[1]
+
     with busy("planning"):
-        models, options = pair(where, args.dtype)
-        made = planning.make_plan(*models, **options, keep=keep)
+        alone = pair(place, args.dtype, "none", None, None)
+        plan = planning.make_plan(pair(place, args.dtype), alone, place, keep=keep)
     drafts = []
-    alone = made.autoregressive_step
     if acceptance is None and mixture:
         acceptance = [0.75]
-    if acceptance and row.dynamic and row.resizes and length is tree is None and made.fits and alone:
-
-        def step(shape: Any) -> dict[str, Any] | None:
-            if (shape.length, shape.tree) == row.usual(mixture=mixture):
-                return made.step
-            models, options = pair(where, args.dtype, shape.length, shape.tree)
-            again = planning.make_plan(*models, **options)
-            return again.step if again.fits else None
-
+    if acceptance and row.dynamic and row.resizes and length is tree is None and plan.fits:
         with busy("comparing drafts"):
-            drafts = advice.compare(step, alone, acceptance, advice.SHAPES if mixture else advice.DEEPER)
-    tried = []
-    if not made.fits:
+            alone_time = fit.planned_time(alone, place)[1]
+            shapes = advice.SHAPES if mixture else advice.DEEPER
+            drafts = advice.compare(step, alone_time, acceptance, shapes)
+    attempts = []
+    if not plan.fits:
         with busy("looking for what fits"):
-            tried = advice.advise(attempt, args.dtype, larger(where.name))
+            attempts = advice.advise(attempt, args.dtype, larger(place.name))
     asked = {
         "target": args.target,
         "draft": args.draft,
@@ -183,15 +181,15 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         "acceptance": acceptance,
     }
     if args.json:
-        found = {"tried": [one._asdict() for one in tried], "drafts": [one._asdict() for one in drafts]}
-        print(json.dumps(asked | made.as_json() | found), file=out)
+        lists = {"tried": [one._asdict() for one in attempts], "drafts": [one._asdict() for one in drafts]}
+        print(json.dumps(asked | plan.as_json() | lists), file=out)
     else:
-        print_table(asked, made, tried, drafts, out)
-    return made.fits
+        print_table(asked, plan, attempts, drafts, out)
+    return plan.fits
 
 
 def _number(name: str, text: str) -> int:
-    # Python converts no text of more than 4,300 digits.
+    # Python refuses to convert more than 4,300 digits.
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= 2**20):
         raise MarsError(f"--{name} is {text}: expected a whole number from 1 to {2**20}.")
     return int(text)
@@ -218,7 +216,7 @@ def _config(name: str) -> Any:
 
 
 def _draft(spec: str, target: Any) -> Any:
-    """The argument of `draft_of`."""
+    """Return the argument of `draft_of` for `--draft`."""
     if spec in specs.OUTLINED:
         return pkgutil.resolve_name(specs.OUTLINED[spec]).outline(target)
     try:
@@ -229,7 +227,7 @@ def _draft(spec: str, target: Any) -> Any:
 
 
 def _keeper(folder: Path) -> Callable[[str, str], None]:
-    """Writes a text into the folder, which is made now rather than after the compilation."""
+    """Create the folder now rather than after the compilation, and return a function that writes files into it."""
 
     def refused(error: OSError) -> MarsError:
         return MarsError(f"--dump '{folder}' cannot be written ({error.strerror}): name another folder.")

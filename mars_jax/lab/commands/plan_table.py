@@ -1,4 +1,4 @@
-"""The text that `mars-jax plan` prints for people."""
+"""The table that `mars-jax plan` prints."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 TAUS = (2, 3, 4)
-"""Tokens a step, for which the table says the speed."""
+"""Tokens per step for which the table shows the speed."""
 
 
-def _step_rows(made: Any, batch: int) -> list[tuple[str, str]]:
-    """The estimates by the compiler's schedule, where there is one."""
-    step, alone = made.step, made.autoregressive_step
-    if step is None or alone is None:
-        return []
-
-    def between(low: float, high: float, unit: str, digits: int) -> str:
-        return f"{low:.{digits}f} to {high:.{digits}f}{unit}"
-
-    low, high = step["low_seconds"], step["high_seconds"]
-    rows = [
-        ("a step by the schedule", between(1e3 * low, 1e3 * high, " ms", 2)),
-        ("  without a draft", between(1e3 * alone["low_seconds"], 1e3 * alone["high_seconds"], " ms", 2)),
-        ("  executed", f"{step['ops']} instructions, {step['collectives']} collectives"),
-    ]
-    if step is alone:
-        return [*rows[::2], ("tokens/s", between(batch / high, batch / low, "", 0))]
-    ratios = sorted(step[key] / alone[key] for key in ("low_seconds", "high_seconds"))
-    rows.append(("a draft pays above tau", between(ratios[0], ratios[1], "", 2)))
-    rows += [
-        (f"tokens/s at tau {tau}", between(tau * batch / high, tau * batch / low, "", 0)) for tau in TAUS
-    ]
+def _step_rows(plan: Any, batch: int) -> list[tuple[str, str]]:
+    """Return the rows of the estimates."""
+    step, alone = plan.step, plan.autoregressive_step
+    rows = []
+    if step is not None:
+        rows.append(("a step, estimated", _milliseconds(step)))
+    if alone is not None:
+        rows.append(("  without a draft", _milliseconds(alone)))
+    if step is not None and alone is not None and step != alone:
+        first, last = sorted(step[end] / alone[end] for end in ("low_seconds", "high_seconds"))
+        rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
+        rows += [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
+    elif alone is not None and step is not None:
+        rows.append(("tokens/s", _speeds(alone, batch)))
     return rows
+
+
+def _milliseconds(step: dict[str, float]) -> str:
+    return f"{1e3 * step['low_seconds']:.2f} to {1e3 * step['high_seconds']:.2f} ms"
+
+
+def _speeds(step: dict[str, float], tokens: int) -> str:
+    return f"{tokens / step['high_seconds']:.0f} to {tokens / step['low_seconds']:.0f}"
 
 
 def print_table(
     asked: dict[str, Any], made: Any, tried: Sequence[Any], drafts: Sequence[Any], out: IO[str]
 ) -> None:
-    """The table of a plan (`planning.Plan`), with what was tried (`advice.Attempt`, `advice.Draft`)."""
+    """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.Draft`)."""
     from rich.console import Console
     from rich.table import Table
 
@@ -54,7 +54,7 @@ def print_table(
     table.add_row("  weights", gib(made.weight_bytes))
     table.add_row("  caches and state", gib(made.cache_bytes))
     table.add_row("read in a step, at least", gib(made.read_bytes))
-    table.add_row("that over the bandwidth", f"{1e3 * made.floor_seconds:.2f} ms")
+    table.add_row("a step, at least", f"{1e3 * made.floor_seconds:.2f} ms")
     table.add_row("  without a draft", f"{1e3 * made.autoregressive_floor_seconds:.2f} ms")
     for row in _step_rows(made, asked["batch"]):
         table.add_row(*row)

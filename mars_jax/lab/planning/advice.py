@@ -1,67 +1,54 @@
-"""Advice on pairs of models that do not fit on a slice, and on the draft that pays: only what was compiled counts."""
+"""Advice for pairs that do not fit on a slice, and on the draft that pays. Only compiled programs are recommended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-from jax.sharding import Mesh
+from typing import NamedTuple
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import Rule
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
-from mars_jax.lab.planning.pair_programs import PlannedDraft, local_bytes, programs
-from mars_jax.models.config import ModelConfig
+from mars_jax.lab.planning.estimate import StepTime
+from mars_jax.lab.planning.pair_programs import Programs, local_bytes
 from mars_jax.specs import BITS, Dynamic
 
 
 class Attempt(NamedTuple):
-    """A trial of a pair of models on a slice, and whether it fits. Bytes are of one device."""
+    """Whether a pair of models fits on a slice. Bytes are of one device."""
 
     topology: str
     dtype: str
     mesh: dict[str, int]
     fits: bool
-    held_bytes: int  # by the compiler, or at least: of weights alone, where these do not fit already
+    # By the compiler, or only the weights if they already exceed the memory.
+    held_bytes: int
     hbm_bytes: int
 
 
-def try_fit(
-    target: ModelConfig,
-    draft: PlannedDraft,
-    topology: Topology,
-    *,
-    mesh: Mesh,
-    verify: Rule,
-    batch: int,
-    context: int,
-    dtype: str,
-) -> Attempt:
-    """Try to fit the decode loop: `make_plan` without its figures. It compiles only what may fit by its arrays."""
-    made = programs(target, draft, mesh, verify, batch=batch, context=context, dtype=dtype)
-    held, fits = local_bytes(made.params), False
+def try_fit(pair: Programs, topology: Topology) -> Attempt:
+    """Compile the decode loop, unless its weights alone exceed the memory, and return whether it fits."""
+    held, fits = local_bytes(pair.params), False
     if held <= topology.hbm_bytes:
-        state, lowered = made.lower(made.drafter, made.params)
+        state, lowered = pair.lower(pair.drafter, pair.params)
         held += local_bytes(state)
         try:
             held = held_bytes(compile_program(lowered))
             fits = held <= topology.hbm_bytes
         except OutOfMemory as error:
             held = max(held, error.used)
-    axes = {name: int(size) for name, size in mesh.shape.items()}
-    return Attempt(topology.name, dtype, axes, fits, held, topology.hbm_bytes)
+    axes = {name: int(size) for name, size in pair.mesh.shape.items()}
+    return Attempt(topology.name, pair.dtype, axes, fits, held, topology.hbm_bytes)
 
 
 class Shape(NamedTuple):
-    """A draft of a drafter: a chain of `length`, or `tree`."""
+    """The shape of a draft: a chain of `length`, or `tree`."""
 
     length: int | None
     tree: Dynamic | None
 
     @property
     def flags(self) -> str:
-        """The arguments of the commands.
+        """The flags of the commands.
 
         >>> Shape(3, None).flags, Shape(None, Dynamic()).flags
         ('--num-draft-tokens 3', '--tree dynamic:10-7-60')
@@ -71,11 +58,11 @@ class Shape(NamedTuple):
         return f"--tree dynamic:{self.tree.top_k}-{self.tree.depth}-{self.tree.nodes}"
 
     def tau(self, acceptance: Sequence[float]) -> float:
-        """Tokens a step where a drafted token is accepted with the chance of its depth; the last is of all below.
+        """Return the expected tokens per step, from the probability that a drafted token is accepted at each depth.
 
-        Of a tree a level is accepted where the likeliest child or the next one is, each with that chance. That is a
-        model: `1 + a + ... + a^length` for a chain (Leviathan et al. 2211.17192, equation 1), and with
-        `1 - (1 - a)^2` for `a` over the levels of a tree.
+        The last probability holds for all deeper levels. A chain gives `1 + a + ... + a^length` (Leviathan et al.
+        2211.17192, equation 1). A level of a tree is accepted if one of its two likeliest children is, so its `a` is
+        `1 - (1 - a)^2`.
 
         >>> round(Shape(3, None).tau([0.5]), 3), round(Shape(None, Dynamic(depth=3)).tau([0.5]), 3)
         (1.875, 2.734)
@@ -84,81 +71,92 @@ class Shape(NamedTuple):
         """
         depth = self.length if self.tree is None else self.tree.depth
         assert depth is not None
-        held, tokens = 1.0, 1.0
+        reached, tokens = 1.0, 1.0
         for level in range(depth):
             a = acceptance[min(level, len(acceptance) - 1)]
-            held *= a if self.tree is None else 1 - (1 - a) ** 2
-            tokens += held
+            reached *= a if self.tree is None else 1 - (1 - a) ** 2
+            tokens += reached
         return tokens
 
 
 SHAPES = (Shape(3, None), Shape(5, None), Shape(None, Dynamic()))
-"""Drafts that are tried for a mixture of experts, for which a large one is dear."""
+"""Drafts to compare for a mixture of experts, for which a large draft is expensive."""
 DEEPER = (Shape(5, None), Shape(None, Dynamic()), Shape(None, Dynamic(depth=10)))
-"""Drafts that are tried for other targets, whose steps take little longer with more nodes or levels."""
+"""Drafts to compare for other targets, whose steps take little longer with more nodes or levels."""
 
 
 class Draft(NamedTuple):
-    """The cost of a step with a draft by the compiler's schedule, and its tokens where drafts hold as assumed."""
+    """A step with a draft: its time, and its tokens at the assumed acceptance."""
 
     flags: str
     low_seconds: float
     high_seconds: float
-    pays_above: tuple[float, float]  # tau at which it is as quick as no draft, by the two estimates
-    tau: float  # expected
-    gain: float  # tokens/s over those without a draft, by the middle of the estimates
+    # The range of tau above which the draft is faster than no draft.
+    pays_above: tuple[float, float]
+    # Expected tokens per step.
+    tau: float
+    # Tokens per second over those without a draft.
+    gain: float
 
 
 def compare(
-    step: Callable[[Shape], dict[str, Any] | None],
-    alone: dict[str, Any],
+    step: Callable[[Shape], StepTime | None],
+    alone: StepTime,
     acceptance: Sequence[float],
     shapes: Sequence[Shape] = SHAPES,
 ) -> list[Draft]:
-    """The drafts that could be compiled, the one with the most tokens/s first.
+    """Return the drafts that fit, the one with the most tokens per second first.
 
     Args:
-      step: the estimate (`planning.estimate`) of a step with a draft, None where it does not fit.
-      alone: the estimate of a step without one.
-      acceptance: the chances that a drafted token is accepted, by depth; see `Shape.tau`.
+      step: returns the time of a step with a draft, None if it does not fit.
+      alone: the time of a step without a draft.
+      acceptance: probability that a drafted token is accepted, by depth; see `Shape.tau`.
       shapes: of the drafts.
     """
-    found = []
+    drafts = []
     for shape in shapes:
-        made = step(shape)
-        if made is None:
+        time = step(shape)
+        if time is None:
             continue
-        low, high = made["low_seconds"], made["high_seconds"]
-        ratios = sorted((low / alone["low_seconds"], high / alone["high_seconds"]))
+        (low, high), (alone_low, alone_high) = _comparable(time, alone)
+        first, last = sorted((low / alone_low, high / alone_high))
         tau = shape.tau(acceptance)
-        gain = tau * (alone["low_seconds"] + alone["high_seconds"]) / (low + high)
-        found.append(Draft(shape.flags, low, high, (ratios[0], ratios[1]), tau, gain))
-    return sorted(found, key=lambda draft: -draft.gain)
+        gain = tau * (alone_low + alone_high) / (low + high)
+        drafts.append(Draft(shape.flags, low, high, (first, last), tau, gain))
+    return sorted(drafts, key=lambda draft: -draft.gain)
+
+
+def _comparable(time: StepTime, other: StepTime) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the ranges of two times: of their estimates if there are both, else of their lower bounds."""
+    if time.missing or other.missing:
+        time, other = (each._replace(low_seconds=None) for each in (time, other))
+    return time.seconds, other.seconds
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Try fewer bits on the same slice, and find the next slice on which the weights fit as they are.
+    """Try fewer bits on the same slice, then larger slices with the same dtype, each until one fits.
 
     Args:
       attempt: from a slice, None for the same, and a dtype.
-      dtype: that does not fit.
+      dtype: which does not fit.
       larger: slices in the order in which they are tried.
 
     Returns:
-      What was tried, fitting or not: fewer bits up to the first that fit, and slices up to the first that fits.
+      All attempts, successful or not.
     """
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     for fewer, bits in BITS.items():
         if bits >= BITS.get(dtype, 16):
             continue
-        found.append(attempt(None, fewer))
-        if found[-1].fits:
+        attempts.append(attempt(None, fewer))
+        if attempts[-1].fits:
             break
     for name in larger:
         try:
-            found.append(attempt(name, dtype))
-        except MarsError:  # the models do not divide over so many chips
+            attempts.append(attempt(name, dtype))
+        except MarsError:
+            # The models do not divide over so many chips.
             continue
-        if found[-1].fits:
+        if attempts[-1].fits:
             break
-    return found
+    return attempts

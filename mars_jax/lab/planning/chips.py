@@ -1,7 +1,7 @@
 """Published figures of TPU chips, and the topologies that libtpu compiles for.
 
-Memory and bandwidth of a chip, and the shapes of slices by their accelerator types: Google's Cloud TPU documentation,
-pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026.
+Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. They list the
+memory, bandwidth and peak of a chip, the bandwidth of its links, and the shapes of slices by their accelerator types.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from mars_jax.core.errors import MarsError
 
 
 class Chip(NamedTuple):
-    """One chip. A chip of v4 or tpu7x is two devices for the compiler, which share what it has."""
+    """One chip. The compiler treats a chip of v4 or tpu7x as two devices, which share its memory and its units."""
 
     hbm_bytes: int
-    bandwidth: float  # bytes a second between HBM and the core
-    dims: int  # of a topology's name
+    # Bytes per second between HBM and the cores.
+    bandwidth: float
+    # Floating-point operations per second in bfloat16.
+    peak_flops: float
+    # Bytes per second of one link between chips, both directions together.
+    link: float
+    # Dimensions of a topology's name.
+    dims: int
 
 
 CHIPS = {
-    "v4": Chip(32 * 2**30, 1200e9, 3),
-    "v5e": Chip(16 * 2**30, 819e9, 2),
-    "v5p": Chip(95 * 2**30, 2765e9, 3),
-    "v6e": Chip(32 * 2**30, 1600e9, 2),
-    "tpu7x": Chip(192 * 2**30, 7380e9, 3),
+    "v4": Chip(32 * 2**30, 1200e9, 275e12, 90e9, 3),
+    "v5e": Chip(16 * 2**30, 819e9, 197e12, 90e9, 2),
+    "v5p": Chip(95 * 2**30, 2765e9, 459e12, 180e9, 3),
+    "v6e": Chip(32 * 2**30, 1600e9, 918e12, 180e9, 2),
+    "tpu7x": Chip(192 * 2**30, 7380e9, 2307e12, 200e9, 3),
 }
 
 
@@ -104,9 +110,19 @@ class Topology(NamedTuple):
         return self.chip.hbm_bytes * self.chips // len(self.devices)
 
     @property
+    def generation(self) -> str:
+        """Key of `CHIPS`."""
+        return self.name.partition(":")[0]
+
+    @property
     def bandwidth(self) -> float:
-        """Bandwidth of one device, bytes a second."""
+        """HBM bandwidth of one device in bytes per second."""
         return self.chip.bandwidth * self.chips / len(self.devices)
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak of one device in floating-point operations per second."""
+        return self.chip.peak_flops * self.chips / len(self.devices)
 
 
 def topology(name: str) -> Topology:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter
@@ -26,13 +25,12 @@ class OutOfMemory(Exception):
 
 @activity.doing("compiling")
 def compile_program(
-    lowered: jax.stages.Lowered, *, watch: int | None = None, read: Callable[[str], Any] | None = None
+    lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None
 ) -> dict[str, Any]:
     """Compile and report: seconds, what the compiler counts, and the collectives in the program.
 
     Args:
       lowered: for abstract arguments that carry shardings of the devices to compile for.
-      watch: report how many arrays of this many elements the program writes.
       read: of the program's text, for the report's entry "read".
 
     Raises:
@@ -47,12 +45,10 @@ def compile_program(
         raise _out_of_memory(str(error)) from None
     seconds = time.perf_counter() - started
     memory, text, costs = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
-    assert memory is not None and text is not None and costs is not None  # XLA's TPU compiler gives them all
-    watched: dict[str, Any] = {} if watch is None else {"arrays_of_logits": arrays_written(text, watch)}
-    if read is not None:
-        watched["read"] = read(text)
+    # XLA's TPU compiler returns all three.
+    assert memory is not None and text is not None and costs is not None
     return {
-        **watched,
+        "read": None if read is None else read(text),
         "seconds": round(seconds, 2),
         "bytes_accessed": int(costs["bytes accessed"]),
         "argument_bytes": memory.argument_size_in_bytes,
@@ -79,19 +75,6 @@ def collectives(program: str) -> dict[str, int]:
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
     found = (pattern.search(line) for line in program.splitlines())
     return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in found if hit))
-
-
-def arrays_written(program: str, elements: int) -> int:
-    """Count the instructions in the entry computation of an HLO text that write an array of so many elements to HBM.
-
-    An operand that XLA brings into a chip's fast memory ahead of its use (a memory space of its own) is not among them.
-    """
-    entry = program[program.index("\nENTRY ") :].split("\n}", 1)[0]
-    pattern = re.compile(r" = \w+\[([\d,]+)\](\S*) (?!bitcast|parameter|get-tuple-element)[\w-]+\(")
-    return sum(
-        math.prod(map(int, hit[1].split(","))) == elements and "S(" not in hit[2]
-        for hit in pattern.finditer(entry)
-    )
 
 
 def held_bytes(report: dict[str, Any]) -> int:

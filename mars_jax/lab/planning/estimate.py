@@ -1,102 +1,168 @@
-"""A step in figures: what each part executes and moves, and the milliseconds that follow from it.
+"""Estimates of a step's time on a TPU, from counted bytes and a table of measured overheads.
 
-A part takes the longest of its bytes over the bandwidth, its bundles over the clock and its products over the peak of
-the matrix units, as if copying and computing overlapped without loss; collectives come on top, by the model of
-`constants`; and an instruction's own time, of which nothing is known, comes on top twice, at 0.2 and at 1.5 us.
+`overheads.json` lists for each generation what a step takes beyond the bytes that it has to read: launches,
+collectives, and computation that is slower than its bytes. `python -m scripts.tpu_schedule --overheads` measures them
+on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from typing import Any
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mars_jax.lab.planning.constants import OP_SECONDS, Speed, collective_seconds
-from mars_jax.lab.planning.cost import COPIES, Step
-from mars_jax.lab.planning.in_order import seconds_in_order
+TABLE = Path(__file__).with_name("overheads.json")
+LAUNCH_SECONDS = (0.2e-6, 1.5e-6)
+"""Time of one launched instruction: with all operands in fast memory, and an upper bound."""
+HOP_SECONDS = 1e-6
+"""Latency between neighbouring chips. How to Scale Your Model (2025), chapter 3: "about 1 us"."""
+MAX_CONTEXT = 8192
+"""The longest context for which the table was checked."""
+LAYER_COLLECTIVES = 2
+"""All-reduces of a layer: after attention and after the MLP."""
 
-Figures = dict[str, Any]
-"""Nested dicts of numbers, ready for JSON; a key that is missing is 0."""
+
+class StepBytes(NamedTuple):
+    """Bytes that one device has to read in a step."""
+
+    # The target's layers and its live cache.
+    layers: int
+    # The target's last norm and its matrix of logits.
+    unembed: int
+    # The draft, over all of its passes.
+    draft: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.unembed + self.draft
 
 
-def _zeros() -> dict[str, float]:
-    return defaultdict(int)
+class Work(NamedTuple):
+    """One step on one device."""
+
+    bytes: StepBytes
+    # Operations of the target's products.
+    flops: float
+    dtype: str
+    # Tokens that the target scores, of all rows of the device.
+    tokens: int
+    context: int
+    num_layers: int
+    hidden_size: int
+    num_experts: int
+    # Devices over which a layer is divided.
+    devices: int
+    # Key of the table's "drafts", or the name of an unmeasured drafter.
+    draft: str
+    # Passes of the draft, and transformer layers of each.
+    passes: int
+    draft_layers: int
 
 
-def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
-    """The figures of a step: what it executes and moves.
+class StepTime(NamedTuple):
+    """Seconds of a step: the roofline of bytes and operations, and the estimate if the table covers the step."""
+
+    floor_seconds: float
+    low_seconds: float | None
+    high_seconds: float | None
+    # Why there is no estimate, else "".
+    missing: str = ""
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The range of the estimate, or the lower bound twice."""
+        if self.low_seconds is None or self.high_seconds is None:
+            return self.floor_seconds, self.floor_seconds
+        return self.low_seconds, self.high_seconds
+
+
+@functools.cache
+def overheads() -> dict[str, Any]:
+    """Load the table by generation."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
+
+
+def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: float, link: float) -> StepTime:
+    """Estimate the time of a step.
 
     Args:
-      step: from `cost.read_step`.
-      speed: of the generation.
-      bandwidth: of a device's HBM, bytes a second.
+      work: from `fit.count_work`.
+      generation: of the chip, such as "v5e".
+      bandwidth: HBM bandwidth of a device in bytes per second.
+      peak_flops: peak of a device in operations per second.
+      link: bytes per second of a link between chips, both directions together.
     """
-    parts: dict[str, dict[str, float]] = defaultdict(_zeros)
-    collectives: Counter[str] = Counter()
-    sorts: Counter[str] = Counter()
-    gathers: Counter[str] = Counter()
-    for op in step.ops():
-        part = parts[op.part]
-        # The start of a copy that runs beside what follows takes next to no time of its own.
-        part["copies" if op.opcode in COPIES else "scalars" if op.scalar else "ops"] += op.times
-        part["read_bytes"] += op.times * op.traffic.read
-        part["written_bytes"] += op.times * op.traffic.written
-        part["bundles"] += op.times * op.bundles
-        part["flops"] += op.times * op.flops
-        if op.devices:
-            seconds = collective_seconds(op.opcode, op.sent, op.received, op.devices, speed.link)
-            part["collectives"] += op.times
-            part["collective_seconds"] += 0 if op.way else op.times * seconds
-            collectives[f"{op.opcode} of {op.received} bytes over {op.devices} in {op.part}"] += op.times
-        if op.sorted:
-            sorts[f"{op.sorted} in {op.part}"] += op.times
-        if op.gathered:
-            gathers[f"{op.gathered} in {op.part}"] += op.times
-    for part, bundles in step.overhead.items():
-        parts[part]["bundles"] += bundles
-    in_order, waited = seconds_in_order(step, speed, bandwidth)
-    for part, seconds in in_order.items():
-        parts[part]["in_order_seconds"] += seconds
-    for part, seconds in waited.items():  # of what is sent ahead only the wait comes on top
-        parts[part]["collective_seconds"] += seconds
-    return {
-        "parts": {name: dict(part) for name, part in sorted(parts.items())},
-        "collectives": dict(collectives),
-        "sorts": dict(sorts),
-        "gathers": dict(gathers),
-        "loops": dict(Counter(f"{loop.turns} turns" if loop.known else "unknown" for loop in step.loops())),
-        "resident_bytes": step.resident_bytes,
-        "largest_written_bytes": max((op.traffic.written for op in step.ops()), default=0),
-    }
+    floor = max(work.bytes.total / bandwidth, work.flops / peak_flops)
+    missing = _missing(work, generation)
+    if missing:
+        return StepTime(floor, None, None, missing)
+    table = overheads()[generation]
+    layer = _layer_row(table["layers"][work.dtype], work.tokens)
+    draft = table["drafts"][work.draft]
+    # The measured drafts have one layer in each pass.
+    extra_layers = work.passes * max(work.draft_layers - 1, 0)
+
+    seconds = layer["stretch"] * work.bytes.layers / bandwidth
+    seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
+    seconds += draft["step_seconds"] + work.passes * draft["pass_seconds"]
+
+    summed = 2 * work.tokens * work.hidden_size
+    all_reduce = functools.partial(collective_seconds, "all-reduce", devices=work.devices, link=link)
+    seconds += LAYER_COLLECTIVES * work.num_layers * all_reduce(sent=summed, received=summed)
+    small = draft["step_collectives"] + work.passes * draft["pass_collectives"]
+    small += LAYER_COLLECTIVES * extra_layers
+    seconds += small * all_reduce(sent=0, received=0)
+
+    launches = work.num_layers * layer["launches"] + extra_layers * layer["launches"]
+    launches += draft["step_launches"] + work.passes * draft["pass_launches"]
+    low, high = (max(floor, seconds + launches * launch) for launch in LAUNCH_SECONDS)
+    return StepTime(floor, low, high)
 
 
-def estimate(found: Figures, speed: Speed, bandwidth: float) -> Figures:
-    """Seconds of a step, from its figures.
+def _layer_row(rows: dict[str, Any], tokens: int) -> dict[str, float]:
+    """Return the row of the smallest measured number of tokens that is not below `tokens`."""
+    return rows[str(min(int(count) for count in rows if int(count) >= tokens))]
 
-    Returns:
-      "bytes_seconds", all bytes over the bandwidth, below which no schedule gets; "parts", what each takes without the
-      instructions' own time; "low_seconds" and "high_seconds", the sum with 0.2 and with 1.5 us an instruction;
-      "in_order_seconds", the schedule run in order, with 0.2 us an instruction; and the totals.
+
+def _missing(work: Work, generation: str) -> str:
+    """Return why the table does not cover a step, "" if it does."""
+    table = overheads().get(generation)
+    if table is None or work.dtype not in table["layers"]:
+        return f"{work.dtype} on {generation} was not measured"
+    if work.num_experts:
+        return "mixtures of experts were not measured"
+    if work.draft not in table["drafts"]:
+        return f"{work.draft} drafts were not measured"
+    most = max(map(int, table["layers"][work.dtype]))
+    if work.tokens > most:
+        return f"a device scores {work.tokens} tokens, and at most {most} were measured"
+    if work.context > MAX_CONTEXT:
+        return f"contexts above {MAX_CONTEXT} tokens were not measured"
+    return ""
+
+
+def collective_seconds(kind: str, sent: int, received: int, devices: int, link: float) -> float:
+    """Return the seconds of a collective over a ring that passes both ways: its hops, and its bytes over one link.
+
+    An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute is one hop.
+
+    Args:
+      kind: the opcode.
+      sent: bytes of a device's operands.
+      received: bytes of a device's results.
+      devices: size of a group.
+      link: bytes per second of a link, both directions together.
+
+    >>> round(1e6 * collective_seconds("all-reduce", 16384, 8192, 4, 90e9), 2)
+    4.2
     """
-    parts, beyond = {}, 0.0
-    total = _zeros()
-    for name, part in found["parts"].items():
-        for key, value in part.items():
-            total[key] += value
-        moving = (part.get("read_bytes", 0) + part.get("written_bytes", 0)) / bandwidth
-        computing = max(part.get("bundles", 0) / speed.clock, part.get("flops", 0) / speed.peak_bf16)
-        beyond += max(0.0, computing - moving)
-        parts[name] = max(moving, computing) + part.get("collective_seconds", 0.0)
-    low, high = (sum(parts.values()) + total["ops"] * own for own in OP_SECONDS)
-    return {
-        "bytes": total["read_bytes"] + total["written_bytes"],
-        "bytes_seconds": (total["read_bytes"] + total["written_bytes"]) / bandwidth,
-        "computing_seconds": beyond,  # beyond the bytes
-        "collective_seconds": total["collective_seconds"],
-        "ops": total["ops"],
-        "scalars": total["scalars"],
-        "collectives": total["collectives"],
-        "parts": parts,
-        "low_seconds": low,
-        "high_seconds": high,
-        "in_order_seconds": total["in_order_seconds"] + total["ops"] * OP_SECONDS[0],
-    }
+    if devices < 2:
+        return 0.0
+    if kind.startswith("collective-permute"):
+        return HOP_SECONDS + received / (link / 2)
+    if kind.startswith("all-reduce"):
+        hops, moved = 2 * (devices // 2), sent + received
+    else:
+        hops, moved = devices // 2, max(sent, received)
+    return hops * HOP_SECONDS + moved * (devices - 1) / devices / link

@@ -1,155 +1,194 @@
-"""The decode step of a pair of models on a slice that is not there: what fits, what travels, what it takes at least.
+"""The decode step of a pair of models on a TPU slice that is not there: whether it fits, and how long it takes.
 
-B batch, N nodes, V vocabulary. Oracle: the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
+Oracle: the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
-
-from mars_jax import drafters
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.rule import Rule
-from mars_jax.core.types import DecodeState, Params, PyTree
-from mars_jax.lab.planning import dump
+from mars_jax.core.types import Params, PyTree
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
-from mars_jax.lab.planning.constants import SPEEDS
-from mars_jax.lab.planning.cost import read_step
-from mars_jax.lab.planning.estimate import estimate, figures
+from mars_jax.lab.planning.estimate import StepBytes, StepTime, Work, step_time
 from mars_jax.lab.planning.pair_programs import (
     PlannedDraft,
+    Programs,
     default_mesh,
     draft_of,
     local_bytes,
     lower_loop,
-    programs,
 )
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
+from mars_jax.models.weights import weights
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
 
-__all__ = ["Plan", "default_mesh", "draft_of", "lower_loop", "make_plan", "read_once"]
+__all__ = [
+    "Plan",
+    "count_work",
+    "default_mesh",
+    "draft_of",
+    "lower_loop",
+    "make_plan",
+    "planned_time",
+    "read_once",
+    "step_bytes",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The compiler's report, and the arithmetic beside it. Bytes are of one device."""
+    """The compiler's report and the estimates of a step. Bytes are of one device."""
 
     topology: str
     chips: int
     mesh: dict[str, int]
     fits: bool
-    hbm_bytes: int  # that a device has
-    held_bytes: int  # that the program holds: weights, caches and temporaries
-    weight_bytes: int  # of both models
-    cache_bytes: int  # of both models, and the rest of the state
-    read_bytes: int  # that a step has to read at least, from rows whose contexts are full
-    floor_seconds: float  # read_bytes over the published bandwidth
-    autoregressive_floor_seconds: float  # of a step of the target alone
-    collectives: dict[str, int]  # of the loop, by kind and shape
+    # Capacity of a device.
+    hbm_bytes: int
+    # Weights, caches and temporaries of the compiled program.
+    held_bytes: int
+    # Of both models.
+    weight_bytes: int
+    # Of both models, and the rest of the state.
+    cache_bytes: int
+    # Least bytes that a step reads, with full contexts.
+    read_bytes: int
+    # The longer of the read bytes over the bandwidth and the operations over the peak.
+    floor_seconds: float
+    # Of a step without a draft.
+    autoregressive_floor_seconds: float
+    # Of the loop, by kind and shape.
+    collectives: dict[str, int]
     compile_seconds: float
-    step: dict[str, Any] | None  # from `planning.estimate`, where libtpu was told to keep its schedule
-    autoregressive_step: dict[str, Any] | None
-    notes: tuple[str, ...]  # arrays that every device holds whole
+    # low_seconds and high_seconds, None if the table of overheads does not cover the step.
+    step: dict[str, float] | None
+    autoregressive_step: dict[str, float] | None
+    # Arrays that every device stores whole, and why there is no estimate.
+    notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def make_plan(
-    target: ModelConfig,
-    draft: PlannedDraft,
-    topology: Topology,
-    *,
-    mesh: Mesh,
-    verify: Rule,
-    batch: int = 1,
-    context: int = 4096,
-    dtype: str = "bfloat16",
-    keep: Callable[[str, str], Any] | None = None,
+    pair: Programs, alone: Programs, topology: Topology, *, keep: Callable[[str, str], Any] | None = None
 ) -> Plan:
-    """Compile the decode loop for a slice and add up what a step must read.
+    """Compile the decode loop for a slice and estimate its step.
 
     Args:
-      target: of the target model.
-      draft: from `draft_of`.
+      pair: from `pair_programs.programs`, for the slice's devices.
+      alone: the same target without a draft.
       topology: from `topology(name)`.
-      mesh: over its devices.
-      verify: the rule.
-      batch: B.
-      context: tokens of prompt and output together.
-      dtype: of weights and caches; "int8" and "int4" are of the target's matrices, and bfloat16 for the rest.
-      keep: given the name of a file and the text of a program, before XLA compiled it and after.
-
-    Raises:
-      MarsError: the parts do not fit each other or the mesh.
+      keep: called with a file's name and the text of the program, before XLA compiles it and after.
     """
-    made = programs(target, draft, mesh, verify, batch=batch, context=context, dtype=dtype)
-    drafter, params = made.drafter, made.params
-
-    def compiled(name: str, drafter: Drafter, params: Params) -> tuple[DecodeState, dict[str, Any], int]:
-        state, lowered = made.lower(drafter, params)
-        if keep is not None:
-            keep(f"{name}.stablehlo.txt", lowered.as_text())
-
-        def read(text: str) -> dict[str, Any] | None:
-            if keep is not None:
-                keep(f"{name}.hlo.txt", text)
-            return _estimated(topology, context, text)
-
-        try:
-            report = compile_program(lowered, read=read)
-        except OutOfMemory as error:
-            return state, {"collectives": {}, "seconds": 0.0, "read": None}, error.used
-        return state, report, held_bytes(report)
-
-    with dump.fresh() if dump.is_on() else contextlib.nullcontext():
-        state, report, held = compiled("decode", drafter, params)
-        step = alone_step = report["read"]
-        if step is not None and drafter.num_nodes > 1:
-            undrafted = Params(target=params.target)
-            alone_step = compiled("autoregression", drafters.none(), undrafted)[1]["read"]
-
-    cache = local_bytes(state.cache)
-    alone = read_once(target, params.target, tokens=batch) + cache
-    read = step_bytes(
-        target, draft, drafter, params, batch=batch, cache=cache, drafted=local_bytes(state.draft)
-    )
+    _, lowered = pair.lower(pair.drafter, pair.params)
+    if keep is not None:
+        keep("decode.stablehlo.txt", lowered.as_text())
+    try:
+        report = compile_program(
+            lowered, read=None if keep is None else lambda text: keep("decode.hlo.txt", text)
+        )
+        held = held_bytes(report)
+    except OutOfMemory as error:
+        report = {"collectives": {}, "seconds": 0.0}
+        held = error.used
+    work, time = planned_time(pair, topology)
+    _, alone_time = planned_time(alone, topology)
+    notes = shardings.whole(pair.target, pair.mesh)
+    if time.missing:
+        notes.append(f"no estimate: {time.missing}; the times are lower bounds")
     return Plan(
         topology=topology.name,
         chips=topology.chips,
-        mesh={name: int(size) for name, size in mesh.shape.items()},
+        mesh={name: int(size) for name, size in pair.mesh.shape.items()},
         fits=bool(report["seconds"]) and held <= topology.hbm_bytes,
         hbm_bytes=topology.hbm_bytes,
         held_bytes=held,
-        weight_bytes=local_bytes(params),
-        cache_bytes=local_bytes(state),
-        read_bytes=read,
-        floor_seconds=read / topology.bandwidth,
-        autoregressive_floor_seconds=alone / topology.bandwidth,
+        weight_bytes=local_bytes(pair.params),
+        cache_bytes=local_bytes(pair.state(pair.drafter, pair.params)),
+        read_bytes=work.bytes.total,
+        floor_seconds=time.floor_seconds,
+        autoregressive_floor_seconds=alone_time.floor_seconds,
         collectives=report["collectives"],
         compile_seconds=report["seconds"],
-        step=step,
-        autoregressive_step=alone_step,
-        notes=tuple(shardings.whole(target, mesh)),
+        step=_range(time),
+        autoregressive_step=_range(alone_time),
+        notes=tuple(notes),
     )
 
 
-def _estimated(where: Topology, context: int, text: str) -> dict[str, Any] | None:
-    """The estimate of a compiled decode loop."""
-    found = dump.recorded(text)
-    if found is None:
+def _range(time: StepTime) -> dict[str, float] | None:
+    if time.low_seconds is None or time.high_seconds is None:
         return None
-    speed = SPEEDS[where.name.partition(":")[0]]
-    made = figures(read_step(*found, live=context), speed, where.bandwidth)
-    return estimate(made, speed, where.bandwidth)
+    return {"low_seconds": time.low_seconds, "high_seconds": time.high_seconds}
+
+
+def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
+    """Return the work of a step with full contexts and its time. Nothing is compiled."""
+    work = count_work(pair)
+    time = step_time(
+        work,
+        topology.generation,
+        bandwidth=topology.bandwidth,
+        peak_flops=topology.peak_flops,
+        link=topology.chip.link,
+    )
+    return work, time
+
+
+def count_work(pair: Programs) -> Work:
+    """Count the work of a step on one device of the mesh."""
+    target, drafter, draft = pair.target, pair.drafter, pair.draft
+    state = pair.state(drafter, pair.params)
+    devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
+    rows = pair.batch * devices // pair.mesh.size
+    draft_layers, kind = 0, draft.kind
+    if isinstance(draft.config, ModelConfig):
+        draft_layers, kind = draft.config.num_layers, "eagle"
+    if kind == "eagle":
+        kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
+    return Work(
+        bytes=_step_bytes(
+            target,
+            draft,
+            drafter,
+            pair.params,
+            batch=pair.batch,
+            cache=local_bytes(state.cache),
+            drafted=local_bytes(state.draft),
+        ),
+        flops=2 * product_weights(target) * pair.batch * drafter.num_nodes / pair.mesh.size,
+        dtype=pair.dtype,
+        tokens=rows * drafter.num_nodes,
+        context=pair.context,
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        num_experts=target.num_experts,
+        devices=devices,
+        draft=kind,
+        passes=_passes(draft, drafter),
+        draft_layers=draft_layers,
+    )
+
+
+def product_weights(config: ModelConfig) -> float:
+    """Return the number of weights that take part in the products of one token."""
+    total = 0.0
+    for row in weights(config):
+        size = math.prod(row.shape)
+        if isinstance(row.path[-1], int):
+            # One of the experts of a layer.
+            size *= config.experts_per_token / config.num_experts
+        if row.path != ("embed",) or config.tie_embeddings:
+            total += size
+    return total
 
 
 def step_bytes(
@@ -162,32 +201,53 @@ def step_bytes(
     cache: int,
     drafted: int,
 ) -> int:
-    """Bytes that one device reads in a step: in each pass the weights and the live cache once.
+    """Return the bytes that one device reads in a step: in each pass the weights and the live cache once.
 
     Args:
       target, draft, drafter, params: of the pair.
       batch: B.
       cache: bytes of the target's live cache.
-      drafted: of the drafter's.
+      drafted: bytes of the drafter's live cache.
     """
-    read = read_once(target, params.target, tokens=batch * drafter.num_nodes) + cache
+    return _step_bytes(target, draft, drafter, params, batch=batch, cache=cache, drafted=drafted).total
+
+
+def _step_bytes(
+    target: ModelConfig,
+    draft: PlannedDraft,
+    drafter: Drafter,
+    params: Params,
+    *,
+    batch: int,
+    cache: int,
+    drafted: int,
+) -> StepBytes:
+    read = read_once(target, params.target, tokens=batch * drafter.num_nodes)
+    unembed = local_bytes(params.target["embed" if target.tie_embeddings else "unembed"])
+    drafting = 0
+    if draft.config is not None:
+        passes = _passes(draft, drafter)
+        drafting = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
+        if isinstance(draft.config, HeadConfig):
+            once = [params.draft[name] for name in draft.config.read_once if name in params.draft]
+            drafting -= (passes - 1) * local_bytes(once)
+    return StepBytes(layers=read - unembed + cache, unembed=unembed, draft=drafting)
+
+
+def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
+    """Return how often the draft's weights are read. A chain of a model begins with two tokens at once."""
     if draft.config is None:
-        return read
-    # A level each: a chain of a model begins with two tokens at once.
-    passes, once = drafter.max_depth, 0
+        return 0
     if isinstance(draft.config, HeadConfig):
-        passes = draft.config.passes(drafter.max_depth)
-        once = local_bytes([params.draft[name] for name in draft.config.read_once if name in params.draft])
-    return (
-        read + passes * (read_once(draft.config, params.draft, tokens=batch) + drafted) - (passes - 1) * once
-    )
+        return draft.config.passes(drafter.max_depth)
+    return drafter.max_depth
 
 
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
-    """Bytes of weights that one device reads in a forward of so many tokens.
+    """Return the bytes of weights that one device reads in a forward of so many tokens.
 
-    An embedding is looked up in and not read, unless it unembeds too. Tokens that choose k of E experts evenly and
-    alone need the share 1 - (1 - k / E) ** tokens of them.
+    An embedding that is not also the unembedding is not read, since only a few of its rows are looked up. Tokens that
+    choose k of E experts uniformly and independently need the share 1 - (1 - k / E) ** tokens of them.
     """
     total = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):

@@ -1,10 +1,11 @@
-"""A pair of models on a mesh that is not there: abstract weights and state, and the decode loop lowered for them.
+"""A pair of models on a mesh without devices: abstract weights and state, and the decode loop lowered for them.
 
-B batch. Oracle: the byte counts of tests/lab/planning.
+Oracle: the byte counts of tests/lab/planning.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Rule
-from mars_jax.core.types import DecodeState, Params, Prompts, PyTree, keys_from_seeds
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
@@ -32,7 +33,10 @@ from mars_jax.specs import BITS, DRAFTERS, Dynamic, factory
 class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
-    make: Callable[[Any], Drafter]  # (target's LanguageModel) -> drafter
+    # Name of its row of `specs.DRAFTERS`.
+    kind: str
+    # (target's LanguageModel) -> drafter
+    make: Callable[[LanguageModel], Drafter]
     config: AnyConfig | None = None
 
 
@@ -54,9 +58,10 @@ def draft_of(
       mixture: whether the target is a mixture of experts, for which the default is a short chain.
     """
     dtype = "bfloat16" if dtype in BITS else dtype
+    kind = kind_of(config)
     if config == "none":
-        return PlannedDraft(lambda _: drafters.none())
-    row = DRAFTERS[kind_of(config)]
+        return PlannedDraft(kind, lambda _: drafters.none())
+    row = DRAFTERS[kind]
     length, usual_tree = row.usual(mixture=mixture)
     if num_draft_tokens is not None:
         length = num_draft_tokens
@@ -67,15 +72,18 @@ def draft_of(
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
         options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
-        return PlannedDraft(lambda target: make(config, target, length, **options), config)
-    assert length is not None  # every other row names one
+        return PlannedDraft(kind, lambda target: make(config, target, length, **options), config)
+    # Every other row has a default length.
+    assert length is not None
     if config == "ngram":
-        return PlannedDraft(lambda _: drafters.ngram(length))
+        return PlannedDraft(kind, lambda _: drafters.ngram(length))
     assert isinstance(config, ModelConfig)
     small = transformer.language_model(config, dtype=dtype)
-    return PlannedDraft(
-        lambda target: drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size), config
-    )
+
+    def make_small(target: LanguageModel) -> Drafter:
+        return drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size)
+
+    return PlannedDraft(kind, make_small, config)
 
 
 def kind_of(config: AnyConfig | str) -> str:
@@ -103,12 +111,34 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     return {"model": count}
 
 
-class Programs(NamedTuple):
-    """A pair of models on a mesh: what `make_plan` and `try_fit` compile."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The decode loop of a pair of models on a mesh, ready to be lowered."""
 
+    target: ModelConfig
+    draft: PlannedDraft
+    mesh: Mesh
+    verify: Rule
+    batch: int
+    context: int
+    # One of `specs.DTYPES`.
+    dtype: str
+    model: LanguageModel
     drafter: Drafter
-    params: Params  # abstract, with their places
-    lower: Callable[[Drafter, Params], tuple[DecodeState, jax.stages.Lowered]]
+    # Abstract, with shardings.
+    params: Params
+
+    def state(self, drafter: Drafter, params: Params) -> DecodeState:
+        """Return the abstract state of a batch."""
+        decoder = speculative_decoder(self.model, drafter, self.verify)
+        return _abstract_state(
+            decoder, params, self.verify, self.mesh, batch=self.batch, context=self.context
+        )
+
+    def lower(self, drafter: Drafter, params: Params) -> tuple[DecodeState, jax.stages.Lowered]:
+        """Return the abstract state of a batch, and the decode loop lowered for it."""
+        decoder = speculative_decoder(self.model, drafter, self.verify)
+        return lower_loop(decoder, params, self.verify, self.mesh, batch=self.batch, context=self.context)
 
 
 def programs(
@@ -121,9 +151,10 @@ def programs(
     context: int,
     dtype: str,
 ) -> Programs:
-    """The programs to lower for a target and its draft on a mesh, for `batch` rows of `context` tokens.
+    """Return the programs of a target and its draft on a mesh, for `batch` rows of `context` tokens.
 
-    `dtype` is of the weights, as `specs.DTYPES` has them; what is not kept in fewer bits is bfloat16 with those.
+    `dtype` is the dtype of the weights, one of `specs.DTYPES`. With int8 and int4 only the target's matrices have fewer
+    bits, and everything else is bfloat16.
     """
     wide = "bfloat16" if dtype in BITS else dtype
     model = transformer.language_model(target, dtype=wide)
@@ -135,19 +166,32 @@ def programs(
     params = Params(target=placed(target, bits=BITS.get(dtype)))
     if draft.config is not None:
         params = params._replace(draft=placed(draft.config))
-
-    def lower(drafter: Drafter, params: Params) -> tuple[DecodeState, jax.stages.Lowered]:
-        decoder = speculative_decoder(model, drafter, verify)
-        return lower_loop(decoder, params, verify, mesh, batch=batch, context=context)
-
-    return Programs(draft.make(model), params, lower)
+    return Programs(
+        target=target,
+        draft=draft,
+        mesh=mesh,
+        verify=verify,
+        batch=batch,
+        context=context,
+        dtype=dtype,
+        model=model,
+        drafter=draft.make(model),
+        params=params,
+    )
 
 
 def lower_loop(
     decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
 ) -> tuple[DecodeState, jax.stages.Lowered]:
-    """The abstract state of a batch on a mesh, and `decode.run` lowered for it."""
+    """Return the abstract state of a batch on a mesh, and `decode.run` lowered for it."""
+    state = _abstract_state(decoder, params, rule, mesh, batch=batch, context=context)
+    with jax.set_mesh(mesh):
+        return state, run.lower(decoder, params, state)
 
+
+def _abstract_state(
+    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
+) -> DecodeState:
     def start(params: Params) -> DecodeState:
         seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
         prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
@@ -157,20 +201,16 @@ def lower_loop(
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(start, params)
-        state = _placed(state, shardings.state_shardings(state, mesh))
-        return state, run.lower(decoder, params, state)
-
-
-def _placed(shapes: PyTree, where: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+        places = shardings.state_shardings(state, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, places)
 
 
 def local_bytes(tree: PyTree) -> int:
-    """Bytes of one device's part of abstract arrays."""
-
-    def of(x: Any) -> int:
-        place = x.sharding
-        shape = place.shard_shape(x.shape) if isinstance(place, NamedSharding) else x.shape
-        return num_bytes(jax.ShapeDtypeStruct(shape, x.dtype))
-
-    return sum(map(of, jax.tree.leaves(tree)))
+    """Return the bytes of one device's shards of abstract arrays."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.shape
+        if isinstance(leaf.sharding, NamedSharding):
+            shape = leaf.sharding.shard_shape(shape)
+        total += num_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return total

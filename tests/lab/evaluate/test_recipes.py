@@ -18,7 +18,7 @@ from mars_jax.lab.recipes import needs
 from mars_jax.models import eagle_head
 from mars_jax.models.eagle_head import EagleConfig
 from tests.cli import conftest as checkpoints
-from tests.hub.served import serving
+from tests.helpers.served import serving
 
 PROBLEM = Problem(task="t", id="0", turns=("1 + 1?",), metric="none")
 

@@ -12,8 +12,8 @@ from mars_jax import drafters, verify
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.lab.planning.parts import COMPONENTS, PHASES, part
 from mars_jax.models import ModelConfig, eagle_head, language_model, transformer
+from scripts.tpu_schedule.parts import COMPONENTS, PHASES, part
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4)
 

@@ -1,0 +1,1 @@
+"""Scripts that measure, draw, check and release. Run one as `python -m scripts.FOLDER.NAME`."""

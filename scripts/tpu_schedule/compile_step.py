@@ -1,0 +1,102 @@
+"""Compile the decode loop of a published model and read the cost of its step off the schedule.
+
+    LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER ..." python -m scripts.tpu_schedule.compile_step FOLDER CASE
+
+`CASE` is a `Case` as a JSON object. The tool starts this module once for each program, since libtpu reads its flags
+only when it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# With flags of libtpu in the environment JAX would look for a TPU on this machine.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from jax.sharding import Mesh
+
+from mars_jax import verify
+from mars_jax.lab.planning.chips import topology
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, draft_of, programs
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
+from scripts.tpu_schedule import bundles, hlo
+from scripts.tpu_schedule.step import StepCost, step_cost
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Case(NamedTuple):
+    """A program to compile."""
+
+    draft: str  # none, tree, chain-K or ngram-K
+    topology: str = "v5e:2x2"
+    dtype: str = "bfloat16"
+    model: str = "llama-3.1-8b"
+    layers: int | None = None  # None: all of the model's
+    devices: int | None = None  # None: all of the slice's
+    batch: int = 1
+    context: int = 4096
+
+
+def planned_draft(kind: str, config: ModelConfig) -> PlannedDraft:
+    """Return the drafter of a case. `tree` and `chain-K` draft with an EAGLE-3 head of the published shape."""
+    name, _, length = kind.partition("-")
+    drafter: Any = name if name in ("none", "ngram") else EagleConfig.outline(config)
+    return draft_of(drafter, num_draft_tokens=int(length) if length else None)
+
+
+def prepare(case: Case) -> Programs:
+    """Build the abstract programs of a case."""
+    config = CONFIGS[case.model]
+    if case.layers is not None:
+        windows = config.windows[: case.layers]
+        config = dataclasses.replace(config, num_layers=case.layers, windows=windows)
+    mesh = Mesh(np.array(topology(case.topology).devices[: case.devices]), ("model",))
+    draft = planned_draft(case.draft, config)
+    return programs(
+        config, draft, mesh, verify.mars(), batch=case.batch, context=case.context, dtype=case.dtype
+    )
+
+
+def measure(case: Case, folder: Path, live: int | None = None) -> StepCost:
+    """Compile a case into a folder, unless the folder has its program already, and read the cost of its step."""
+    if not (folder / "hlo.txt").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "LIBTPU_INIT_ARGS": bundles.LIBTPU_FLAGS.format(folder=folder.resolve()),
+            # A program from JAX's compilation cache has no schedule.
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+        }
+        command = [sys.executable, "-m", "scripts.tpu_schedule.compile_step", str(folder.resolve())]
+        subprocess.run([*command, json.dumps(case._asdict())], check=True, env=environment)
+    place = topology(case.topology)
+    return step_cost(
+        hlo.parse((folder / "hlo.txt").read_text()),
+        bundles.read(folder),
+        generation=place.generation,
+        bandwidth=place.bandwidth,
+        live=live or case.context,
+    )
+
+
+def main(folder: str, text: str) -> None:
+    pair = prepare(Case(**json.loads(text)))
+    _, lowered = pair.lower(pair.drafter, pair.params)
+    compiled = lowered.compile().as_text()
+    assert compiled is not None
+    (Path(folder) / "hlo.txt").write_text(compiled)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

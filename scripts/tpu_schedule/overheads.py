@@ -1,0 +1,161 @@
+"""The table of overheads from which `mars-jax plan` estimates, and how near its estimates are to recorded schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mars_jax.drafters import Dynamic
+from mars_jax.lab.planning import estimate
+from mars_jax.lab.planning.chips import topology
+from mars_jax.lab.planning.fit import count_work, planned_time
+from mars_jax.lab.planning.pair_programs import Programs, draft_of
+from mars_jax.lab.provenance import provenance
+from mars_jax.models.eagle_head import EagleConfig
+from scripts.tpu_schedule.compile_step import ROOT, Case, measure, prepare
+from scripts.tpu_schedule.step import StepCost
+
+SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+DTYPES = ("bfloat16", "int8", "int4")
+LAYERS = 4
+"""Layers of the measured Llama-3.1-8B. A few suffice, since the cost of a layer and the rest are told apart by part."""
+DRAFTS = {"none": "none", "chain": "chain-5", "tree": "tree", "ngram": "ngram-5"}
+LAYER_PARTS = ("target", "target/attention", "target/mlp")
+RESULTS = ROOT / "scripts" / "results"
+ACCURACY = RESULTS / "plan_accuracy.json"
+
+
+def write_table(folder: Path, names: Sequence[str]) -> None:
+    """Measure rows such as "v5e-int8", by default all, and put them into the table. Other rows stay.
+
+    Bfloat16 is measured on a whole slice, with the costs of the drafts; fewer bits on one device of it.
+    """
+    table: dict[str, Any] = {"chips": {}}
+    if estimate.TABLE.exists():
+        table = json.loads(estimate.TABLE.read_text())
+    for name in names or [f"{generation}-{dtype}" for generation in SLICES for dtype in DTYPES]:
+        generation, dtype = name.split("-")
+        slice_ = SLICES[generation]
+        chip = table["chips"].setdefault(generation, {"layers": {}, "drafts": {}})
+        rows = {}
+        for draft, kind in DRAFTS.items():
+            whole = dtype == "bfloat16"
+            if draft == "ngram" and not whole:
+                continue
+            case = Case(kind, slice_, dtype, layers=LAYERS, devices=None if whole else 1)
+            cost = measure(case, folder / f"{name}-{kind}")
+            tokens, layer, rest = overheads_of(cost, prepare(case), topology(slice_).bandwidth)
+            rows.setdefault(str(tokens), layer)
+            if whole:
+                chip["drafts"][draft] = rest
+            print(name, kind, layer, rest, flush=True)
+        chip["layers"][dtype] = rows
+        table["model"] = f"llama-3.1-8b, {LAYERS} layers, context 4096"
+        table["measured"] = provenance("jaxlib", "libtpu")
+        estimate.TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    estimate.overheads.cache_clear()
+
+
+def overheads_of(
+    cost: StepCost, pair: Programs, bandwidth: float
+) -> tuple[int, dict[str, float], dict[str, float]]:
+    """Return the tokens of a step, the overheads of a layer, and those of the rest of the step.
+
+    `stretch` is the time of the layers over that of their counted bytes. `pass_seconds` and `step_seconds` are what the
+    passes of the draft and the rest of the step take beyond their counted bytes.
+    """
+    work = count_work(pair)
+    layers = _Total.of(cost, [part for part in cost.parts if part in LAYER_PARTS])
+    drafting = _Total.of(cost, [part for part in cost.parts if part.startswith(("draft", "update"))])
+    step = _Total.of(cost, list(cost.parts)).minus(layers)
+    layer = {
+        "stretch": max(1.0, layers.seconds / (work.bytes.layers / bandwidth)),
+        "launches": layers.launches / work.num_layers,
+    }
+    rest = {}
+    if work.passes:
+        step = step.minus(drafting)
+        beyond = max(0.0, drafting.seconds - work.bytes.draft / bandwidth)
+        rest["pass_seconds"] = beyond / work.passes
+        rest["pass_launches"] = drafting.launches / work.passes
+        rest["pass_collectives"] = drafting.collectives / work.passes
+    else:
+        rest |= {"pass_seconds": 0.0, "pass_launches": 0.0, "pass_collectives": 0.0}
+    rest["step_seconds"] = max(0.0, step.seconds - work.bytes.unembed / bandwidth)
+    rest["step_launches"] = step.launches
+    rest["step_collectives"] = step.collectives
+    return work.tokens, _rounded(layer), _rounded(rest)
+
+
+class _Total(NamedTuple):
+    """Totals of several parts, collectives not in the seconds."""
+
+    seconds: float
+    launches: float
+    collectives: float
+
+    @classmethod
+    def of(cls, cost: StepCost, parts: list[str]) -> _Total:
+        rows = [cost.parts[part] for part in parts]
+        seconds = sum(cost.seconds[part] for part in parts) - sum(row.collective_seconds for row in rows)
+        return cls(seconds, sum(row.launches for row in rows), sum(row.collectives for row in rows))
+
+    def minus(self, other: _Total) -> _Total:
+        return _Total(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+def _rounded(row: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.3g}") for name, value in row.items()}
+
+
+def write_accuracy() -> None:
+    """Compare estimates with the schedules of whole models that `plan` read until 0.1, and write the ratios."""
+    rows = {}
+    for name, pair, slice_, (low, high) in _recorded():
+        _, time = planned_time(pair, topology(slice_))
+        rows[name] = {
+            "schedule": [low, high],
+            "estimate": list(time.seconds),
+            "ratio": [time.seconds[0] / low, time.seconds[1] / high],
+        }
+        print(name, *(f"{value:.3f}" for value in rows[name]["ratio"]), time.missing)
+    for end, label in enumerate(("low", "high")):
+        ratios = sorted(row["ratio"][end] for row in rows.values())
+        print(f"{label}: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}")
+    ACCURACY.write_text(json.dumps(provenance("jaxlib", "libtpu") | {"rows": rows}, indent=1) + "\n")
+
+
+def _recorded() -> Iterator[tuple[str, Programs, str, tuple[float, float]]]:
+    """Yield recorded steps: name, programs, slice, and the low and high seconds."""
+    published = json.loads((RESULTS / "plan_published.json").read_text())["results"]
+    for model, row in published.items():
+        case = Case("none", row["topology"], model=model)
+        yield f"{model}, {row['topology']}, no draft", prepare(case), case.topology, row["alone"]
+        tree = Dynamic(top_k=10, depth=8, nodes=60)
+        pair = prepare(case._replace(draft="tree"))
+        draft = draft_of(EagleConfig.outline(pair.target), tree=tree)
+        pair = dataclasses.replace(pair, draft=draft, drafter=draft.make(pair.model))
+        yield f"{model}, {row['topology']}, tree of 60", pair, case.topology, row["step"]
+    bits = json.loads((RESULTS / "plan_bits.json").read_text())["results"]
+    for name, row in bits.items():
+        chip, dtype, draft = name.split(", ")
+        if "groups" in dtype:
+            continue
+        case = Case("none", f"{chip}:1x1", dtype, context=8192)
+        if "chain" in draft:
+            yield (
+                f"{chip}, {dtype}, no draft",
+                prepare(case),
+                case.topology,
+                _ends(row["autoregressive_step"]),
+            )
+        kind = re.sub("chain of ", "chain-", draft).replace("tree of 60", "tree")
+        yield name, prepare(case._replace(draft=kind)), case.topology, _ends(row["step"])
+
+
+def _ends(step: dict[str, float]) -> tuple[float, float]:
+    return step["low_seconds"], step["high_seconds"]

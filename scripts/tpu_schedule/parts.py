@@ -1,0 +1,69 @@
+"""Parts of the decode step to which the instructions of a compiled program belong, by `jax.named_scope`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from scripts.tpu_schedule.hlo import Computation, Instruction, Module
+
+PHASES = ("draft", "target", "verify", "update", "emit", "commit")
+COMPONENTS = ("mask", "attention", "mlp", "unembed", "embed", "fuse")
+OTHER = "other"
+_UNRELATED = ("tuple", "while", "conditional", "parameter", "constant")
+
+
+def part(op_name: str) -> str | None:
+    """Return the part that the path of an operation names: "target/mlp", "verify", or None."""
+    words = [re.sub(r"^(?:\w+\()+|\)+$", "", word) for word in op_name.split("/")]
+    phase = next((word for word in words if word in PHASES), None)
+    if phase is None:
+        return None
+    component = next((word for word in words[words.index(phase) :] if word in COMPONENTS), None)
+    return phase if component is None else f"{phase}/{component}"
+
+
+def part_of(module: Module, computation: Computation, instruction: Instruction) -> str:
+    """Return the part of an instruction: its own, else that of the nearest user, else that of the nearest operand."""
+
+    def users(other: Instruction) -> list[Instruction]:
+        return computation.users[other.name]
+
+    def operands(other: Instruction) -> list[Instruction]:
+        return [computation.instructions[name] for name in other.operands]
+
+    return _nearest(module, instruction, users) or _nearest(module, instruction, operands) or OTHER
+
+
+def _nearest(
+    module: Module, instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
+) -> str | None:
+    """Search breadth first. The search ends at loops and tuples, which connect everything to everything."""
+    seen = {instruction.name}
+    layer = [instruction]
+    while layer:
+        following = []
+        for current in layer:
+            name = _named(module, current)
+            if name is not None:
+                return name
+            for other in neighbours(current):
+                if other.name not in seen and other.opcode not in _UNRELATED:
+                    seen.add(other.name)
+                    following.append(other)
+        layer = following
+    return None
+
+
+def _named(module: Module, instruction: Instruction) -> str | None:
+    """Return the part that an instruction or an instruction inside of it names."""
+    name = part(instruction.op_name)
+    if name is not None or instruction.opcode not in ("fusion", "call", "async-start"):
+        return name
+    for called in instruction.calls:
+        computation = module.computations[called]
+        for inner in [computation.root, *reversed(computation.instructions.values())]:
+            name = part(inner.op_name)
+            if name is not None:
+                return name
+    return None

@@ -1,0 +1,292 @@
+"""Cost of one decode step by the program that libtpu compiled: launches, bytes, bundles and collectives of each part.
+
+The last loop of the program is the decode loop, and one run of its body is the step. Inner loops are multiplied out. A
+conditional counts as its cheapest branch, which requests without sampling or constraints take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+from mars_jax.lab.planning.chips import CHIPS
+from mars_jax.lab.planning.compiled_program import COLLECTIVES
+from mars_jax.lab.planning.estimate import LAUNCH_SECONDS, collective_seconds
+from scripts.tpu_schedule.bundles import Routine, Schedule
+from scripts.tpu_schedule.hlo import Computation, Instruction, Module
+from scripts.tpu_schedule.parts import part_of
+from scripts.tpu_schedule.traffic import is_free, moved_bytes
+
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+"""Bundles a second: the clocks by which the matrix units reach their published peak."""
+COPIES = ("copy-start", "slice-start", "async-start")
+"""Opcodes that run in parallel to the instructions after them."""
+_COPIED = ("bitcast", "reshape", "copy", "convert", "copy-done", "copy-start")
+
+
+class Op(NamedTuple):
+    """An executed instruction. Bytes and bundles are of one execution."""
+
+    name: str
+    opcode: str
+    part: str
+    times: int
+    bytes: int
+    bundles: int
+    # Whether it launches a routine or a collective: copies overlap, and scalars are a few bundles of the top level.
+    is_launch: bool
+    # Bytes of a collective's operands and results, and devices of its group (0 for other instructions).
+    sent: int
+    received: int
+    devices: int
+
+
+@dataclasses.dataclass
+class PartCost:
+    """Totals of a part in one step."""
+
+    launches: int = 0
+    bytes: int = 0
+    bundles: int = 0
+    collectives: int = 0
+    collective_seconds: float = 0.0
+
+    def seconds(self, generation: str, bandwidth: float) -> float:
+        """The longer of bytes over bandwidth and bundles over clock, plus the collectives; launches excluded."""
+        return max(self.bytes / bandwidth, self.bundles / CLOCKS[generation]) + self.collective_seconds
+
+
+class StepCost(NamedTuple):
+    """Cost of a step on one device."""
+
+    parts: dict[str, PartCost]
+    # Seconds of each part, without its launches.
+    seconds: dict[str, float]
+    launches: int
+    bytes_seconds: float
+    # With the shortest and the longest time of a launch.
+    low_seconds: float
+    high_seconds: float
+
+
+def step_cost(
+    module: Module, schedule: Schedule, *, generation: str, bandwidth: float, live: int
+) -> StepCost:
+    """Add up the step of a decode loop.
+
+    Args:
+      module: from `hlo.parse`.
+      schedule: from `bundles.read`.
+      generation: key of `CHIPS`.
+      bandwidth: HBM bandwidth of a device in bytes per second.
+      live: occupied slots of a row's cache.
+    """
+    reader = Reader(module, schedule, live)
+    ops = reader.step()
+    parts: dict[str, PartCost] = defaultdict(PartCost)
+    for op in ops:
+        cost = parts[op.part]
+        cost.launches += op.times * op.is_launch
+        cost.bytes += op.times * op.bytes
+        cost.bundles += op.times * op.bundles
+        if op.devices:
+            seconds = collective_seconds(op.opcode, op.sent, op.received, op.devices, CHIPS[generation].link)
+            cost.collectives += op.times
+            cost.collective_seconds += op.times * seconds
+    by_name = {op.name: op for op in ops}
+    for name, count in schedule.top.calls():
+        # The bundles of the top level before a call run as often as the call.
+        if name in by_name:
+            parts[by_name[name].part].bundles += count * by_name[name].times
+    seconds = {name: cost.seconds(generation, bandwidth) for name, cost in sorted(parts.items())}
+    launches = sum(cost.launches for cost in parts.values())
+    low, high = (sum(seconds.values()) + launches * launch for launch in LAUNCH_SECONDS)
+    bytes_seconds = sum(cost.bytes for cost in parts.values()) / bandwidth
+    return StepCost(dict(parts), seconds, launches, bytes_seconds, low, high)
+
+
+class Reader:
+    """Reads the executed instructions of a step off a program and its schedule."""
+
+    def __init__(self, module: Module, schedule: Schedule, live: int):
+        self.module = module
+        self.live = live
+        self.called = {name for name, _ in schedule.top.calls()}
+        self.routines = schedule.routines
+        # libtpu compiles equal instructions once. These find the routine of an equal or similar instruction.
+        self.equal: dict[str, Routine] = {}
+        self.similar: dict[str, Routine] = {}
+        for computation in module.computations.values():
+            for instruction in computation.instructions.values():
+                routine = schedule.routines.get(instruction.name)
+                if routine is not None:
+                    self.equal.setdefault(self.fingerprint(computation, instruction), routine)
+                    self.similar.setdefault(_signature(computation, instruction), routine)
+
+    def step(self) -> list[Op]:
+        entry = self.module.computations[self.module.entry]
+        loops = [i for i in entry.instructions.values() if i.opcode == "while"]
+        if not loops:
+            return self.ops(entry, 1)
+        # Loops before the last one prepare its arguments.
+        return [op for name in loops[-1].calls for op in self.ops(self.module.computations[name], 1)]
+
+    def ops(self, computation: Computation, times: int) -> list[Op]:
+        ops: list[Op] = []
+        for instruction in computation.instructions.values():
+            called = [self.module.computations[name] for name in instruction.calls]
+            if instruction.opcode == "while":
+                turns = times * self.turns(computation, instruction)
+                ops += [op for inner in called for op in self.ops(inner, turns)]
+            elif instruction.opcode == "conditional":
+                branches = [self.ops(inner, times) for inner in called]
+                ops += min(branches, key=lambda branch: sum(op.times * op.bundles for op in branch))
+            elif instruction.opcode == "call":
+                ops += self.ops(called[0], times)
+            elif instruction.name.startswith("async-collective-") or instruction.opcode == "call-start":
+                # A collective inside a pair of fusions or of calls of the sparse cores. It counts once, at the start.
+                ops += [
+                    self.op(called[0], inner, times)
+                    for inner in called[0].instructions.values()
+                    if inner.opcode in COLLECTIVES and "-start" in instruction.name
+                ]
+            elif not is_free(instruction):
+                ops.append(self.op(computation, instruction, times))
+        return ops
+
+    def op(self, computation: Computation, instruction: Instruction, times: int) -> Op:
+        collective = instruction.opcode.removesuffix("-start") in COLLECTIVES
+        copy = instruction.opcode in COPIES
+        called = instruction.name in self.called
+        if not (called or collective or copy) and any(shape.size > 1 for shape in instruction.shapes):
+            raise ValueError(f"{instruction.name} writes an array and the schedule does not call it")
+        bundles = 0
+        if called and not collective:
+            # The loops of a collective wait for other devices, which `collective_seconds` models.
+            bundles = self.routine(computation, instruction).executed
+        sent = received = 0
+        if collective:
+            operands = [computation.instructions[name] for name in instruction.operands]
+            sent = sum(shape.payload for operand in operands for shape in operand.shapes)
+            received = sum(shape.payload for shape in instruction.shapes)
+            if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+                # The result of these contains their operand.
+                received -= sent
+        return Op(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            part=part_of(self.module, computation, instruction),
+            times=times,
+            bytes=moved_bytes(self.module, computation, instruction),
+            bundles=bundles,
+            is_launch=(called or collective) and not copy,
+            sent=sent,
+            received=received,
+            devices=_group_size(instruction.rest) if collective else 0,
+        )
+
+    def routine(self, computation: Computation, instruction: Instruction) -> Routine:
+        routine = (
+            self.routines.get(instruction.name)
+            or self.equal.get(self.fingerprint(computation, instruction))
+            or self.similar.get(_signature(computation, instruction))
+        )
+        if routine is None:
+            raise ValueError(f"{instruction.name} is called and has no routine")
+        return routine
+
+    def fingerprint(self, computation: Computation, instruction: Instruction) -> str:
+        """Return a text that is equal for instructions that differ only in names and metadata."""
+        bodies = []
+        for name in instruction.calls:
+            body = self.module.computations[name]
+            bodies.append([self.fingerprint(body, inner) for inner in body.instructions.values()])
+        attributes = re.split(r", (?:metadata|backend_config|frontend_attributes)=", instruction.rest)[0]
+        attributes = re.sub(r"(%[\w.\-]+|channel_id=\d+)", "", attributes)
+        return f"{_signature(computation, instruction)} {attributes} {bodies}"
+
+    def turns(self, computation: Computation, loop: Instruction) -> int:
+        """Return the turns of an inner loop, 1 if they are unknown.
+
+        Known are a count that the compiler noted, a counter with a constant bound, and a loop over the blocks of a
+        cache, which visits the blocks with live slots.
+        """
+        noted = re.search(r'known_trip_count"?:\{"n":"(\d+)"', loop.rest)
+        if noted:
+            return int(noted[1])
+        condition = self.module.computations[loop.attribute("condition")]
+        counted = _counted_turns(computation, loop, condition)
+        if counted:
+            return counted
+        blocks = self.blocks(self.module.computations[loop.attribute("body")])
+        if blocks:
+            axis, size = max(blocks)
+            return math.ceil(min(self.live, axis) / size)
+        return 1
+
+    def blocks(self, computation: Computation) -> list[tuple[int, int]]:
+        """Return (length of the axis, length of a block) of the dynamic slices along one long axis."""
+        blocks = []
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "fusion":
+                blocks += self.blocks(self.module.computations[instruction.calls[0]])
+            elif instruction.opcode == "dynamic-slice":
+                whole = computation.instructions[instruction.operands[0]].shapes[0].dims
+                pairs = zip(whole, instruction.shapes[0].dims, strict=True)
+                sliced = [(axis, size) for axis, size in pairs if axis != size]
+                if len(sliced) == 1 and sliced[0][1] >= 128:
+                    blocks += sliced
+        return blocks
+
+
+def _signature(computation: Computation, instruction: Instruction) -> str:
+    """Return opcode, operands and results with their layouts."""
+    operands = [computation.instructions[name].shapes for name in instruction.operands]
+    return f"{instruction.opcode} {operands} {instruction.shapes}"
+
+
+def _counted_turns(computation: Computation, loop: Instruction, condition: Computation) -> int | None:
+    """Return the turns of a loop with the condition `counter < bound` that counts by 1."""
+    test = condition.root
+    while test.opcode in _COPIED:
+        test = condition.instructions[test.operands[0]]
+    direction = test.attribute("direction")
+    if test.opcode != "compare" or direction not in ("LT", "GT"):
+        return None
+    sides = [_initial(computation, loop, condition, condition.instructions[name]) for name in test.operands]
+    low, high = sides if direction == "LT" else sides[::-1]
+    return None if low is None or high is None else max(high - low, 0)
+
+
+def _initial(
+    computation: Computation, loop: Instruction, condition: Computation, value: Instruction
+) -> int | None:
+    """Return the integer that a value of the condition is before the first turn."""
+    while value.opcode in _COPIED:
+        value = condition.instructions[value.operands[0]]
+    if value.opcode == "get-tuple-element":
+        carry = computation.instructions[loop.operands[0]]
+        if carry.opcode != "tuple":
+            return None
+        value = computation.instructions[carry.operands[int(value.attribute("index"))]]
+        while value.opcode in _COPIED:
+            value = computation.instructions[value.operands[0]]
+    return value.literal
+
+
+def _group_size(attributes: str) -> int:
+    """Return the number of devices of a replica group."""
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
+    if listed:
+        return listed[1].count(",") + 1
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
+    if iota:
+        return int(iota[1])
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
+    if mesh:
+        sizes = dict(re.findall(r"('[^']*')=(\d+)", mesh[1]))
+        return math.prod(int(sizes.get(axis.strip(), 1)) for axis in mesh[2].split(","))
+    return 2 if "source_target_pairs" in attributes else 1

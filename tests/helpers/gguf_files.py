@@ -1,0 +1,137 @@
+"""Write small GGUF files, and compute the logits of a checkpoint."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Visible
+from mars_jax.hub.config_json import from_json
+from mars_jax.hub.files import resolve
+from mars_jax.models.weights import weights
+
+VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
+
+
+SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
+
+
+OWN = {
+    "llama": {"rope.freq_base": 500.0},
+    "llama3": {"rope.freq_base": 500000.0},
+    "qwen2": {},
+    "qwen3": {"rope.freq_base": 1e6},
+    "gemma2": {
+        "attention.sliding_window": 8,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {"attention.sliding_window": 8, "rope.freq_base": 1e6},
+}
+
+
+def metadata(writer, case):
+    architecture = "llama" if case == "llama3" else case
+    for key, value in SIZES.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_uint32(f"{architecture}.attention.head_count", HEADS)
+    writer.add_uint32(f"{architecture}.attention.head_count_kv", KV)
+    writer.add_uint32(f"{architecture}.attention.key_length", WIDTH)
+    writer.add_uint32(f"{architecture}.attention.value_length", WIDTH)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    for key, value in OWN[case].items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "gpt-2")
+    writer.add_array(
+        "tokenizer.ggml.tokens", ["<s>", "</s>", "ab", "cd", *(chr(33 + i) for i in range(VOCAB - 4))]
+    )
+    writer.add_array("tokenizer.ggml.token_type", [3, 3] + [1] * (VOCAB - 2))
+    writer.add_array("tokenizer.ggml.merges", ["a b", "c d"])
+    writer.add_uint32("tokenizer.ggml.bos_token_id", 0)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 1)
+
+
+def write(
+    path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=(), values=(), seed=0, **split
+):
+    """A file of random weights, laid out as llama.cpp's converter lays them out.
+
+    `values` are added to the metadata, or replace it; `split` holds arguments of the writer that divide it into parts.
+    """
+    architecture = "llama" if case == "llama3" else case
+    writer = gguf.GGUFWriter(path, architecture, **split)
+    metadata(writer, case)
+    for key, value in dict(values).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
+    tied = architecture.startswith("gemma")
+    draw = np.random.default_rng(seed)
+    [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(kind, LAYERS)
+    for row in weights(config_of(case, tied)):
+        name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
+        assert name is not None
+        value = draw.standard_normal(row.shape).astype(np.float32) * (0.3 if len(row.shape) > 1 else 0.1)
+        if row.name.endswith("norm.weight"):
+            value += 1
+        if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+            halves = value.reshape(-1, 2, WIDTH // 2, value.shape[1])
+            value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+        if name in drop:
+            continue
+        value = dict(change).get(name, value)
+        if len(value.shape) > 1 and value.shape[-1] % 32 == 0:
+            writer.add_tensor(name, gguf.quantize(value, quantisation), raw_dtype=quantisation)
+        else:
+            writer.add_tensor(name, value)
+    if case == "llama3":
+        writer.add_tensor("rope_freqs.weight", dict(change).get("rope_freqs.weight", llama3_factors()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llama3_factors():
+    """What llama.cpp's converter writes for Llama 3.1: each frequency's divisor."""
+    frequency = 1 / 500000.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
+    wavelength = 2 * np.pi / frequency
+    smooth = (8192 / wavelength - 1) / 3
+    between = 1 / ((1 - smooth) / 8 + smooth)
+    return np.where(wavelength < 8192 / 4, 1, np.where(wavelength > 8192, 8, between)).astype(np.float32)
+
+
+def config_of(case, tied):
+    names = {"llama3": "llama", "gemma3": "gemma3_text"}
+    data = {
+        "model_type": names.get(case, case),
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    }
+    data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
+    data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8}
+    return from_json(data)
+
+
+TOKENS = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
+
+
+def our_logits(target):
+    seen = Visible.causal(jnp.zeros((2,), jnp.int32), TOKENS.shape[1])
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    cache = target.model.init_cache(2, TOKENS.shape[1])
+    out = jax.jit(target.model.forward)(target.params, tokens, seen, cache)
+    return np.asarray(target.model.unembed(target.params, out.hidden))
+
+
+def smollm2():
+    try:
+        return resolve("smollm2")
+    except MarsError as error:
+        pytest.skip(str(error))

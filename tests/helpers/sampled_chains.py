@@ -1,0 +1,30 @@
+"""Sampled chains with their q, and the probabilities of a rule on them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax.core import sampling
+from mars_jax.core import tree as trees
+from tests.helpers import rule_oracles
+
+
+def probabilities(table):
+    result = []
+    for logits in table:
+        weights = np.exp(logits.astype(np.float64))
+        result.append(weights / weights.sum(-1, keepdims=True))
+    return result
+
+
+def sampled_chain(keys, q_table, settings, rows):
+    """Chains of two tokens drawn from the processed draft tables, with their true q."""
+    drafted, seen = np.zeros((rows, 0), int), []
+    for i in range(2):
+        node = rule_oracles.process(jnp.asarray(rule_oracles.after(q_table, drafted))[:, None], settings)
+        seen.append(node)
+        place = jnp.full((rows, 1), i, jnp.int32)
+        token = sampling.sample_processed(keys, place, node)
+        drafted = np.concatenate([drafted, np.asarray(token)], 1)
+    seen.append(jnp.zeros_like(seen[0]))
+    tokens = np.concatenate([np.zeros((rows, 1), int), drafted], 1)
+    return trees.chain(jnp.asarray(tokens, jnp.int32), jnp.concatenate(seen, 1)), drafted

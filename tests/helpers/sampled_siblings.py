@@ -1,0 +1,47 @@
+"""Sampled trees, and the law of what a rule emits on them."""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
+from tests.helpers import logits_after, rule_oracles
+
+SMALL_VOCAB, PROMPT = 6, [3, 1, 4]
+
+
+TARGET = fake.hash_model(vocab_size=SMALL_VOCAB, agree=0.5)
+
+
+SMALL = fake.hash_model(vocab_size=SMALL_VOCAB, seed=5, agree=0.5)
+
+
+SETTINGS = (0.9, 4, 1.0, 0.0)
+
+
+@functools.cache
+def law(model):
+    """Processed probabilities of the next three tokens, entry d f64 of d + 1 axes."""
+    tables = []
+    for depth in range(3):
+        prefixes = itertools.product(range(SMALL_VOCAB), repeat=depth)
+        logits = [logits_after(model, [*PROMPT, *prefix], width=8) for prefix in prefixes]
+        tables.append(np.stack(logits).reshape((SMALL_VOCAB,) * (depth + 1)))
+    return rule_oracles.processed_tables(tables, SETTINGS)
+
+
+def sampled(drafter, rule, rows=12_000):
+    """Three tokens after the prompt, of every row, and tokens per step."""
+    prompts = jnp.tile(jnp.asarray([[*PROMPT, 0, 0, 0]], jnp.int32), (rows, 1))
+    made = make_controls(rows, limit=6, temperature=SETTINGS[0], top_k=SETTINGS[1])
+    decoder = decode.speculative_decoder(TARGET, drafter, rule)
+    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
+    state = decode.start(
+        decoder, Params(()), Prompts(prompts, jnp.full((rows,), 3, jnp.int32), made, rule, keys)
+    )
+    state, stats = decode.run(decoder, Params(()), state)
+    return np.asarray(state.tokens)[:, 3:], float(stats.emitted.sum() / stats.steps.sum())

@@ -1,0 +1,107 @@
+"""The same checkpoint in PyTorch transformers, with eager attention in float32."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mars_jax.core.types import Visible
+from mars_jax.hub.pretrained import Pretrained
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@contextlib.contextmanager
+def third_party():
+    """Deprecation notices of torch and transformers are not ours to answer for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def random_torch_model(config, seed: int = 0):
+    """A torch model of a transformers config in which no parameter is left at ones or zeros."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)  # these models are too small to share
+    torch.manual_seed(seed)
+    with third_party():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * (
+                0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            )
+            parameter.copy_(noise + 1 if "norm" in name else noise)
+    return model.eval()
+
+
+def save_torch(model, directory) -> None:
+    with third_party():
+        model.save_pretrained(directory)
+
+
+def load_torch(directory):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with third_party():
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32
+        )
+    return model.eval()
+
+
+def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad(), third_party():
+        return model(torch.tensor(tokens, dtype=torch.int64), use_cache=False).logits.float().numpy()
+
+
+def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
+    """`count` greedy tokens, the whole prefix computed again for each: no cache to be wrong."""
+    for _ in range(count):
+        tokens = np.concatenate([tokens, torch_logits(model, tokens)[:, -1:].argmax(-1)], axis=1)
+    return tokens[:, -count:]
+
+
+def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, lengths=None):
+    """Logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
+
+    Row b decodes from its first `lengths[b]` tokens, default all.
+    """
+    model = checkpoint.model
+    batch, n = tokens.shape
+    slots = n + count
+    lengths = jnp.asarray([n] * batch if lengths is None else lengths, jnp.int32)
+
+    @jax.jit
+    def program(params, tokens):
+        start = jnp.zeros((batch,), jnp.int32)
+        out = model.forward(params, tokens, Visible.causal(start, n), model.init_cache(batch, slots))
+        logits = model.unembed(params, out.hidden)
+
+        def body(carry, step):
+            cache, token = carry
+            start = lengths + step
+            out = model.forward(params, token, Visible.causal(start, 1), cache)
+            following = jnp.argmax(model.unembed(params, out.hidden), axis=-1).astype(jnp.int32)
+            return (out.cache, following), token[:, 0]
+
+        last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)
+        first = jnp.argmax(last, axis=-1).astype(jnp.int32)
+        _, chosen = lax.scan(body, (out.cache, first), jnp.arange(count, dtype=jnp.int32))
+        return logits, chosen.T
+
+    logits, chosen = program(checkpoint.params, jnp.asarray(tokens, jnp.int32))
+    return np.asarray(logits), np.asarray(chosen)

@@ -1,0 +1,89 @@
+"""Step times from the table of overheads."""
+
+from __future__ import annotations
+
+import pytest
+
+from mars_jax.lab.planning.chips import CHIPS
+from mars_jax.lab.planning.estimate import (
+    HOP_SECONDS,
+    LAUNCH_SECONDS,
+    StepBytes,
+    Work,
+    collective_seconds,
+    overheads,
+    step_time,
+)
+
+PLAIN = Work(
+    bytes=StepBytes(layers=3 * 10**9, unembed=10**8, draft=0),
+    flops=1e9,
+    dtype="bfloat16",
+    tokens=1,
+    context=4096,
+    num_layers=32,
+    hidden_size=4096,
+    num_experts=0,
+    devices=1,
+    draft="none",
+    passes=0,
+    draft_layers=0,
+)
+
+
+def time_of(**changes):
+    chip = CHIPS["v5e"]
+    work = PLAIN._replace(**changes)
+    return step_time(work, "v5e", bandwidth=chip.bandwidth, peak_flops=chip.peak_flops, link=chip.link)
+
+
+def test_an_estimate_adds_the_measured_overheads_to_the_bytes():
+    layer = overheads()["v5e"]["layers"]["bfloat16"]["1"]
+    rest = overheads()["v5e"]["drafts"]["none"]
+    launches = 32 * layer["launches"] + rest["step_launches"]
+    seconds = (layer["stretch"] * 3e9 + 1e8) / 819e9 + rest["step_seconds"]
+    time = time_of()
+    expected = [seconds + launches * launch for launch in LAUNCH_SECONDS]
+    assert list(time.seconds) == pytest.approx(expected)
+    assert time.floor_seconds == pytest.approx(3.1e9 / 819e9) and not time.missing
+
+
+def test_chips_wait_for_the_sums_of_each_layer():
+    waited = time_of(devices=4).seconds[0] - time_of().seconds[0]
+    assert waited > 2 * 32 * 4 * HOP_SECONDS
+
+
+def test_a_deeper_draft_takes_longer_and_so_does_a_draft_model_with_more_layers():
+    chain = {"draft": "chain", "tokens": 6, "draft_layers": 1}
+    times = [time_of(**chain, passes=passes).seconds for passes in (3, 5)]
+    deep = time_of(**chain | {"draft_layers": 16}, passes=5).seconds
+    assert times[0] < times[1] < deep
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "float32 on v5e was not measured"),
+        ({"num_experts": 8}, "mixtures of experts were not measured"),
+        ({"draft": "medusa"}, "medusa drafts were not measured"),
+        ({"tokens": 61}, "a device scores 61 tokens, and at most 60 were measured"),
+        ({"context": 8193}, "contexts above 8192 tokens were not measured"),
+    ],
+)
+def test_what_the_table_does_not_cover_has_a_lower_bound(changes, message):
+    time = time_of(**changes)
+    assert time.missing == message
+    assert time.seconds == (time.floor_seconds, time.floor_seconds)
+
+
+def test_many_operations_bound_a_step_from_below():
+    assert time_of(flops=1e13).floor_seconds == 1e13 / CHIPS["v5e"].peak_flops
+
+
+def test_a_ring_that_passes_both_ways():
+    assert collective_seconds("all-gather", 0, 0, 4, 90e9) == 2 * HOP_SECONDS
+    assert collective_seconds("all-reduce", 0, 0, 8, 90e9) == 8 * HOP_SECONDS
+    large = 90 * 10**6
+    assert collective_seconds("all-reduce", large, large // 2, 4, 90e9) == pytest.approx(4e-6 + 1.5 * 0.75e-3)
+    assert collective_seconds("reduce-scatter", large, large // 4, 4, 90e9) == pytest.approx(2e-6 + 0.75e-3)
+    assert collective_seconds("all-reduce", 1 << 20, 1 << 20, 1, 90e9) == 0
