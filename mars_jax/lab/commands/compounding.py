@@ -98,9 +98,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
-    from mars_jax.lab.batches import RowFile
     from mars_jax.lab.commands.open_pair import open_study
-    from mars_jax.lab.folder import claim
+    from mars_jax.lab.folder import open_rows
     from mars_jax.lab.pictures.style import check_installed
     from mars_jax.lab.studies import branch_report, branches
     from mars_jax.serve.fingerprint import digest, fingerprint
@@ -121,10 +120,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         "version": __version__,
         **pair.given(args),
     }
-    with (
-        claim(folder, settings | identity),
-        contextlib.closing(RowFile(folder / "rows.jsonl")) as rows,
-    ):
+    with contextlib.closing(open_rows(folder, settings | identity)) as rows:
         tasks, events = {}, []
         for task in dict.fromkeys(p.task for p in problems):
             with ticking(f"of {task}") as tick:
@@ -158,7 +154,7 @@ def _write(output: Path, summary: dict[str, Any], events: list[dict[str, Any]]) 
     from mars_jax.lab.folder import write_json
     from mars_jax.lab.pictures.style import beside
     from mars_jax.lab.studies import branch_report
-    from mars_jax.serve.journal import write_whole
+    from mars_jax.serve.rows import write_whole
 
     try:
         write_json(output / "compounding.json", summary)

@@ -20,7 +20,6 @@ import numpy as np
 from mars_jax import drafters, verify
 from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import MARS
 from mars_jax.lab.evaluate.scoring import scores
@@ -28,9 +27,9 @@ from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.refusals import check_low, low_nodes
 from mars_jax.lab.ticking import Speed
 from mars_jax.serve import requests as request
-from mars_jax.serve.journal import Row
 from mars_jax.serve.likelihood import score as likelihood
 from mars_jax.serve.requests import Completion
+from mars_jax.serve.rows import Row, RowFile
 from mars_jax.serve.session import Batch, Session
 from mars_jax.specs import RuleChoice
 

@@ -188,7 +188,7 @@ def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsy
     assert dateless(tmp_path / "out") == before
     assert json.loads((tmp_path / "out" / "compounding.json").read_text())["date"] == date
     assert main([str(x) for x in (*flags, "--seed", 3, "--output", tmp_path / "out")]) == 2
-    assert "holds a run with other seed (0 and not 3)" in capsys.readouterr().err
+    assert "was begun with seed 0, not 3" in capsys.readouterr().err
     # Killed in the middle, with a torn row, it goes on.
     rows = (tmp_path / "out" / "rows.jsonl").read_bytes()
     assert rows.count(b"\n") > 5

@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 def _save(report: dict[str, Any], output: Path | None) -> None:
     if output is None:
         return
-    from mars_jax.serve.journal import write_whole
+    from mars_jax.serve.rows import write_whole
 
     try:
         write_whole(output, json.dumps(report, indent=1) + "\n")

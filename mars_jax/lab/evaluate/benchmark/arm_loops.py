@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from mars_jax import verify
-from mars_jax.cli.part import Part
 from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row, place_of
@@ -23,13 +20,14 @@ from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of, make_arms, margin
 from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, STEPS, Match, match
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import write_json
+from mars_jax.lab.folder import read_json, write_json
 from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve import likelihood
 from mars_jax.serve.requests import Request
+from mars_jax.serve.rows import Row, RowFile
 from mars_jax.specs import RuleChoice
 
-MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
+MATCHES, MARGINS = "matches.json", "margins.json"
 TEXTS, REPLAY = "texts.json", "replay.json"
 _REPLAYED = "replayed"
 """The kind of work that a replay is; all other kinds are the arms, by their names."""
@@ -42,14 +40,17 @@ class Evaluation:
         self,
         decoding: Decoding,
         folder: Path,
+        file: RowFile,
         problems: Sequence[Problem],
         settings: Mapping[str, Any],
         rule: RuleChoice,
-        part: Part | None = None,
+        part: slice | None = None,
     ):
         self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
+        self._file, self._is_part = file, part is not None
+        self.rows: list[Row] = []
         self._made: dict[tuple[float, float | None], list[Arm]] = {}
-        self._tasks = by_task(problems if part is None else problems[part.share()])
+        self._tasks = by_task(problems if part is None else problems[part])
         self._code = {
             "run_code": settings["allow_code_execution"],
             "unconfined": settings.get("confinement") == sandbox.HOOK,
@@ -60,26 +61,12 @@ class Evaluation:
         }
         self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
         self.margins, self.texts, self.replays = (self._read(name) for name in (MARGINS, TEXTS, REPLAY))
-        # A placeholder, since the names of arms do not depend on the threshold that is matched.
-        keys = [
-            Key(task, temperature, arm.name, problem.id)._asdict()
-            for task, temperature in self._places()
-            for group in self._batches(task)
-            for arm in self.arms(temperature, self._stand_in)
-            for problem in group
-        ]
-        self.file = RowFile(folder / ROWS, keys)
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self._folder / name
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_json(self._folder / name) or {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
-
-    def _head(self, task: str, count: int) -> list[Problem]:
-        """Those of the first problems of a task that are this part's."""
-        return [problem for problem in self._tasks[task] if self._numbers[task, problem.id] < count]
 
     def _batches(self, task: str) -> Iterator[list[Problem]]:
         problems, size = self._tasks[task], self._decoding.group
@@ -120,7 +107,8 @@ class Evaluation:
                 for arm in self.arms(temperature, found and found.theta):
                     keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
                     make = functools.partial(self._decode, task, temperature, arm, group)
-                    rows = self.file.batch(keys, make)
+                    rows = self._file.batch(keys, make)
+                    self.rows += rows
                     sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
                     said = f"{place_of(task, temperature)}, {arm.name}, {Speed(**sums).describe()}"
                     turns = self._turns(group)
@@ -128,8 +116,9 @@ class Evaluation:
                         # A replay takes a step of it for every token.
                         work.time(_REPLAYED, turns, sums["seconds"] * sums["emitted"] / sums["steps"])
                     work.add(arm.name, turns, said, sums["seconds"])
-            for look in (self._observe, self._replay):
-                look(task, temperature, work)
+            if not self._is_part:
+                self._observe(task, temperature, work)
+                self._replay(task, temperature, work)
 
     def _planned(self) -> Counter[str]:
         """The decodes of each kind that a run makes or finds on file; one is a turn of a problem."""
@@ -140,11 +129,11 @@ class Evaluation:
                 planned[arm.name] += self._turns(problems)
             if self._stand_in is not None and place not in self.matches:
                 planned[self._first(temperature).name] += self._most_matching(task)
-            if place not in self.margins:
+            if place not in self.margins and not self._is_part:
                 for arm in self._observed(temperature):
-                    planned[arm.name] += len(self._head(task, margins.PROBLEMS))
+                    planned[arm.name] += len(problems[: margins.PROBLEMS])
             if self._replayed() and place not in self.replays:
-                planned[_REPLAYED] += len(self._head(task, rehearsal.PROBLEMS))
+                planned[_REPLAYED] += len(problems[: rehearsal.PROBLEMS])
         return planned
 
     def _turns(self, problems: Sequence[Problem]) -> int:
@@ -184,7 +173,7 @@ class Evaluation:
 
     def _untimed(self, task: str, temperature: float, count: int) -> tuple[list[Problem], list[Request]]:
         """The first problems of a task, in their first turn."""
-        decoding, problems = self._decoding, self._head(task, count)
+        decoding, problems = self._decoding, self._tasks[task][:count]
         prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]
         return problems, decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
 
@@ -192,8 +181,8 @@ class Evaluation:
         """Histograms of the strict rule's decisions and of the relaxed one's, and texts of both, made once and kept
         beside the rows."""
         name, arms = place_of(task, temperature), self._observed(temperature)
-        problems, requests = self._untimed(task, temperature, margins.PROBLEMS)
-        if name in self.margins or not arms or not problems:
+        _, requests = self._untimed(task, temperature, margins.PROBLEMS)
+        if name in self.margins or not arms:
             return
         session = self._decoding.session
         found, said = {}, {}
@@ -202,7 +191,7 @@ class Evaluation:
             seen = margins.observe(session.using(arm.rule), requests, tick)
             found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen.decisions)
             said[arm.name] = seen
-        self.texts[name] = texts.as_json(session.target, self._head(task, texts.PROBLEMS), requests, said)
+        self.texts[name] = texts.as_json(session.target, self._tasks[task][: texts.PROBLEMS], requests, said)
         write_json(self._folder / TEXTS, self.texts)
         self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)

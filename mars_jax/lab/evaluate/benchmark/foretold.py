@@ -6,6 +6,7 @@ tests/lab/evaluate/test_forecast.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from mars_jax import __version__
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate import forecast
 from mars_jax.lab.evaluate.answers import Decoding, check_problems, prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arm_loops import by_task
@@ -27,10 +27,11 @@ from mars_jax.lab.evaluate.benchmark.arms import ALONE
 from mars_jax.lab.evaluate.benchmark.forced import Drafted, Reader, Said, Text, along
 from mars_jax.lab.evaluate.benchmark.margins import margin_of
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve.fingerprint import digest, fingerprint
+from mars_jax.serve.rows import RowFile
 from mars_jax.serve.session import Session
 
 LENGTHS = tuple(range(1, 13))
@@ -109,8 +110,7 @@ def forecasted(
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
     }
     tables = []
-    with claim(output, settings):
-        file = RowFile(output / "rows.jsonl")
+    with contextlib.closing(open_rows(output, settings)) as file:
         try:
             told = progress or (lambda what, done, of, left: None)
             work = Work({"text": len(problems) * len(temperatures)}, told)

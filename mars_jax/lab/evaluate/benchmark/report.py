@@ -14,7 +14,7 @@ from mars_jax.lab.evaluate.benchmark.match import Match
 from mars_jax.lab.evaluate.scoring import sandbox
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
-from mars_jax.serve.journal import write_whole
+from mars_jax.serve.rows import write_whole
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 

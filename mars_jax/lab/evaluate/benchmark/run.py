@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
@@ -12,7 +13,6 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters
-from mars_jax.cli.part import Part
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
@@ -22,11 +22,12 @@ from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, by_task
 from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT, MARS, default_thetas
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.folder import open_rows
 from mars_jax.lab.pictures import style
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
+from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
@@ -50,7 +51,7 @@ def evaluate(
     allow_code_execution: bool = False,
     allow_unconfined_code: bool = False,
     refiner: Refiner | None = None,
-    part: Part | None = None,
+    part: slice | None = None,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -81,13 +82,14 @@ def evaluate(
       allow_unconfined_code: and without walls where this machine has none, with your rights.
       refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
         from there, and its tokens are the same.
-      part: the share of the problems that is decoded, for `merging.merge`; it writes rows and summary alone. Controls
-        are "none" or "paper" then, and there is no refiner: what they do depends on all problems.
+      part: decode only `problems[part]`, and write only their rows. A run without a part then takes them from the
+        rows.jsonl of all parts, one after the other. It needs controls "none" or "paper", and no refiner: the others
+        depend on all problems.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every group of decodes, with those to come, the untimed ones too, and their seconds.
 
     Returns:
-      The summary, as it is in summary.json.
+      The summary, as it is in summary.json; {} for a part.
 
     Raises:
       MarsError: problems that do not fit the target, an output of another run, a package that is missing.
@@ -101,7 +103,8 @@ def evaluate(
             raise MarsError(
                 f"{'a refiner' if refiner else 'controls all'} does not apply to a part: leave one out."
             )
-        part = part.among(len(problems))
+        if not problems[part]:
+            raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
     thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
     temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
     for name, values in (("thetas", thetas), ("temperatures", temperatures)):
@@ -150,17 +153,15 @@ def evaluate(
         "weights": fingerprint((target.params, drafter.params), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
-        **({} if part is None else {"part": part._asdict()}),
     }
     largest = max(settings["tasks"].values())
     session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
     decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
-    with claim(folder, settings):
-        evaluation = Evaluation(decoding, folder, problems, settings, rule, part)
-        try:
-            evaluation.decode(progress or (lambda what, done, of, left: None))
-        finally:
-            evaluation.file.close()
+    with contextlib.closing(open_rows(folder, settings)) as file:
+        evaluation = Evaluation(decoding, folder, file, problems, settings, rule, part)
+        evaluation.decode(progress or (lambda what, done, of, left: None))
+        if part is not None:
+            return {}
         with activity.doing("figures and plots"):
             summary = report.summarize(
                 settings,
@@ -168,16 +169,11 @@ def evaluate(
                 evaluation.matches,
                 evaluation.margins,
                 evaluation.replays,
-                {
-                    problem.task: problem.metric
-                    for problem in (problems if part is None else problems[part.share()])
-                },
+                {problem.task: problem.metric for problem in problems},
                 report.notes(settings, problems),
-                evaluation.file.rows,
+                evaluation.rows,
                 lambda temperature, matched: [arm.legend() for arm in evaluation.arms(temperature, matched)],
             )
-            if part is None:
+            if hosts.is_first():
                 report.write(summary, evaluation.texts, folder)
-            else:
-                write_json(folder / report.SUMMARY, summary)
     return summary

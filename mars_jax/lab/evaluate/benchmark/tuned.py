@@ -8,6 +8,7 @@ n problems, R resamples. Oracle: recounts from rows, and decodes of the same pai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,7 +23,6 @@ from mars_jax import __version__, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding, check_problems
 from mars_jax.lab.evaluate.benchmark.arm_loops import by_task, scored, turns_of
@@ -30,11 +30,12 @@ from mars_jax.lab.evaluate.benchmark.arm_rows import make_row
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, MARS, Arm, default_thetas, make_arms
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress, Speed, Work
+from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import Row, write_whole
+from mars_jax.serve.rows import Row, RowFile, write_whole
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
@@ -200,21 +201,18 @@ def tuned(
         cost=cost,
     )
     arms = {t: arms_at(rule, thetas, t, target, samples=True in drafters) for t in temperatures}
-    with claim(output, settings):
-        file = RowFile(output / "rows.jsonl")
-        try:
-            loop = _Loop(tuning, file, sorted(lengths), seed, code, progress or (lambda *told: None))
-            loop.plan(tasks, {t: len(found) for t, found in arms.items()})
-            tables = [
-                loop.table(task, group, temperature, arms[temperature])
-                for task, group in tasks.items()
-                for temperature in temperatures
-            ]
-        finally:
-            file.close()
+    with contextlib.closing(open_rows(output, settings)) as file:
+        loop = _Loop(tuning, file, sorted(lengths), seed, code, progress or (lambda *told: None))
+        loop.plan(tasks, {t: len(found) for t, found in arms.items()})
+        tables = [
+            loop.table(task, group, temperature, arms[temperature])
+            for task, group in tasks.items()
+            for temperature in temperatures
+        ]
         made = {**provenance(), "settings": settings, "lengths": sorted(lengths), "tables": tables}
         write_json(output / FILE, made)
-        write_whole(output / TABLE, markdown(made))
+        if hosts.is_first():
+            write_whole(output / TABLE, markdown(made))
     return made
 
 
