@@ -10,7 +10,6 @@ from typing import IO, Any, NamedTuple
 
 from mars_jax import __version__, assets, specs
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags
-from mars_jax.cli.part import PART_HELP, parse_part
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.core.errors import MarsError
 
@@ -100,7 +99,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--chat": {"action": "store_true", "default": None, "help": "the target answers each document"},
     "--temperatures": _flag("T,U", "temperatures of the answers, in turns (default: 0,1)"),
     "--shard": _flag("N", "documents of a shard (default: 128)", int),
-    "--part": _flag("I/N", PART_HELP.replace("decode rows", "write shards")),
 }
 """Flags by name. A kind may explain one in words of its own, `Kind.told`."""
 _DATA = ("--target", "--data", "--output")
@@ -180,7 +178,7 @@ KINDS = {
         "what a target says of a text, for eagle3 --features",
         _DATA,
         ("--length", "--seed"),
-        ("--feature-layers", "--chat", "--temperatures", "--shard", "--part"),
+        ("--feature-layers", "--chat", "--temperatures", "--shard"),
     ),
 }
 
@@ -290,7 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check(args)
-    args.part = None if args.part is None else parse_part(args.part)
     # From here on jax loads; what is above answers at once.
     keep_compilations()
     if args.kind == "features":

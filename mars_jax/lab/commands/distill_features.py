@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.cli.part import Part, part_path
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.commands.distill_heads import HEADS, Head, chosen_vocabulary, feature_layers
 from mars_jax.lab.commands.training_text import write_answers
-from mars_jax.lab.folder import SETTINGS, check_folder, claim, write_json
+from mars_jax.lab.folder import SETTINGS, check_folder, claim
 from mars_jax.lab.training import data, distillation, features
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import plain, write_whole
+from mars_jax.serve.rows import plain, write_whole
 
 SHARD = 128
 FORWARD = 2048  # tokens of a forward
-FINISHED = "finished.json"
-"""A file of a part that is finished: the names of its shards."""
 
 
 def write_features(args: argparse.Namespace) -> None:
@@ -42,10 +38,7 @@ def write_features(args: argparse.Namespace) -> None:
     documents = [text for path in args.data for text in data.documents(path)]
     size = args.shard or SHARD
     shards = range(0, len(documents), size)
-    numbers, output, part = range(len(shards)), args.output, args.part
-    if part is not None:
-        part = part.among(len(shards))
-        numbers, output = numbers[part.share()], Path(part_path(output, part, folder=True))
+    output = args.output
     check_folder(output)
     sketch = hub.outline(args.target)
     layers = feature_layers(args, sketch, None)
@@ -62,11 +55,9 @@ def write_features(args: argparse.Namespace) -> None:
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint((target.params,), target.path),
     }
-    if part is not None:
-        settings["part"] = part._asdict()
     with claim(output, settings):
-        for number in numbers:
-            first, folder = shards[number], output / f"{number:05d}"
+        for number, first in enumerate(shards):
+            folder = output / f"{number:05d}"
             if folder.exists():
                 continue
             began = time.perf_counter()
@@ -81,41 +72,10 @@ def write_features(args: argparse.Namespace) -> None:
                 f"{folder}: {len(ids)} texts, {count:,} tokens in {len(rows[0])} rows of {args.length}; "
                 f"{written - began:.0f} s to write, {time.perf_counter() - written:.0f} s to read"
             )
-        if part is not None:
-            # A shard whose documents leave no room for an answer is not there.
-            write_json(output / FINISHED, [shard.name for shard in features.shards(output)])
-    if part is None and not features.shards(output):
+    if not features.shards(output):
         raise MarsError(
             f"no document leaves room for an answer in --length {args.length}: give shorter ones, or more."
         )
-
-
-def merge(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path) -> int:
-    """Copy the shards of all parts into a folder; returns how many they are.
-
-    Raises:
-      MarsError: a part is unfinished, or lacks a shard.
-    """
-    count = 0
-    for part, there in parts.items():
-        if not (there / FINISHED).exists():
-            raise part.unfinished(there)
-        shards = features.shards(there)
-        try:
-            named = json.loads((there / FINISHED).read_text())
-        except ValueError:
-            named = None
-        if named != [shard.name for shard in shards]:
-            raise part.damaged(there)
-        for shard in shards:
-            try:
-                shutil.copytree(shard, folder / shard.name)
-            except shutil.Error:
-                raise part.damaged(there) from None
-        count += len(shards)
-    if not count:
-        raise MarsError("no part has a shard: give shorter documents, or a larger --length.")
-    return count
 
 
 def train_on_features(

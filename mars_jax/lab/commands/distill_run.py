@@ -30,7 +30,7 @@ from mars_jax.lab.training import data, distillation
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import plain
+from mars_jax.serve.rows import plain
 
 _NO_MATTER = ("output", "work", "data", "features", "devices", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not decide what is trained: places, where it is computed, what it is cast to. Data and features count
@@ -80,7 +80,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.features is not None:
         settings["features"] = check_dumps(args, target, feature_layers(args, target, first))
     make: Callable[..., None] = SYSTEMS.get(args.kind, _train)
-    with claim(work, settings, flag="--work", unrecorded="checkpoints"):
+    with claim(work, settings, flag="--work"):
         make(args, target, first, documents, work)
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")

@@ -22,7 +22,6 @@ from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark import tables
@@ -33,10 +32,11 @@ from mars_jax.lab.evaluate.benchmark.run import common_settings
 from mars_jax.lab.evaluate.scoring import samples
 from mars_jax.lab.evaluate.scoring.scores import METRICS
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress, Speed, Work
-from mars_jax.serve.journal import Row, write_whole
+from mars_jax.placement import hosts
+from mars_jax.serve.rows import Row, RowFile, write_whole
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
@@ -139,7 +139,7 @@ def tuned(
         temperature: arms_at(rule, settings["thetas"], temperature, target, samples=True in drafters)
         for temperature in settings["temperatures"]
     }
-    with claim(output, settings), contextlib.closing(RowFile(output / "rows.jsonl")) as file:
+    with contextlib.closing(open_rows(output, settings)) as file:
         run = _Run(target, drafters, file, output, settings)
         run.start(tasks, arms, progress or (lambda *told: None))
         found = [
@@ -149,7 +149,8 @@ def tuned(
         ]
         report = {**provenance(), "settings": settings, "lengths": sorted(lengths), "tables": found}
         write_json(output / FILE, report)
-        write_whole(output / TABLE, markdown(report))
+        if hosts.is_first():
+            write_whole(output / TABLE, markdown(report))
     return report
 
 
