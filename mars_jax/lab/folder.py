@@ -55,18 +55,28 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
+    created = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
     except OSError as error:
         raise _unwritable(folder, error, flag) from None
     with contextlib.closing(lock):
-        if not compare_settings(folder / SETTINGS, settings, folder, flag):
-            try:
+        fresh = not compare_settings(folder / SETTINGS, settings, folder, flag)
+        try:
+            if fresh:
                 write_json(folder / SETTINGS, settings)
-            except OSError as error:
-                raise _unwritable(folder, error, flag) from None
-        yield
+        except OSError as error:
+            raise _unwritable(folder, error, flag) from None
+        try:
+            yield
+        except BaseException:
+            # A run that wrote nothing leaves no folder, so that it can be repeated with other settings.
+            if fresh and [file.name for file in folder.iterdir()] == [SETTINGS]:
+                (folder / SETTINGS).unlink()
+                if created:
+                    folder.rmdir()
+            raise
 
 
 def check_folder(folder: Path, *, flag: str = "--output") -> None:

@@ -161,7 +161,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
         for index, completion in enumerate(_each(decoding, count), start=first):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
-                _print_row(job, index, completion, out)
+                _print_line(file.rows[-1], out)
             done.append(completion)
     _report(job, done, decoding.seconds)
 
