@@ -1,10 +1,16 @@
 """The Python of the pages in docs/, run block after block; and the figures that pages repeat."""
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 
 import pytest
 
+import mars_jax
 from mars_jax.cli.generate.arguments import parser
 from tests.helpers.pages import PAGES, ROOT, as_file, blocks
 
@@ -48,6 +54,26 @@ def test_a_page_as_a_file_has_the_blocks_at_the_lines_of_the_page(path):
     written = "".join(blocks(path)).splitlines()
     assert [line for _, line in code] == [line for line in written if line]
     ast.parse(as_file(path))
+
+
+@pytest.mark.slow
+def test_the_block_about_ray_gives_the_texts_of_one_process(tmp_path):
+    pytest.importorskip("ray")
+    [block] = re.findall(r"^```python\n(.*?)^```$", MANY.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text(block)
+    prompts = [f"Once upon a time {i}" for i in range(6)]
+    lines = [json.dumps({"id": i, "prompt": prompt}) for i, prompt in enumerate(prompts)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    environment = os.environ | {"PYTHONPATH": str(DOCS.parent), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("XLA_FLAGS")
+    with tempfile.TemporaryDirectory() as short:  # Ray's sockets have no room for pytest's folders
+        environment["RAY_TMPDIR"] = short
+        subprocess.run([sys.executable, "page.py"], cwd=tmp_path, env=environment, check=True)
+    text = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
+    rows = sorted((json.loads(line) for line in text.splitlines()), key=lambda row: row["id"])
+    result = mars_jax.generate(mars_jax.load("tiny/target"), "ngram", prompts, max_new_tokens=8)
+    assert [row["tokens"] for row in rows] == result.tokens
+    assert [row["text"] for row in rows] == result.text
 
 
 def test_the_jobs_of_schedulers_are_commands_that_there_are():

@@ -22,7 +22,6 @@ from mars_jax.lab.folder import SETTINGS, check_folder, claim
 from mars_jax.lab.training import data, features
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.rows import plain, write_whole
 
 SHARD = 128
 """Documents of a shard."""
