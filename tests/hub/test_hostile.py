@@ -16,7 +16,15 @@ from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, Rope, init_params
-from tests.helpers.checkpoint_files import GEMMA_2, GEMMA_3, QWEN_3_MOE, edit_config, edit_weights, message, shard
+from tests.helpers.checkpoint_files import (
+    GEMMA_2,
+    GEMMA_3,
+    QWEN_3_MOE,
+    edit_config,
+    edit_weights,
+    message,
+    shard,
+)
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 
