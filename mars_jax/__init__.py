@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # `as` says that a name is exported
 
     sharding = _shardings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public names and the module that defines each. They load on first use, so that `import mars_jax` stays light.
 _HOME = {

@@ -204,3 +204,19 @@ def test_what_a_rule_or_a_drafter_has_is_asked_in_one_place():
         if asked.search(line)
     ]
     assert found == []
+
+
+def test_no_test_module_imports_another():
+    """Code that several test modules use belongs to `tests/helpers`."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            found = [module for module in modules if re.match(r"tests\.(\w+\.)*test_", module)]
+            wrong += [f"{path.relative_to(ROOT)} imports {module}" for module in found]
+    assert wrong == []

@@ -155,7 +155,7 @@ def test_no_function_takes_a_name_that_no_file_can_have(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["merge", "convert", "pairs"])
+@pytest.mark.parametrize("command", ["convert", "pairs"])
 def test_an_empty_argument_is_refused(command, capsys):
     assert commands.main([command, ""] + ["made"] * (command == "convert")) == 2
     assert "is empty; a shell variable may be unset: give it a value." in capsys.readouterr().err

@@ -23,11 +23,6 @@ from tests.helpers.public_names import named, promised
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_examples_run():
-    found = doctest.testmod(pages)
-    assert found.attempted >= 3 and not found.failed
-
-
 def test_every_flag_of_every_command_is_on_the_page():
     page = pages.flags_page()
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
@@ -111,39 +106,6 @@ def test_every_page_has_its_place_and_is_written(tmp_path):
     placed = re.findall(r"([\w/-]+\.md)$", config[config.index("\nnav:") :], re.MULTILINE)
     assert sorted(placed) == sorted(written)
     assert "::: mars_jax.hub.load.load\n" in (tmp_path / "api" / "text.md").read_text(encoding="utf-8")
-
-
-def test_links_out_of_the_site_lead_into_the_repository():
-    text = "[a](../README.md#start) [b](../scripts/results) ![c](fair.svg) [d](rules.md)"
-    shown = "[a](index.md#start) [b](https://x.org/y/tree/main/scripts/results) ![c](fair.svg) [d](rules.md)"
-    assert pages.on_site(text, "docs/faq.md", "https://x.org/y") == shown
-    code = "```sh\n[a](nowhere.md)\n```\n"
-    assert pages.on_site(code, "docs/faq.md", "") == code
-    with pytest.raises(ValueError, match=r"docs/faq\.md links to nowhere\.md"):
-        pages.on_site("[a](nowhere.md)", "docs/faq.md", "")
-
-
-def test_the_address_of_the_repository_has_one_place(monkeypatch):
-    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
-    told = (
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository", "")
-    )
-    assert pages.repository() == told.rstrip("/")
-    if not told:
-        monkeypatch.setenv("GITHUB_SERVER_URL", "https://git.example")
-        monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
-        assert pages.repository() == "https://git.example/owner/name"
-    files = [*ROOT.glob("*.*"), *(ROOT / "docs").glob("*.md"), *(ROOT / "colab").glob("*.py")]
-    files += (ROOT / ".github").rglob("*.yml")
-    # An address of this repository elsewhere would go stale; those of others are links.
-    named = [
-        path.name
-        for path in files
-        if path.name != "pyproject.toml"
-        and path.is_file()
-        and re.search(r"git(?:hub|lab)\.com/[\w-]+/mars-jax", path.read_text(encoding="utf-8"))
-    ]
-    assert named == []
 
 
 # What a release says of itself.

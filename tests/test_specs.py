@@ -19,7 +19,6 @@ import pytest
 import kernels_pallas
 from mars_jax import assets, hub, specs, verify
 from mars_jax.core.errors import MarsError
-from mars_jax.core.settings import Range, Setting
 from mars_jax.hub.families import FAMILIES
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.specs import models
@@ -38,15 +37,6 @@ def message(call, *args, **options):
 def test_the_tables_do_not_load_jax():
     code = "import sys, mars_jax.specs; assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("row", specs.RULES.values(), ids=lambda row: row.name)
-def test_a_default_is_told_as_it_can_be_given(row):
-    for setting in row.settings.values():
-        if setting.default is not None and not setting.word:
-            chosen = {name: one.default for name, one in row.settings.items() if one.choices}
-            assert setting.from_text(setting.default_words, **chosen) == setting.default
-            assert setting.kind is not bool or setting.default_words in setting.expected().split()
 
 
 @pytest.mark.parametrize("name", specs.RULES)
@@ -177,15 +167,6 @@ def test_settled_settings_are_whole():
     assert "no setting 'block'" in message(specs.rule("mars").settle, {"block": True})
 
 
-@pytest.mark.parametrize("name", specs.RULES)
-def test_grids_go_from_strict_to_loose_within_their_range(name):
-    for setting in specs.rule(name).settings.values():
-        ranges = [setting.ranges] if isinstance(setting.ranges, Range) else setting.ranges.values()
-        for found in ranges:
-            assert all(value in found for value in found.grid)
-            assert list(found.grid) in (sorted(set(found.grid)), sorted(set(found.grid), reverse=True))
-
-
 def test_tables_are_json():
     rows = [row.as_json() for row in (*specs.RULES.values(), *specs.DRAFTERS.values())]
     again = json.loads(json.dumps(rows, allow_nan=False))
@@ -209,14 +190,6 @@ def test_texts_and_json_become_values():
     assert run.from_text("3") == 3
     assert "max_relaxed_run is 1.5" in message(run.from_text, "1.5")
     assert "max_relaxed_run is 2.0" in message(run.from_json, 2.0)
-
-
-@pytest.mark.parametrize("setting", [*specs.REQUEST.values()], ids=lambda s: s.name)
-def test_every_setting_says_what_it_expects(setting: Setting):
-    assert setting.expected() and not setting.expected().endswith(".")
-    assert setting.help and not setting.help.endswith(".")
-    if setting.default is not None:
-        setting.check(setting.default)
 
 
 @pytest.mark.parametrize(

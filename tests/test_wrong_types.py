@@ -352,52 +352,12 @@ def test_numbers_of_numpy_and_jax_are_taken_where_numbers_of_python_are():
         assert {type(x) for x in (request.seed, request.top_k, *request.stop_tokens)} == {int}
 
 
-SAME = {
-    "stop_tokens of jax": (
-        lambda x: mj.make_controls(2, limit=64, stop_tokens=x).stop_tokens.tolist(),
-        [5, 6],
-        [[jnp.int32(5), jnp.int32(6)], [np.asarray(5), np.int64(6)], range(5, 7), jnp.asarray([5, 6])],
-    ),
-    "stop_tokens by row": (
-        lambda x: mj.make_controls(2, limit=64, stop_tokens=x).stop_tokens.tolist(),
-        [[5, 6], [7]],
-        [[range(5, 7), range(7, 8)], [np.asarray([5, 6]), (7,)]],
-    ),
-    "logit_bias": (
-        lambda x: mj.make_edits(1, logit_bias={5: x}).bias.tolist(),
-        1.0,
-        [jnp.float32(1), np.asarray(1.0), np.float32(1), jnp.int32(1)],
-    ),
-    "tree": (
-        lambda x: mj.drafters.language_model(MODEL, tree=x).name,
-        (2, 1),
-        [np.asarray([2, 1]), jnp.asarray([2, 1]), [np.int32(2), 1]],
-    ),
-    "chat": (
-        lambda x: mj.make_requests(chatty(), ["a"], chat=x)[0].prompt_tokens,
-        True,
-        [np.True_, np.asarray(True), jnp.bool_(True)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_scalars_and_arrays_of_any_library_have_the_result_of_python_values(name):
-    function, value, others = SAME[name]
-    assert [function(other) for other in others] == [function(value)] * len(others)
-
-
 @pytest.mark.parametrize(
     "tree", [np.asarray(2), np.ones((1, 1), int), np.asarray([1.5]), np.asarray([], int)]
 )
 def test_an_array_that_is_no_tree_is_refused(tree):
     with pytest.raises(MarsError, match=r"^tree is .*: expected the children per node"):
         mj.drafters.language_model(MODEL, tree=tree)
-
-
-def test_an_array_of_several_switches_is_refused():
-    with pytest.raises(MarsError, match=r"^chat is .*: expected True or False"):
-        mj.make_requests(chatty(), ["a"], chat=np.asarray([True]))
 
 
 def test_every_public_function_is_tried():

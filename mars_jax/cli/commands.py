@@ -18,7 +18,6 @@ COMMANDS = {
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
     "models": "list the models that have a short name, and which of them are here",
     "pairs": "say what can draft for a model",
-    "merge": "put the parts together that other commands wrote with --part",
     "convert": "convert a checkpoint into Orbax arrays, cast or quantised once",
     "plan": "compile a decode step for TPU slices ahead of time, without a TPU",
     "check": "check kernels, tokens and speed on the device that is there",
@@ -28,7 +27,6 @@ _LAB = ("benchmark", "calibrate", "distill", "plan")
 _HOME = {
     "generate": "mars_jax.cli.generate.command",
     "convert": "mars_jax.cli.convert",
-    "merge": "mars_jax.cli.merge",
     "models": "mars_jax.cli.model_list",
     "pairs": "mars_jax.cli.pairs",
     "check": "mars_jax.lab.commands.check.device_check",

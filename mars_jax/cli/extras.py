@@ -1,4 +1,4 @@
-"""Flags and commands that reach outside of the library, by name: no import ties it to `contrib` or `lab`."""
+"""Flags that reach outside of the library, by name: no import ties it to `contrib` or `lab`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ EXTRAS = {
     "--prompts-file": "mars_jax.lab.evaluate.tasks.datasets:columns",
     "--refine": "mars_jax.lab.training.online:open_refining",
     "--theta": "mars_jax.lab.theta:rule_of_file",
-    "merge": "mars_jax.lab.merging:merge",
 }
-"""Functions that flags and commands call: "module:function"."""
+"""Functions that flags call: "module:function"."""
 
 
 def call(flag: str, *arguments: Any, **options: Any) -> Any:
-    """Call the function of a flag or a command."""
+    """Call the function of a flag."""
     return specs.factory(EXTRAS[flag])(*arguments, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -119,6 +120,27 @@ def add_size_flags(group: Any) -> None:
     )
 
 
+PART_HELP = "decode only rows I, I + N, I + 2N ... with the ids and seeds that they have in the whole run"
+
+
+def part_of(text: str) -> slice:
+    """Return the rows of a part.
+
+    Args:
+      text: I/N, where I is from 0 to N - 1.
+
+    Raises:
+      MarsError: it is something else.
+
+    >>> list(range(7))[part_of("1/3")]
+    [1, 4]
+    """
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise MarsError(f"--part is {text!r}: expected I/N, such as 0/4, with I from 0 to N - 1.")
+    return slice(int(match[1]), None, int(match[2]))
+
+
 HOSTS = ("coordinator", "num_processes", "process_id")
 """The flags of `add_host_flags`."""
 
@@ -151,7 +173,7 @@ WITHOUT = [
     ),
     (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
     (["--resume"], ["--output"], ", the file that it continues"),
-    (["--part"], ["--output"], ", of which it writes a part"),
+    (["--part"], ["--output"], ", the file of its rows"),
     (["--log-probs"], ["--json", "--output"], ", whose rows it adds to"),
 ]
 """Flags that would have no effect without one of others, and a word on these."""

@@ -43,8 +43,10 @@ PREFIXES = (1 << 19, 1 << 21)
 tokenizer uses 400 bytes per token)."""
 TEMPLATE_BYTES = 96 << 10
 """A chat template: the longest published ones have some 30 KB."""
-TEMPLATE_WORK = 1 << 27
-"""Characters and items that a chat template may handle in one rendering, each operation counted as 128 more."""
+TEMPLATE_SECONDS = 4
+"""Processor time of one rendering of a chat template: a conversation of 8 MiB takes less than 1 s."""
+TEMPLATE_SIZE = 1 << 27
+"""Characters of all values that a chat template creates in one rendering, an item of a list counted as 64."""
 DRAFT_TOKENS = 128
 """Tokens of a drafted chain. Each one is a node of the target's forward pass, whose cost grows beyond this."""
 TREE_NODES = 1024

@@ -1,6 +1,14 @@
 """The tensors of a GGUF file by their names on the Hugging Face hub, dequantised some rows at a time.
 
-Oracle: transformers, which reads the same files (tests/hub/test_gguf.py).
+Blocks of 4 bits, in Q4_0, Q4_1 and Q4_K, are kept as `models.quantize.Int4` has them. Their format is that of
+ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and `get_scale_min_k4` of ggml-quants.c. A
+block of 32 weights is a scale d, in Q4_1 a minimum m, both float16, and 16 bytes: byte j holds weight j in its low half
+and weight j + 16 in its high half.
+
+In Q4_K eight blocks share float16 factors of their scales and offsets, which are integers of 6 bits; 32 bytes hold one
+block in their low halves and the next one in their high halves. There a scale is a product, and rounding it to float16
+changes it by at most 2^-11 of itself. In Q4_0 and Q4_1 no weight is rounded again.
+Oracles: transformers, which reads the same files, and the package gguf's `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -12,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.gguf_blocks import BLOCK_SIZE, KINDS, read_blocks
 from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
 
+_BLOCK_SIZE = 32
+"""Weights of a block."""
+_KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _MOST_BITS = 5
 """Bits per weight of Q4_1, scales included: the most of any kind whose weights have 4 bits."""
 _DERIVED = {"rope_freqs.weight"}
@@ -50,14 +60,14 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
     stored = functools.partial(file.stored, name)
     if file.architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
         read, stored = (functools.partial(_halves, rows, config.head_dim) for rows in (read, stored))
-    if len(shape) == 2 and kind.name in KINDS:
+    if len(shape) == 2 and kind.name in _KINDS:
         return Tensor(
-            shape, read, lambda first, last: read_blocks(stored(first, last), kind.name), BLOCK_SIZE
+            shape, read, lambda first, last: _read_blocks(stored(first, last), kind.name), _BLOCK_SIZE
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
     # Only next to matrices in 4 bits. In any other file every matrix may be rounded to 4.
-    mixed = any(other.kind.name in KINDS for other in file.tensors.values())
+    mixed = any(other.kind.name in _KINDS for other in file.tensors.values())
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
 
@@ -68,3 +78,48 @@ def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
     stored = read(begin, end)
     heads = stored.reshape(-1, size // 2, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
     return heads[first - begin : last - begin]
+
+
+def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return values, scale and offset of rows, outputs last.
+
+    Args:
+      data: u8[out, bytes], the rows in the file.
+      kind: of `_KINDS`.
+
+    Returns:
+      i8[blocks, 32, out] in [-8, 7], f16[blocks, out] and f32[blocks, out].
+    """
+    if kind == "Q4_K":
+        return _read_of_eight(data)
+    head = 2 if kind == "Q4_0" else 4
+    blocks = data.reshape(len(data), -1, head + _BLOCK_SIZE // 2)
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+    low, high = blocks[..., head:] & 15, blocks[..., head:] >> 4
+    values = np.concatenate([low, high], axis=-1).astype(np.int8) - np.int8(8)
+    if kind == "Q4_0":
+        offset = np.zeros(scale.shape, np.float32)
+    else:
+        least = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]
+        offset = least.astype(np.float32) + 8 * scale.astype(np.float32)
+    return values.transpose(1, 2, 0), scale.T, offset.T
+
+
+def _read_of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `_read_blocks` does, of rows of Q4_K: 2 + 2 bytes of factors, 12 of scales, 128 of weights."""
+    shared = data.reshape(len(data), -1, 144)
+    factors = np.ascontiguousarray(shared[..., :4]).view(np.float16).astype(np.float32)[..., None]
+    low, mid, high = (shared[..., 4 + i : 8 + i] for i in (0, 4, 8))
+    # Of the blocks 0 to 3, and of 4 to 7, whose two upper bits are those that the first four leave free.
+    steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
+    taken = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
+    scale = (factors[..., 0, :] * steps).astype(np.float16)
+    offset = 8 * scale.astype(np.float32) - factors[..., 1, :] * taken
+    pairs = shared[..., 16:].reshape(*shared.shape[:2], 4, 32)
+    values = np.stack([pairs & 15, pairs >> 4], axis=3).astype(np.int8) - np.int8(8)
+    rows = len(data)
+    return (
+        values.reshape(rows, -1, 32).transpose(1, 2, 0),
+        scale.reshape(rows, -1).T,
+        offset.reshape(rows, -1).T,
+    )

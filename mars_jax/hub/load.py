@@ -27,7 +27,6 @@ from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.scaled_files import scaled
 from mars_jax.hub.stream import HostArray, read_array, to_params
-from mars_jax.hub.tokenizer import tokenizer_versions
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.transformer import language_model
@@ -70,7 +69,6 @@ def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
       MarsError: no such checkpoint, or one that is not supported.
     """
     directory = resolve(name_or_path, weights=False)
-    versions = tokenizer_versions(directory)
     config = read_path(directory)[0]
     return Pretrained(
         name=os.fspath(name_or_path),
@@ -78,7 +76,6 @@ def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
         params=None,
         config=config,
         path=directory,
-        tokenizer_versions=versions,
     )
 
 
@@ -144,7 +141,6 @@ def load(
         "shardings", shardings, (Mapping, type(None)), "a tree of jax.sharding.Sharding like the params"
     )
     directory = resolve(name_or_path)
-    versions = tokenizer_versions(directory)
     config, own = read_path(directory)
     language_model(config, attention=attention)  # an unknown one is refused before weights are read
     if is_converted(directory):
@@ -167,7 +163,6 @@ def load(
         config=config,
         path=directory,
         mesh=mesh,
-        tokenizer_versions=versions,
     )
 
 

@@ -35,10 +35,8 @@ from mars_jax.hub.tokenizer import (
     on_all_cores,
     read_plain,
     read_tokenizer,
-    tokenizer_versions,
     told_of_panics,
 )
-from mars_jax.hub.versions import Version
 from mars_jax.models.config import ModelConfig
 from mars_jax.specs.models import template_of
 
@@ -72,8 +70,6 @@ class Pretrained:
     path: Path  # the directory or GGUF file it came from
     mesh: Mesh | None = None  # over which params are divided; None is one device
     own_tokenizer: Any = None  # given, and not read from `path`
-    # Versions of the tokenizer's files when the model was loaded. The tokenizer itself is read on first use.
-    tokenizer_versions: dict[Path, Version] | None = None
 
     @staticmethod
     def from_parts(
@@ -148,7 +144,6 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
             )
-        self._check_files()
         tokenizer = copy.copy(read_tokenizer(self.path))  # the cached one keeps its own template
         if getattr(tokenizer, "chat_template", None) is None:
             tokenizer.chat_template = template_of(self.name)
@@ -159,15 +154,7 @@ class Pretrained:
         """A tokenizer that does for texts what `tokenizer` does, and loads sooner; None if there is none."""
         if self.own_tokenizer is not None:
             return None
-        self._check_files()
         return read_plain(self.path)
-
-    def _check_files(self) -> None:
-        """Raise MarsError if the files of the tokenizer changed after the model was loaded."""
-        if self.tokenizer_versions not in (None, tokenizer_versions(self.path)):
-            raise MarsError(
-                f"the tokenizer of '{self.path}' changed after '{self.name}' was loaded: load the model again."
-            )
 
     @functools.cached_property
     def invalid_byte(self) -> int | None:
@@ -189,7 +176,6 @@ class Pretrained:
         """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
         if self.own_tokenizer is not None:
             return True
-        self._check_files()
         if is_gguf(self.path):
             return read_gguf(self.path).get("tokenizer.ggml.model") is not None
         return any((self.path / name).exists() for name in TOKENIZER_FILES)
@@ -423,11 +409,9 @@ class Pretrained:
 
 
 def _bounded_templates() -> contextlib.AbstractContextManager[None]:
-    from mars_jax.hub.chat_template import (
-        bounded_templates,
-    )  # imports jinja2, which plain prompts do not need
+    from mars_jax.hub import chat_template  # imports jinja2, which plain prompts do not need
 
-    return bounded_templates()
+    return chat_template.bounded_templates()
 
 
 def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[int, ...]:

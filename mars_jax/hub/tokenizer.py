@@ -14,7 +14,7 @@ from mars_jax.core.reading import open_file
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import gguf_parts, is_gguf, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
-from mars_jax.hub.versions import Version, cached_by_version, version_of
+from mars_jax.hub.versions import cached_by_version
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory that has a tokenizer has one of these."""
@@ -38,11 +38,6 @@ def _tokenizer_files(path: Path) -> list[Path]:
     if is_gguf(path):
         return gguf_parts(path)
     return sorted(file for pattern in _READ for file in path.glob(pattern))
-
-
-def tokenizer_versions(path: Path) -> dict[Path, Version]:
-    """Return the versions of the files that determine the tokenizer of a checkpoint."""
-    return {file: version_of(file) for file in _tokenizer_files(path)}
 
 
 # Cached, so that an outline and the model loaded after it read one tokenizer once.

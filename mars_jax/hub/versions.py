@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from mars_jax.core.errors import MarsError
-
-_CLOCK = 2_000_000_000
-"""Nanoseconds; the coarsest clock of a file system (FAT) stamps all changes within this time alike."""
 
 Result = TypeVar("Result")
 
@@ -38,10 +34,7 @@ def check_version(path: Path, expected: Version) -> None:
 def cached_by_version(
     files: Callable[[Path], Iterable[Path]],
 ) -> Callable[[Callable[[Path], Result]], Callable[[Path], Result]]:
-    """Decorate a function of a path: return the cached result until one of `files(path)` changes.
-
-    A file that changed a moment ago is read again each time, since the next change may get the same time stamp.
-    """
+    """Decorate a function of a path: return the cached result until one of `files(path)` changes."""
 
     def decorate(read: Callable[[Path], Result]) -> Callable[[Path], Result]:
         cached = functools.lru_cache(maxsize=4)(lambda path, versions: read(path))
@@ -49,9 +42,7 @@ def cached_by_version(
         @functools.wraps(read)
         def read_cached(path: Path) -> Result:
             versions = tuple((file, version_of(file)) for file in files(path))
-            # Unlike the time of the data, a user cannot set that of the inode to the future.
-            newest = max((version[-1] for _, version in versions if version), default=0)
-            return read(path) if time.time_ns() - newest < _CLOCK else cached(path, versions)
+            return cached(path, versions)
 
         return read_cached
 

@@ -19,7 +19,8 @@ import jax
 
 from mars_jax import assets, constraints, drafters, hub, specs
 from mars_jax import verify as rules
-from mars_jax.cli.flags import draft_of
+from mars_jax.cli import remote
+from mars_jax.cli.flags import draft_of, part_of
 from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.open_target import check_draft, open_mesh
 from mars_jax.cli.progress import progress_bar
@@ -28,11 +29,12 @@ from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.chat_template import bounded_templates
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.integrations.answer_file import Answers, place_of
+from mars_jax.integrations.answer_file import Answers
 from mars_jax.placement import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
+from mars_jax.serve.rows import RowFile
 from mars_jax.serve.session import Session
 
 try:
@@ -96,9 +98,9 @@ class MarsJax(TemplateLM):
           mesh: axes with their sizes, joined by a plus since commas part arguments: data=2+model=4.
           coordinator, num_processes, process_id: as for `python -m mars_jax.generate`; every process gives the harness
             the same results, and only one should be given an --output_path.
-          rows: a file of answers, a row each. A run goes on from those that are there; without `part` it scores them.
-          part: I/N, or auto, as for `python -m mars_jax.generate`; the evaluation ends by `Answered`, without a score,
-            and `mars-jax merge` puts the rows together.
+          rows: a file of answers, one row each. A run with the same arguments answers only the requests that it lacks.
+          part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
+            without `part` scores the rows of all parts, joined in one file.
           batch_size: prompts that decode side by side, a number; a row that ends is begun again with the next one.
           max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
           **settings: of the rule, such as theta, a number or a file of `mars-jax calibrate`, margin and base.
@@ -113,7 +115,9 @@ class MarsJax(TemplateLM):
         super().__init__()
         if part is not None and rows is None:
             raise MarsError("part does not apply without rows, the file of its answers: add it.")
-        place = None if rows is None else place_of(rows, part)
+        share = None if part is None else part_of(part)
+        if rows is not None:
+            remote.refuse(rows, "rows")
         size = str(batch_size)
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
             raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
@@ -147,8 +151,9 @@ class MarsJax(TemplateLM):
         told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
         if json_schema and self._constraint is not None:
             told["json_schema"] = self._constraint.content  # the file's, which may change
-        if place is not None:
-            Answers(*place, told).close()  # what is wrong with the file is said before weights load
+        if rows is not None:
+            # Refuse a wrong file before the weights are loaded.
+            RowFile(rows, told, flag="--rows").close()
         sketch = hub.outline(target)
         if not sketch.has_tokenizer:
             raise MarsError(
@@ -176,7 +181,11 @@ class MarsJax(TemplateLM):
         if file is not None:
             file.check_weights(loaded, drafter, rule)
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
-        self._answers = None if place is None else Answers(*place, told, fingerprints(self._session, spec))
+        self._answers = None
+        if rows is not None:
+            row_file = RowFile(rows, told, flag="--rows")
+            row_file.start(fingerprints(self._session, spec))
+            self._answers = Answers(row_file, share)
         self._max_gen_toks, self._seed = max_gen_toks, seed
         self.tokenizer = loaded.tokenizer
         self._template: str | None = None
@@ -306,13 +315,10 @@ class MarsJax(TemplateLM):
     def _each(
         self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]], other: Any
     ) -> list[Any]:
-        """Return the answers of the file, of `answer` for the rest, and `other` where they belong to other parts."""
+        """Return the answers: those on file, those of `answer`, and `other` for requests of other parts."""
         if self._answers is None:
             return list(answer(range(len(requests))))
-        found = [other] * len(requests)
-        for index, made in self._answers.of(kind, requests, answer):
-            found[index] = made
-        return found
+        return self._answers.of(kind, requests, answer, other)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Likelihood of texts after their contexts, and whether greedy decoding gives them."""

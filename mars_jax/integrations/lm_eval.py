@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mars_jax import __version__
-from mars_jax.cli.part import PART_HELP
+from mars_jax.cli.flags import PART_HELP
 from mars_jax.cli.program import Parser, program
 from mars_jax.core.errors import MarsError
 
@@ -20,7 +20,7 @@ usage: mars-jax lm_eval --model mars_jax --model_args NAME=VALUE,... [flags]
 Run lm-evaluation-harness with a draft and a rule. The flags are the harness's:
 pip install lm-eval, and --help lists them. --model_args takes flags of
 mars-jax generate by their names: target, draft, verify, theta and others.
---rows FILE keeps the answers, and --part I/N takes one part of them.
+--rows FILE keeps the answers, and --part I/N answers one part of the requests.
 
 example:
   mars-jax lm_eval --model mars_jax --tasks gsm8k --limit 100 \\
@@ -41,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return
 
         ours = Parser(prog="mars-jax lm_eval", add_help=False)
-        ours.add_argument("--rows", metavar="FILE", help="keep the answers there, from which a run goes on")
-        ours.add_argument("--part", metavar="I/N", help=PART_HELP.replace("decode rows", "answer requests"))
+        keeps = "keep the answers in this file; a run with the same flags answers only what it lacks"
+        ours.add_argument("--rows", metavar="FILE", help=keeps)
+        ours.add_argument(
+            "--part", metavar="I/N", help=PART_HELP.replace("decode only rows", "answer only requests")
+        )
         if {"-h", "--help"} & {*given}:
             print(f"{ours.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
         kept, given = argparse.ArgumentParser.parse_known_args(ours, given)  # the rest is the harness's

@@ -119,8 +119,8 @@ def write_accuracy() -> None:
         _, time = planned_time(pair, topology(slice_))
         rows[name] = {
             "schedule": [low, high],
-            "estimate": list(time.seconds),
-            "ratio": [time.seconds[0] / low, time.seconds[1] / high],
+            "estimate": [time.low_seconds, time.high_seconds],
+            "ratio": [time.low_seconds / low, time.high_seconds / high],
         }
         print(name, *(f"{value:.3f}" for value in rows[name]["ratio"]), time.missing)
     for end, label in enumerate(("low", "high")):

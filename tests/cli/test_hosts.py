@@ -84,7 +84,8 @@ def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments
     expected = capsys.readouterr().out
     # To a file as well, as if an earlier run had been interrupted after its first row.
     file = tmp_path / "rows.jsonl"
-    file.write_text(expected.splitlines(keepends=True)[0])
+    assert main([*arguments, "--output", str(file)]) == 0
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
     both = start_two(arguments, "--output", str(file), "--resume")
     printed = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], printed

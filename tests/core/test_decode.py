@@ -97,21 +97,6 @@ MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [pytest.param(*pair, marks=[] if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
-)
-def test_a_row_beside_finished_ones_equals_the_row_in_a_batch(drafter, rule):
-    prompts, lengths = ragged([1, 6, 21, 30], 48, VOCAB)
-    together = committed(decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **MIXED)[0])
-    for row in range(4):
-        limit = [48 if i == row else 1 for i in range(4)]
-        # What the others say is another text: nothing of it is read.
-        others = jnp.where(jnp.arange(4)[:, None] == row, prompts, 7)
-        alone, _ = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], others, lengths, limit=limit, **MIXED)
-        assert committed(alone)[row] == together[row]
-
-
 ALONE = [("static tree", "mars")]
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mars_jax import specs, verify
+from mars_jax import __version__, specs, verify
 from mars_jax.cli.generate.command import main
-from mars_jax.cli.generate.output_file import OutputFile, Recorded
+from mars_jax.cli.generate.output_file import check_order
 from mars_jax.core.errors import MarsError
+from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
+from mars_jax.serve.rows import RowFile
 from mars_jax.specs.choice import Given, choose
 from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface
@@ -193,11 +195,11 @@ def command_line(case: list[str], folder: Path) -> None:
 
 
 _REQUEST = Request(prompt="p", prompt_tokens=(1, 2), id="q")
-_ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "rule": "mars", "tokens": [3], "steps": 1}
-_SETTINGS = {"settings": {"target": "t", "seed": 3}, "own": {"0": {"seed": 9}}, "weights": {"target": "abc"}}
-_OTHERS = damaged(
-    {"tokens": [3], "steps": 1, "text": "x"}
-).map(  # what is compared when the row is decoded again
+_SETTINGS = {"version": __version__, "target": "t", "seed": 3}
+_RECORDED = _SETTINGS | {"fingerprints": {"target": "abc"}}
+_FINGERPRINT = digest(json.dumps(_RECORDED, sort_keys=True).encode())
+_ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "tokens": [3], "fingerprint": _FINGERPRINT}
+_OTHERS = damaged({"tokens": [3], "id": 1, "text": "x"}).map(
     lambda own: to_text(_ROW | own if isinstance(own, dict) else own).encode()
 )
 _ROWS = st.one_of(
@@ -206,7 +208,7 @@ _ROWS = st.one_of(
 
 
 def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
-    """An --output of before with its settings: it is continued, or stays as it is."""
+    """An --output with its settings: it is continued, or stays as it is."""
     path = folder / "in" / "rows.jsonl"
     beside = folder / "in" / "rows.jsonl.settings.json"
     rows = case[0] + b"\n"
@@ -214,9 +216,9 @@ def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
     beside.write_bytes(case[1])
     file = None
     try:
-        file = OutputFile(str(path), Recorded(_SETTINGS["settings"], _SETTINGS["own"]), resume=True)
-        file.check_weights(_SETTINGS["weights"])
-        file.check([_REQUEST, _REQUEST], "mars")
+        file = RowFile(path, _SETTINGS)
+        file.start(_RECORDED["fingerprints"])
+        check_order(file, [_REQUEST, _REQUEST])
     finally:
         if file is not None:
             file.close()
@@ -256,10 +258,10 @@ SURFACES = {
     "command lines": Surface(_ARGV, command_line, 1500),
     "output to resume": Surface(
         st.one_of(
-            st.tuples(_ROWS, damaged_json(_SETTINGS)),
-            st.tuples(_ROWS, st.just(json.dumps(_SETTINGS).encode())),
-            st.tuples(_OTHERS, st.just(json.dumps(_SETTINGS).encode())),
-            st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_SETTINGS)),
+            st.tuples(_ROWS, damaged_json(_RECORDED)),
+            st.tuples(_ROWS, st.just(json.dumps(_RECORDED).encode())),
+            st.tuples(_OTHERS, st.just(json.dumps(_RECORDED).encode())),
+            st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_RECORDED)),
         ),
         resumed,
         500,

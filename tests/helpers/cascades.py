@@ -7,11 +7,7 @@ from mars_jax.core import fake
 from mars_jax.core.types import Params
 
 VOCAB, BUFFER, K, MOST = 13, 40, 3, 12
-
-
 PROXY = fake.hash_model(vocab_size=VOCAB, seed=3, agree=0.92, scale=4.0)
-
-
 SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.9)
 
 

@@ -72,8 +72,6 @@ GEMMA_3 = {  # google/gemma-3-4b-it
     "torch_dtype": "bfloat16",
     "vision_config": {"model_type": "siglip_vision_model"},
 }
-
-
 GEMMA_2 = {  # google/gemma-2-2b
     "architectures": ["Gemma2ForCausalLM"],
     "attn_logit_softcapping": 50.0,
@@ -95,8 +93,6 @@ GEMMA_2 = {  # google/gemma-2-2b
     "sliding_window": 4096,
     "vocab_size": 256000,
 }
-
-
 QWEN_3_MOE = {  # Qwen/Qwen3-30B-A3B
     "architectures": ["Qwen3MoeForCausalLM"],
     "decoder_sparse_step": 1,

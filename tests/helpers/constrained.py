@@ -6,17 +6,9 @@ from mars_jax import constraints, drafters, fake
 
 # Single letters, pieces of several, and tokens 0 and 1 without text; 1 ends a text.
 PIECES = (None, None, b"a", b"b", b"c", b"ab", b"bc", b"abc", b" ", b"1", b"12", b"-")
-
-
 VOCAB, STOP = len(PIECES), 1
-
-
 VOCABULARY = constraints.Vocabulary(tokens=PIECES)
-
-
 TARGET = fake.hash_model(vocab_size=VOCAB, seed=1, agree=0.6, scale=3.0)
-
-
 DRAFT = fake.hash_model(vocab_size=VOCAB, seed=2, agree=0.6, scale=3.0)
 
 

@@ -13,20 +13,10 @@ from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.transformer import init_params
 
 VOCAB = 8  # small, so that a random head is right now and then
-
-
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
-
-
 CONFIG = ModelConfig(num_layers=3, **SIZES)
-
-
 MODEL = language_model(CONFIG)
-
-
 LAYER = ModelConfig(family="qwen3", qk_norm=True, num_layers=2, windows=(None, 5), **SIZES)
-
-
 COMMON = {
     "layer": LAYER,
     "target_hidden_size": 16,
@@ -34,8 +24,6 @@ COMMON = {
     "mask_token": 3,
     "block_size": 4,
 }
-
-
 HEADS = {
     "dflash": DFlashConfig(draft_vocab_size=6, own_unembed=True, causal=(False, True), **COMMON),
     "dspark": DFlashConfig(
@@ -47,8 +35,6 @@ HEADS = {
         **COMMON,
     ),
 }
-
-
 SHAPES = {"chain": None, "static tree": (3, 2, 1), "dynamic tree": Dynamic(3, 3, 9)}
 
 

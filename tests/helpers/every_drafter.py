@@ -16,8 +16,6 @@ from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers.small_models import CONFIG, EAGLE_3, MEDUSA
 
 ROWS, BUFFER, CHUNK = 3, 72, 16
-
-
 MODEL = language_model(CONFIG)
 
 
@@ -46,8 +44,6 @@ def in_chunks(model):
 
 
 LITTLE = in_chunks(SMALL)
-
-
 PLAIN = {
     "none": drafters.none(),
     "ngram": DRAFTERS["ngram"],
@@ -56,14 +52,8 @@ PLAIN = {
     "model tree": drafters.language_model(LITTLE, tree=(4, 2, 2, 1)),
     "model, dynamic tree": drafters.language_model(LITTLE, tree=Dynamic(top_k=3, depth=3, nodes=9)),
 }
-
-
 PROXY = in_chunks(cascades.PROXY)
-
-
 INNER = drafters.language_model(in_chunks(cascades.SMALL), cascades.K)
-
-
 TRUSTED = {
     "cascade": (contrib.cascade(INNER, PROXY, cascades.MOST), cascades.weights(0.1)),
     "cascade of n-grams": (
@@ -72,8 +62,6 @@ TRUSTED = {
     ),
     "sprinter": (contrib.sprinter(in_chunks(sprinters.SMALL), 6), sprinters.weights(0.5)),
 }
-
-
 HEADS = ["eagle chain", "eagle tree", "medusa chain", "medusa tree", "dflash chain", "dflash dynamic tree"]
 
 

@@ -11,11 +11,7 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import DraftTree
 
 VOCAB = 13
-
-
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-
-
 SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 
 

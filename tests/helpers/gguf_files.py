@@ -13,11 +13,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.models.weights import weights
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
-
-
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
-
-
 OWN = {
     "llama": {"rope.freq_base": 500.0},
     "llama3": {"rope.freq_base": 500000.0},

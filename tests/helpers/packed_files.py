@@ -15,8 +15,6 @@ HOW = {
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
     },
 }
-
-
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64
 )  # fmt: skip

@@ -12,14 +12,8 @@ from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import logits_after, rule_oracles
 
 SMALL_VOCAB, PROMPT = 6, [3, 1, 4]
-
-
 TARGET = fake.hash_model(vocab_size=SMALL_VOCAB, agree=0.5)
-
-
 SMALL = fake.hash_model(vocab_size=SMALL_VOCAB, seed=5, agree=0.5)
-
-
 SETTINGS = (0.9, 4, 1.0, 0.0)
 
 

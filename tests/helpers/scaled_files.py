@@ -12,29 +12,17 @@ from mars_jax.hub.save import save
 from mars_jax.models import ModelConfig, init_params
 
 torch = pytest.importorskip("torch")
-
-
 torch_file = pytest.importorskip("safetensors.torch")
-
-
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64
 )  # fmt: skip
-
-
 BLOCK = [40, 24]
 """Outputs and inputs, which divide no matrix here."""
 
 
 GROUP = 32
-
-
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-
-
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
-
-
 HOW = {
     "blocks": FP8 | {"weight_block_size": BLOCK},
     "whole": FP8 | {"activation_scheme": "static"},

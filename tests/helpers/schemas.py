@@ -10,8 +10,6 @@ POINT = {
     },
     "required": ["d", "e"],
 }
-
-
 SCHEMAS = (
     {
         "type": "object",

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
+from mars_jax.hub import chat_template
 from mars_jax.hub.chat_template import BoundedEnvironment, bounded_templates
 from mars_jax.specs.models import MODELS, template_of
-from tests.helpers.chat_templates import HOSTILE, LONG
-
-assert len(BoundedEnvironment().from_string(LONG + "{{ x }}").render()) == 10**6
-SLOW = {
-    *(f"the filter {name} in a loop" for name in ("title", "wordcount", "select | join")),
-    "the filter sum",
-    "a list that holds itself twice",
-    "a namespace that holds itself twice",
-    "a macro that calls itself twice",
-}
+from tests.helpers.chat_templates import HOSTILE
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in HOSTILE]
-)
-def test_a_hostile_template_is_refused_by_its_limit(name):
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_refused_by_its_limit(name, monkeypatch):
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.5)
     environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    start = time.thread_time()
     with pytest.raises(
-        TemplateError,
-        match=r"more than [\d,]+ (characters and steps|bits)|expected at most [\d,]+$|not supported$",
+        TemplateError, match=r"more than [\d,]+|expected at most|not supported|in the millions"
     ):
         environment.from_string(HOSTILE[name]).render(messages=[])
+    assert time.thread_time() - start < 3
 
 
 FEATURES = """
@@ -77,8 +71,7 @@ def test_a_template_gives_the_text_of_the_sandbox(name, turns):
 
 
 CONVERSATIONS = {
-    "10,000 turns": [{"role": role, "content": "hello " * 10} for role in ("user", "assistant")] * 5000,
-    "2,000 turns": [{"role": role, "content": "</s> {} %s " * 5} for role in ("user", "assistant")] * 1000,
+    "10,000 turns": [{"role": role, "content": "hello </s> {} %s"} for role in ("user", "assistant")] * 5000,
     "one long turn": [{"role": "user", "content": "x" * 7_000_000}],
 }
 OPERATIONS = {
@@ -86,17 +79,12 @@ OPERATIONS = {
     "{{ '<|user|>\\n' + m.content | trim + '<|end|>\\n' }}{% else %}"
     "{{ '<|assistant|>\\n' ~ m['content'].split('</think>')[-1].strip() ~ '<|end|>\\n' }}{% endif %}{% endfor %}",
     "selectattr": "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}",
-    "rejectattr": "{{ (messages | rejectattr('role', 'equalto', 'system') | list)[-1].content }}",
-    "method replace": "{% for m in messages %}{{ m.content.replace('</s>', '') }}{% endfor %}",
-    "filter replace": "{% for m in messages %}{{ m.content | replace('<|im_end|>', '&lt;im_end&gt;') }}{% endfor %}",
-    "filter join": "{{ messages | map(attribute='content') | join('\\n<|end|>\\n') }}",
-    "method join": "{{ '\\n<|end|>\\n'.join(messages | map(attribute='content')) }}",
-    "method format": "{% for m in messages %}{{ '<{}>{{}}{:>9}'.format(m.content, 1) }}{% endfor %}",
+    "replace": "{% for m in messages %}{{ m.content | replace('<|im_end|>', '&lt;im_end&gt;') }}{% endfor %}",
+    "join": "{{ messages | map(attribute='content') | join('\\n<|end|>\\n') }}",
+    "format": "{% for m in messages %}{{ '<{}>{{}}{:>9}'.format(m.content, 1) }}{% endfor %}",
     "operator %": "{% for m in messages %}{{ '%s * %s: 100%% *' % (m.content, 1) }}{% endfor %}",
-    "filter format": "{% for m in messages %}{{ '<%s>' | format(m.content) }}{% endfor %}",
     "searches": "{% for m in messages %}{{ m.content.rstrip('\\n ').rsplit('</think>', 1)[-1] }}"
     "{{ m.content.rfind('</s>', 3) if '<tool>' not in m.content }}{% endfor %}",
-    "truncate": "{% for m in messages %}{{ m.content | truncate(255) }}{% endfor %}",
     "tojson": "{{ messages | tojson(indent=4) }}",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 
@@ -252,13 +251,6 @@ def test_rounding_is_no_difference_between_embeddings(tmp_path, dtype):
         hub.load_eagle(path, TARGET, TARGET_PARAMS | {"embed": rounded(OTHER)})
 
 
-def test_a_target_that_scales_its_embedding_cannot_replace_a_heads(tmp_path):
-    scaled = dataclasses.replace(TARGET, scale_embeddings=True)
-    path = publish(tmp_path, eagle_3() | {"embed_tokens.weight": NEAR}, FIELDS_3)
-    with pytest.raises(MarsError, match="the target scales its embeddings"):
-        hub.load_eagle(path, scaled, TARGET_PARAMS, head_embed="target")
-
-
 def without(tensors, *names):
     return {name: value for name, value in tensors.items() if name not in names}
 
@@ -418,38 +410,6 @@ def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):
     shallow = dataclasses.replace(TARGET, num_layers=4, windows=())
     text = message(hub.load_eagle, tmp_path, shallow, TARGET_PARAMS)
     assert "of a target of at least 5, not of 4" in text
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_float8_is_refused(tmp_path, kind):
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file as save_torch
-
-    publish(tmp_path, {}, FIELDS_3)
-    (tmp_path / "model.safetensors").unlink()
-    state = {name: torch.from_numpy(value.copy()) for name, value in eagle_3().items()}
-    state["fc.weight"] = state["fc.weight"].to(torch.float8_e4m3fn)
-    if kind == "bin":
-        torch.save(state, tmp_path / "pytorch_model.bin")
-    else:
-        save_torch(state, tmp_path / "model.safetensors")
-    text = message(load, tmp_path)
-    assert re.search(r"fc.weight .* holds (F8_E4M3|torch.float8_e4m3fn): quantised checkpoints", text)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    torch = pytest.importorskip("torch")
-    file = publish(tmp_path, eagle_3(), FIELDS_3) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors' is truncated or corrupt" in message(load, tmp_path)
-    file.unlink()
-    assert "holds no weights" in message(load, tmp_path)
-    torch.save({"fc.weight": os.system}, tmp_path / "pytorch_model.bin")
-    assert "truncated, corrupt or unsafe" in message(load, tmp_path)
-    (tmp_path / "config.json").unlink()
-    assert "no readable config.json" in message(load, tmp_path)
-    assert "there is no directory" in message(load, tmp_path / "absent")
-    assert "dtype 'int2' is not supported" in message(load, tmp_path, dtype="int2")
 
 
 # The layout of the speculators library, of which RedHatAI's heads are.

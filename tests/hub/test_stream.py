@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -135,13 +134,3 @@ def test_a_file_that_was_cut_off_after_it_was_opened_is_named(saved, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(MarsError, match=r"model.safetensors' changed while it was being read: load it again"):
         [tensor.read() for tensor in file.values()]
-
-
-def test_int8_needs_a_sharding_whose_axes_have_names():
-    with pytest.raises(MarsError, match="quantised weights cannot be spread by a Odd: give a NamedSharding"):
-
-        class Odd:
-            is_fully_replicated = False
-
-        stream.FORMS[8].leaves((2, 2), Odd())  # pyright: ignore[reportArgumentType]
-    assert jnp.int8 == quantize(np.ones((2, 2), np.float32)).values.dtype

@@ -1,4 +1,4 @@
-"""Answers that several runs of `mars-jax lm_eval` make are those of one: `--rows`, `--part`, and `mars-jax merge`."""
+"""Parts of `mars-jax lm_eval` that write rows, and a last run that scores them, give what one run gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
-from mars_jax.cli import merge
 from mars_jax.integrations import harness, lm_eval
 from tests.cli.conftest import write_checkpoint
 
@@ -81,11 +80,7 @@ def evaluate(folder, capsys, monkeypatch):
     return run
 
 
-def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate, capsys, monkeypatch):
-    def refused(path):
-        assert merge.main([str(path)]) == 2
-        return capsys.readouterr().err
-
+def test_rows_of_parts_have_the_scores_of_one_run(folder, evaluate, monkeypatch):
     table = evaluate()
     whole, out = folder / "whole.jsonl", folder / "out.jsonl"
     assert evaluate("--rows", whole) == table and "bits_per_byte" in table
@@ -93,32 +88,34 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
     def killed(*_, **__):
         raise KeyboardInterrupt
 
-    parts = [folder / f"out-0000{number}-of-00002.jsonl" for number in range(2)]
+    parts = [folder / f"part-{number}.jsonl" for number in range(2)]
     with monkeypatch.context() as patched:
         patched.setattr(harness.utils, "get_rolling_token_windows", killed)
-        evaluate("--rows", out, "--part", "1/2", code=130)
+        evaluate("--rows", parts[1], "--part", "1/2", code=130)
     kept = parts[1].read_bytes()
     assert 0 < kept.count(b"\n") < ASKED // 2
     parts[1].write_bytes(kept[:-20])
-    assert evaluate("--rows", out, "--part", "0/2") == f"{parts[0]}: 13 of {ASKED} rows\n"
-    ended = parts[0].read_bytes()
-    parts[0].write_bytes(ended[: ended.index(b"\n") + 1])
-    assert f"'{parts[0]}' is unfinished: run it again with --part 0/2, and it goes on." in refused(out)
-    parts[0].write_bytes(ended)
-    assert f"'{parts[1]}' is unfinished: run it again with --part 1/2, and it goes on." in refused(out)
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    monkeypatch.setenv("JOB_COMPLETIONS", "2")
-    evaluate("--rows", out, "--part", "auto")
+    evaluate("--rows", parts[1], "--part", "1/2")
     assert parts[1].read_bytes().startswith(kept)
+    assert evaluate("--rows", parts[0], "--part", "0/2") == f"{parts[0]}: 13 of {ASKED} rows\n"
 
-    assert merge.main([str(out)]) == 0
-    assert out.read_bytes() == whole.read_bytes()
-    beside = [file.with_name(f"{file.name}.settings.json").read_bytes() for file in (out, whole)]
-    assert beside[0] == beside[1]
-    # The scores are of the rows alone.
+    rows = [line for part in parts for line in part.read_bytes().splitlines()]
+    assert sorted(rows) == sorted(whole.read_bytes().splitlines())
+    out.write_bytes(b"\n".join(rows) + b"\n")
+    # The scores come from the rows, without a step of the model.
     monkeypatch.setattr(harness, "score", None)
     monkeypatch.setattr(harness.Session, "queue", None)
     assert evaluate("--rows", out) == table
+
+
+def test_rows_of_other_requests_and_settings_are_refused(folder, evaluate):
+    rows = folder / "other.jsonl"
+    evaluate("--rows", rows)
+    lines = rows.read_bytes().splitlines(keepends=True)
+    rows.write_bytes(lines[0].replace(b'"id": 0', b'"id": 4') + lines[0])
+    assert "row 4 of '" in evaluate("--rows", rows, code=2)
+    assert "was begun with " in evaluate("--rows", rows, "--model_args", "seed=3", code=2)
+    assert "--part has none of the" in evaluate("--rows", folder / "none.jsonl", "--part", "98/99", code=2)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +123,12 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
     [
         (["--rows"], "--rows: expected one argument"),
         (["--part", "0/2"], "part does not apply without rows, the file of its answers: add it."),
-        (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected auto, or I/N"),
+        (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected I/N"),
         (
             ["--rows", "gs://bucket/rows.jsonl"],
-            "rows 'gs://bucket/rows.jsonl' is a URL: name a path of this machine",
+            "rows 'gs://bucket/rows.jsonl' is a URL: name a local path",
         ),
-        (["--rows", "none/rows.jsonl"], "there is no directory 'none' for --rows: make it first."),
+        (["--rows", "none/rows.jsonl"], "'none/rows.jsonl' cannot be opened (No such file or directory)"),
         (["--model_args", "draft=eagle:nowhere"], "there is no directory 'nowhere'"),
         (["--model_args", "verify=learned:nowhere"], "the weights of a rule 'nowhere' cannot be read"),
         (["--model_args", "seed=-1"], "seed is -1: expected a whole number from 0"),
@@ -160,4 +157,4 @@ def test_help_has_our_flags_and_those_of_the_harness(capsys, monkeypatch):
         lm_eval.main(["run", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0
-    assert out.index("--rows FILE") < out.index("answer requests I, I + N") < out.index("--model_args")
+    assert out.index("--rows FILE") < out.index("answer only requests I, I + N") < out.index("--model_args")

@@ -21,7 +21,6 @@ from mars_jax.serve import events as event_loop
 from mars_jax.serve import prepare as batch
 from mars_jax.serve import session as serving
 from mars_jax.serve.session import Session, check_finite
-from tests.matrix import world as matrix
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
 CONFIG = ModelConfig(
@@ -121,24 +120,6 @@ def test_a_rule_that_needs_weights_says_so(target):
         mj.generate(target, "ngram", PROMPTS, verify=contrib.learned())
 
 
-@pytest.mark.slow
-def test_batch_size_and_drafter_change_no_row(target):
-    options = {
-        "temperature": [0.0, 1.0, 0.8],
-        "seed": [5, 6, 7],
-        "max_new_tokens": [30, 12, 20],
-        "stop_tokens": (),
-    }
-    whole = mj.generate(target, "none", PROMPTS, **options)
-    assert [len(t) for t in whole.tokens] == [30, 12, 20]
-    by_two = mj.generate(target, "none", PROMPTS, batch_size=2, **options)
-    alone = mj.generate(target, "none", PROMPTS[2:], **{k: v[2:] for k, v in options.items()})
-    assert whole.tokens == by_two.tokens and alone.tokens == whole.tokens[2:]
-    drafted = mj.generate(target, "ngram", PROMPTS, **options)
-    assert drafted.tokens == whole.tokens  # the sampled ones too: draws are keyed by position
-    assert drafted.metrics.emitted == 62
-
-
 def test_a_single_seed_counts_up_over_the_prompts(target):
     first = mj.generate(
         target, "none", [[3]] * 3, seed=4, temperature=1.0, max_new_tokens=12, ignore_eos=True
@@ -216,38 +197,6 @@ def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
     hub.save(tmp_path / "draft", CONFIG, params)
     with pytest.raises(mj.MarsError, match=r"weights of the draft .* are not finite \(layers\.1\.q\)"):
         mj.drafters.load(f"model:{tmp_path / 'draft'}", target)
-
-
-@pytest.mark.slow
-def test_the_stream_joins_to_the_completion():
-    """Step by step: text, tokens, kinds and log-probabilities of each row, and its completion with its last event."""
-    target = matrix.target("float32", None, None)
-    options = {"max_new_tokens": [24, 12, 24, 7], "temperature": [0.0, 1.0, 0.0, 0.0], "ignore_eos": True}
-    options |= {"stop_strings": [["e"], ["qq"], ["of"], ["qq"]]}
-    requests = mj.make_requests(target, ["the sea", "a man", "of the sun, of", "t"], **options)
-    joined, ended = [["", [], [], []] for _ in requests], {}
-    for event in Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=len(requests)).stream(
-        requests
-    ):
-        assert event.row not in ended and event.text == "".join(text for _, text in event.pieces)
-        found = event.text, event.tokens, event.log_probs.log_prob, [kind for kind, _ in event.pieces]
-        assert tuple(found[3]) == event.log_probs.kind and len(found[1]) == len(found[2])
-        joined[event.row] = [
-            one + type(one)(more) for one, more in zip(joined[event.row], found, strict=True)
-        ]
-        if event.completion:
-            ended[event.row] = event.completion
-    whole = Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=None, log_probs=True).decode(
-        requests
-    )
-    for row, wanted in enumerate(whole.completions):
-        told = wanted.log_probs
-        assert joined[row][:2] == [wanted.text, wanted.tokens] and tuple(joined[row][3]) == told.kind
-        np.testing.assert_allclose(joined[row][2], told.log_prob, atol=1e-5)
-        assert (ended[row].tokens, ended[row].finish_reason) == (wanted.tokens, wanted.finish_reason)
-        assert ended[row].metrics.depth_histogram == wanted.metrics.depth_histogram
-    assert {"stop", "length"} == {one.finish_reason for one in whole.completions}
-    assert {"exact", "corrected", "relaxed"} == {kind for row in joined for kind in row[3]}
 
 
 @pytest.mark.slow
@@ -349,21 +298,6 @@ def test_broken_weights_are_reported(target):
     assert completion.finish_reason == "failed" and completion.tokens == []
     with pytest.raises(mj.MarsError, match="not finite for 1 of 1 prompts"):
         check_finite(broken, [completion])
-
-
-@pytest.mark.slow
-def test_values_that_change_compile_nothing(target):
-    def once(prompts, **options):
-        mj.generate(
-            target, "ngram", prompts, verify=verify.mars(theta=options.pop("rule_theta", 0.9)), **options
-        )
-
-    once([[3, 5, 8]], max_new_tokens=30)  # greedy requests alone are a program of their own
-    once([[3, 5, 8]], max_new_tokens=30, temperature=1.0)
-    before = mj.run._cache_size()
-    once([[9] * 20], max_new_tokens=40, temperature=0.7, top_p=0.9, seed=3, rule_theta=0.5)
-    once([[4, 4]], max_new_tokens=50, rule_theta=[0.3], top_k=5, ignore_eos=True)
-    assert mj.run._cache_size() == before
 
 
 def test_buckets_grow_by_a_third_or_a_half():

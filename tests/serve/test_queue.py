@@ -14,16 +14,11 @@ from mars_jax.core import decode, fake
 from mars_jax.models import language_model
 from mars_jax.serve import memory
 from mars_jax.serve.prepare import prepared
-from mars_jax.serve.queue import Queue, Said, Shares
+from mars_jax.serve.queue import Queue, Shares
 from mars_jax.serve.requests import make_requests
 from tests.helpers import slow_but
 
 WORDS = ("Once upon a time", "The cat", "A big dog ran", "One day, Tim", "Lily had a", "They", "In the sun")
-ROOM = {
-    "max_new_tokens": [40, 3, 25, 12, 33, 1, 18],
-    "temperature": [0.0, 0.8, 0.0, 1.0, 0.7, 0.0, 0.0],
-    "seed": list(range(7)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +29,6 @@ def target():
 @pytest.fixture(scope="module")
 def draft(target):
     return drafters.load("model:tiny/draft", target, num_draft_tokens=3, dtype="float32")
-
-
-@pytest.mark.slow
-def test_each_prompt_gets_what_it_would_get_alone(target, draft):
-    """Of the embedded pair: tokens, texts, counters and log-probabilities; in the prompts' order, or as they end."""
-    rule = verify.mars(theta=[0.5, 0.9, 0.3, 0.9, 0.5, 0.5, 0.2])
-    options = {"verify": rule, "log_probs": True}
-    together = mj.generate(target, draft, WORDS, batch_size=2, **options, **ROOM)
-    assert together.metrics.emitted == sum(map(len, together.tokens))
-    assert together.forwards < together.metrics.steps
-    streamed = dict(mj.generate_iter(target, draft, WORDS, batch_size=2, **options, **ROOM))
-    # In one buffer all of them: a width of its own would be another program for each.
-    alone = Queue(
-        prepared(target, draft, make_requests(target, WORDS, **ROOM), verify=rule),
-        1,
-        order=range(7),
-        log_probs=True,
-    )
-    for index, one in alone:
-        for other in (together.completions[index], streamed[index]):
-            assert other.tokens == one.tokens and other.text == one.text
-            assert other.metrics.steps == one.metrics.steps and other.finish_reason == one.finish_reason
-            np.testing.assert_allclose(other.log_probs.log_prob, one.log_probs.log_prob, atol=1e-5)
-            assert other.log_probs.kind == one.log_probs.kind
 
 
 @pytest.mark.slow
@@ -194,30 +165,6 @@ def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
         for tokens, n in zip(
             mj.generate(target, "none", ids, max_new_tokens=8).tokens, (8, 7, 6), strict=True
         )
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_text_comes_while_rows_refill(target, draft):
-    options = {"verify": verify.exact(), "max_new_tokens": [12, 3, 20, 9], "batch_size": 2}
-    wanted = mj.generate(target, draft, WORDS[:4], **options)
-    texts, tokens, ended = [""] * 4, [[] for _ in range(4)], []
-    stop = wanted.text[0][5:8]  # others end in the same step and later
-    for event in mj.generate_stream(target, draft, WORDS[:4], stop_strings=[stop], **options):
-        if isinstance(event, Said):
-            assert event.index not in ended and "".join(event.pieces) == event.text
-            assert len(event.tokens) <= draft.drafter.num_nodes  # of one step
-            texts[event.index] += event.text
-            tokens[event.index] += event.tokens
-        else:
-            ended.append(event.index)
-            assert event.completion.tokens == tokens[event.index]
-    assert texts == [text.partition(stop)[0] for text in wanted.text] and sorted(ended) == [0, 1, 2, 3]
-    assert all(mine == theirs[: len(mine)] for mine, theirs in zip(tokens, wanted.tokens, strict=True))
-    assert len(tokens[0]) < 12 and [len(row) for row in tokens] == [
-        len(theirs) if stop not in text else len(mine)
-        for mine, theirs, text in zip(tokens, wanted.tokens, wanted.text, strict=True)
     ]
 
 

@@ -15,8 +15,8 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.lab.planning.fit import lower_loop
 from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.lab.planning.pair_programs import lower_loop
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement.shardings import AnyConfig, abstract_params, params_shardings

@@ -16,14 +16,15 @@ from mars_jax.cli.flags import (
     HEAD_EMBED_HELP,
     MESH_HELP,
     NO_CHECK_HELP,
+    PART_HELP,
     SAMPLING,
     add_host_flags,
     add_settings,
     add_size_flags,
     draft_of,
     numbers_of,
+    part_of,
 )
-from mars_jax.cli.part import PART_HELP, parse_part
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
@@ -256,8 +257,8 @@ def _add_output(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="append these objects to a new file, one by one; a URL, such as gs://..., is rewritten every half "
-        "minute, and URL.done follows at the end",
+        type=Path,
+        help="append these objects to a new file, one by one",
     )
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
@@ -346,7 +347,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _check_constraints(args)
     if args.tree is not None:
         args.tree = specs.parse_tree(args.tree)
-    args.part = None if args.part is None else parse_part(args.part)
+    args.part = None if args.part is None else part_of(args.part)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
     # The demonstration shows what MARS does, and a setting of a rule is one of MARS; what else is asked for is exact.
     shows = args.target is None and args.draft is None

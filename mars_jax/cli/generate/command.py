@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import sys
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
-from mars_jax.cli import remote, signals
+from mars_jax.cli import signals
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
-from mars_jax.cli.part import part_path
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
@@ -47,12 +44,8 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
     choices = check_flags(args, rows)
     rows = [row for row in rows for _ in range(args.samples or 1)]
-    if args.part is not None:
-        told = repr([dataclasses.astuple(row) for row in rows])
-        args.part = args.part.among(len(rows))._replace(
-            prompts=hashlib.sha256(told.encode()).hexdigest()[:16]
-        )
-        args.output, rows = part_path(args.output, args.part), rows[args.part.share()]
+    if args.part is not None and not rows[args.part]:
+        raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.host_flags import joined
@@ -76,28 +69,26 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
     from mars_jax.cli.generate.job import open_job
-    from mars_jax.cli.generate.output_file import OutputFile, Unwritten, fingerprints, recorded
-    from mars_jax.cli.generate.uploaded_file import UploadedFile
-    from mars_jax.placement import hosts
+    from mars_jax.cli.generate.output_file import fingerprints, recorded
+    from mars_jax.serve.rows import RowFile
 
+    share = rows if args.part is None else rows[args.part]
     with contextlib.ExitStack() as stack:
-        file: OutputFile | Unwritten = Unwritten()
+        file = None
         if args.output is not None:
-            stack.enter_context(signals.ending(lambda: file.end()))
-        if args.output is not None and hosts.is_first():
-            made = UploadedFile if remote.is_url(args.output) else OutputFile
-            file = made(args.output, recorded(args, choices, rows), resume=args.resume)
+            file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
+            stack.enter_context(signals.ending(functools.partial(_stop, file, len(share))))
         with ways.busy("loading"):
-            job = open_job(args, choices, rows)
-        if args.output is not None:
-            file.check_weights(fingerprints(job.session, choices.draft))
+            job = open_job(args, choices, share)
+        if file is not None:
+            file.start(fingerprints(job.session, choices.draft))
         # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
         if args.compare:
             ways.print_comparison(job, out, json=args.json)
-        elif args.output is not None:
+        elif file is not None:
             ways.write_output(job, file, out, json=args.json)
         elif args.json:
             ways.print_json(job, out)
@@ -106,3 +97,11 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         else:
             ways.print_text(job, out, chat=args.chat)
         job.check_finite()
+
+
+def _stop(file: Any, total: int) -> str:
+    """Close the file because a signal ends the process. Return how many of its rows it has, and how to continue."""
+    count = file.stop()
+    if count == total:
+        return f" with all {total} rows in '{file.path}': nothing is left to do."
+    return f" with {count} of {total} rows in '{file.path}': run it again with --resume to continue."

@@ -26,9 +26,9 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.quantize import Int4
 from mars_jax.placement import hosts
 from mars_jax.serve import requests as request
-from mars_jax.serve.journal import plain
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion, Request, StreamEvent
+from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
@@ -251,7 +251,7 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
-    """Tokenize requests. Row i draws with the seed --seed + i unless it names one, whatever its batch and its part.
+    """Tokenize requests. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
 
     All of them before weights are loaded, and not as they are decoded: a prompt that is too long is to be named in the
     first seconds, and not after hours of work.
@@ -268,9 +268,10 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     ]
     common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
-    first, step = (args.part.number, args.part.of) if args.part is not None else (0, 1)
-    for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, args), strict=True)):
-        settings = common | {"seed": ((args.seed or 0) + first + step * index) % 2**32} | row.settings
+    first, step = (0, 1) if args.part is None else (args.part.start, args.part.step)
+    numbers = range(first, first + step * len(rows), step)
+    for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
+        settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if own := [name for name in CONSTRAINTS if name in row.settings]:
             settings |= {name: None for name in CONSTRAINTS if name not in own}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
@@ -283,7 +284,8 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
             request.check_request(target, made)
         except MarsError as error:
             raise row.error(error) from None
-        requests.append(dataclasses.replace(made, prompt=row.prompt, messages=row.messages, id=row.id))
+        name = number if row.id is None else row.id
+        requests.append(dataclasses.replace(made, prompt=row.prompt, messages=row.messages, id=name))
     return requests
 
 

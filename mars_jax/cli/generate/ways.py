@@ -12,13 +12,11 @@ from rich.console import Console
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
-from mars_jax.cli.generate.output_file import OutputFile, Unwritten
-from mars_jax.cli.generate.rows import to_row
+from mars_jax.cli.generate.output_file import check_order, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Count, busy, counted, passing_bars, progress_bar
-from mars_jax.placement import hosts
-from mars_jax.serve.journal import to_line
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
+from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.session import Batch
 
 
@@ -150,26 +148,20 @@ def print_json(job: Job, out: IO[str]) -> None:
             _print_row(job, index, completion, out)
 
 
-def write_output(job: Job, file: OutputFile | Unwritten, out: IO[str], *, json: bool) -> None:
-    """Append rows to a file, from where it ends, with a progress bar; and print them too if `json`.
-
-    The last row on file is decoded again, beside those that follow: it shows that the file belongs to this run.
-    """
-    file.check(job.requests, job.session.rule_name)
-    resumed, of = hosts.broadcast(file.finished), len(job.requests)
-    if resumed == of:
-        _errors().print(f"the --output holds all {of} rows already: nothing to do.")
+def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
+    """Decode the rows that the file lacks and append them, with a progress bar. Print them too if `json`."""
+    check_order(file, job.requests)
+    first, total_rows = len(file.rows), len(job.requests)
+    if first == total_rows:
+        _errors().print(f"the --output has all {total_rows} rows already: nothing to do.")
         return
-    first, done = max(resumed - 1, 0), []
-    with progress_bar(of, first) as count:
+    done = []
+    with progress_bar(total_rows, first) as count:
         decoding = _decoding(job, first)
         for index, completion in enumerate(_each(decoding, count), start=first):
-            if index < resumed:
-                file.check_same(index, completion)
-                continue
-            file.append(completion, job.run_of(index))
+            file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
-                _print_row(job, index, completion, out)
+                _print_line(file.rows[-1], out)
             done.append(completion)
     _report(job, done, decoding.seconds)
 

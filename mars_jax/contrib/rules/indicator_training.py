@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from mars_jax.contrib.models import indicator
@@ -21,10 +20,10 @@ from mars_jax.core.types import PyTree
 class Examples(NamedTuple):
     """Tokens at which the runner-up replaced the best token."""
 
-    hidden: np.ndarray  # f32[n, E]; the target's final hidden state from which it chose the token
-    z1: np.ndarray  # f32[n]; its largest raw logit
-    z2: np.ndarray  # f32[n]; its second largest raw logit
-    changed: np.ndarray  # f32[n]; 1 if the outcome of the text changed
+    hidden: Any  # f32[n, E]; the target's final hidden state from which it chose the token
+    z1: Any  # f32[n]; its largest raw logit
+    z2: Any  # f32[n]; its second largest raw logit
+    changed: Any  # f32[n]; 1 if the outcome of the text changed
 
 
 def training(

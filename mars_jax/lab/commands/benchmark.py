@@ -11,8 +11,7 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli import signals
-from mars_jax.cli.flags import Present, number_of, without
-from mars_jax.cli.part import PART_HELP, parse_part, part_path
+from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab import recipes
@@ -126,10 +125,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.draft_cost = _cost(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
-    args.part = None if args.part is None else parse_part(args.part)
+    args.part = None if args.part is None else part_of(args.part)
     _check(args)
-    if args.part is not None:
-        args.output = Path(part_path(args.output, args.part, folder=True))
     return args
 
 
@@ -182,12 +179,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_tuned(args: argparse.Namespace) -> None:
-    Present(args).refuse(
-        _UNTUNED, "with --tune, which drafts chains of several lengths: leave one of them out"
-    )
-    Present(args).refuse(
-        ["--part"], "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
-    )
+    why = "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
+    Present(args).refuse(["--part"], why)
+    why = "with --tune, which drafts chains of several lengths: leave one of them out"
+    Present(args).refuse(_UNTUNED, why)
     if not specs.parse_draft(args.draft).row.resizes:
         raise MarsError(
             f"--tune does not apply to --draft {args.draft}: draft with {specs.drafters_that('resizes')}, which take "
@@ -201,22 +196,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.lab.folder import studying
+    from mars_jax.cli.host_flags import joined
 
     if args.recipe is not None:
         _follow(args, out)
         return
     kept = f": '{args.output}' has the finished rows; run the same command again to continue."
-    with signals.ending(lambda: kept), studying(args, args.output, out) as (place, folder):
+    with signals.ending(lambda: kept), joined(args, (), out) as place:
         run = _study if args.tune is None else _tune
-        run(args, folder, place)
+        run(args, args.output, place)
 
 
 def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import read_problems
     from mars_jax.lab.folder import check_folder
     from mars_jax.lab.recipes.needs import needs
-    from mars_jax.serve.journal import write_whole
+    from mars_jax.serve.rows import write_whole
 
     for part in args.parts.values():
         check_folder(part.output)
@@ -273,7 +268,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             **{name: getattr(args, name) for name in shared},
         )
     if args.part is not None:
-        say(f"the rows of part {args.part.number}/{args.part.of} are in {args.output}")
+        say(f"the rows of this part are in {args.output}")
         return
     print(tables.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import shutil
@@ -172,23 +173,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.lab.folder import studying
+    from mars_jax.cli.host_flags import joined
 
-    named = args.output.with_name(f"{args.output.name}-rows")
-    with studying(args, named, out) as (place, work):
-        _study(args, work, args.output if work == named else work.with_name(args.output.name), place)
+    with joined(args, (), out) as place:
+        _study(args, args.output.with_name(f"{args.output.name}-rows"), place)
 
 
-def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> None:
+def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.answers import Decoding
-    from mars_jax.lab.folder import check_writable, claim, write_json
+    from mars_jax.lab.folder import check_writable, open_rows, write_json
     from mars_jax.lab.studies import calibration
+    from mars_jax.placement import hosts
     from mars_jax.serve.fingerprint import digest, fingerprint
     from mars_jax.serve.session import Session
     from mars_jax.verify import load
 
-    check_writable(output)
+    if hosts.is_first():
+        check_writable(args.output)
     promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
     check = functools.partial(calibration.check, **promise)
     problems, target, drafter = open_study(args, work, check)
@@ -226,7 +228,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
         | pair.given(args)
     )
     decides |= {"weights": fingerprint((target.params, drafter.params), target.path)}
-    with claim(work, decides), ticking("answers") as tick:
+    with contextlib.closing(open_rows(work, decides)) as rows, ticking("answers") as tick:
         found = calibration.calibrate(
             decoding,
             problems,
@@ -238,7 +240,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
             temperature=args.temperature,
             seed=args.seed,
             progress=tick,
-            rows=work / "rows.jsonl",
+            rows=rows,
         )
         theta = found["value"]
         if args.prefixes is not None and theta != math.inf:
@@ -255,13 +257,15 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
             "made": provenance(),
         }
         try:
-            write_json(output, made | asked)
+            write_json(args.output, made | asked)
         except OSError as error:
             raise MarsError(
                 f"--output '{args.output}' cannot be written ({error.strerror}): fix that, then run the same command "
                 "again, which goes on from its rows."
             ) from None
-        shutil.rmtree(work)  # the file has it all
+        if hosts.is_first():
+            # The file has everything.
+            shutil.rmtree(work)
     print(_table(found | {"trials": made["trials"]}, searched, args), file=out)
 
 

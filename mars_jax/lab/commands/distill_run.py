@@ -32,7 +32,7 @@ from mars_jax.lab.training.loop import CHECKPOINTS, refuse_version_0_1
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import plain
+from mars_jax.serve.rows import plain
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not change the training: paths, devices, and the dtype of the result. The contents of files count."""

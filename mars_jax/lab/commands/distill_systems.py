@@ -27,7 +27,7 @@ from mars_jax.lab.training import data
 from mars_jax.lab.training.loop import fit
 from mars_jax.models.config import ModelConfig
 
-LEFT_OUT = 0.45
+LEFT_OUT, EVALUATIONS = 0.45, 128
 
 
 def draft_name(name: str, output: Path) -> str:
@@ -93,6 +93,7 @@ def _via_sd(
         target.params,
         _batches(args, target, documents),
         left_out=args.left_out or LEFT_OUT,
+        evaluations=EVALUATIONS,
         seed=args.seed,
         log=work / "masks.jsonl",
     )

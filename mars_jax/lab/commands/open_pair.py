@@ -17,6 +17,7 @@ from mars_jax.lab.evaluate.answers import check_problems
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_folder
+from mars_jax.placement import hosts
 from mars_jax.specs import RuleChoice
 
 
@@ -53,7 +54,8 @@ def open_study(args: argparse.Namespace, folder: Path, check: Callable[[list[Pro
       MarsError: a folder of something else, problems that are not there, as `check`, or as `open_pair`.
     """
     keep_compilations()
-    check_folder(folder)
+    if hosts.is_first():
+        check_folder(folder)
     problems = read_problems(args)
     check(problems)
     with busy("loading"):

@@ -118,19 +118,17 @@ def compare(
         time = step(shape)
         if time is None:
             continue
-        (low, high), (alone_low, alone_high) = _comparable(time, alone)
+        low, high = time.low_seconds, time.high_seconds
+        alone_low, alone_high = alone.low_seconds, alone.high_seconds
+        if time.missing or alone.missing:
+            # Compare lower bounds with lower bounds.
+            low = high = time.floor_seconds
+            alone_low = alone_high = alone.floor_seconds
         first, last = sorted((low / alone_low, high / alone_high))
         tau = shape.tau(acceptance)
         gain = tau * (alone_low + alone_high) / (low + high)
         drafts.append(Draft(shape.flags, low, high, (first, last), tau, gain))
     return sorted(drafts, key=lambda draft: -draft.gain)
-
-
-def _comparable(time: StepTime, other: StepTime) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the ranges of two times: of their estimates if there are both, else of their lower bounds."""
-    if time.missing or other.missing:
-        time, other = (each._replace(low_seconds=None) for each in (time, other))
-    return time.seconds, other.seconds
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:

@@ -61,20 +61,15 @@ class Work(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step: the roofline of bytes and operations, and the estimate if the table covers the step."""
+    """Seconds of a step: the roofline of bytes and operations, and the range of the estimate.
+
+    If the table does not cover the step, `missing` says why, and both ends of the range are the roofline.
+    """
 
     floor_seconds: float
-    low_seconds: float | None
-    high_seconds: float | None
-    # Why there is no estimate, else "".
+    low_seconds: float
+    high_seconds: float
     missing: str = ""
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """The range of the estimate, or the lower bound twice."""
-        if self.low_seconds is None or self.high_seconds is None:
-            return self.floor_seconds, self.floor_seconds
-        return self.low_seconds, self.high_seconds
 
 
 @functools.cache
@@ -96,7 +91,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
     floor = max(work.bytes.total / bandwidth, work.flops / peak_flops)
     missing = _missing(work, generation)
     if missing:
-        return StepTime(floor, None, None, missing)
+        return StepTime(floor, floor, floor, missing)
     table = overheads()[generation]
     layer = _layer_row(table["layers"][work.dtype], work.tokens)
     draft = table["drafts"][work.draft]

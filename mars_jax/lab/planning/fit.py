@@ -15,31 +15,14 @@ from mars_jax.core.types import Params, PyTree
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.estimate import StepBytes, StepTime, Work, step_time
-from mars_jax.lab.planning.pair_programs import (
-    PlannedDraft,
-    Programs,
-    default_mesh,
-    draft_of,
-    local_bytes,
-    lower_loop,
-)
+from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, draft_of, local_bytes
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.weights import weights
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
 
-__all__ = [
-    "Plan",
-    "count_work",
-    "default_mesh",
-    "draft_of",
-    "lower_loop",
-    "make_plan",
-    "planned_time",
-    "read_once",
-    "step_bytes",
-]
+__all__ = ["Plan", "count_work", "draft_of", "make_plan", "planned_time", "step_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +79,10 @@ def make_plan(
             lowered, read=None if keep is None else lambda text: keep("decode.hlo.txt", text)
         )
         held = held_bytes(report)
+        fits = held <= topology.hbm_bytes
     except OutOfMemory as error:
         report = {"collectives": {}, "seconds": 0.0}
-        held = error.used
+        held, fits = error.used, False
     work, time = planned_time(pair, topology)
     _, alone_time = planned_time(alone, topology)
     notes = shardings.whole(pair.target, pair.mesh)
@@ -108,7 +92,7 @@ def make_plan(
         topology=topology.name,
         chips=topology.chips,
         mesh={name: int(size) for name, size in pair.mesh.shape.items()},
-        fits=bool(report["seconds"]) and held <= topology.hbm_bytes,
+        fits=fits,
         hbm_bytes=topology.hbm_bytes,
         held_bytes=held,
         weight_bytes=local_bytes(pair.params),
@@ -125,7 +109,7 @@ def make_plan(
 
 
 def _range(time: StepTime) -> dict[str, float] | None:
-    if time.low_seconds is None or time.high_seconds is None:
+    if time.missing:
         return None
     return {"low_seconds": time.low_seconds, "high_seconds": time.high_seconds}
 
@@ -147,6 +131,7 @@ def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
     state = pair.state(drafter, pair.params)
+    cache, draft_cache = local_bytes(state.cache), local_bytes(state.draft)
     devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows = pair.batch * devices // pair.mesh.size
     draft_layers, kind = 0, draft.kind
@@ -155,14 +140,8 @@ def count_work(pair: Programs) -> Work:
     if kind == "eagle":
         kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
     return Work(
-        bytes=_step_bytes(
-            target,
-            draft,
-            drafter,
-            pair.params,
-            batch=pair.batch,
-            cache=local_bytes(state.cache),
-            drafted=local_bytes(state.draft),
+        bytes=step_bytes(
+            target, draft, drafter, pair.params, batch=pair.batch, cache=cache, drafted=draft_cache
         ),
         flops=2 * product_weights(target) * pair.batch * drafter.num_nodes / pair.mesh.size,
         dtype=pair.dtype,
@@ -200,7 +179,7 @@ def step_bytes(
     batch: int,
     cache: int,
     drafted: int,
-) -> int:
+) -> StepBytes:
     """Return the bytes that one device reads in a step: in each pass the weights and the live cache once.
 
     Args:
@@ -209,19 +188,6 @@ def step_bytes(
       cache: bytes of the target's live cache.
       drafted: bytes of the drafter's live cache.
     """
-    return _step_bytes(target, draft, drafter, params, batch=batch, cache=cache, drafted=drafted).total
-
-
-def _step_bytes(
-    target: ModelConfig,
-    draft: PlannedDraft,
-    drafter: Drafter,
-    params: Params,
-    *,
-    batch: int,
-    cache: int,
-    drafted: int,
-) -> StepBytes:
     read = read_once(target, params.target, tokens=batch * drafter.num_nodes)
     unembed = local_bytes(params.target["embed" if target.tie_embeddings else "unembed"])
     drafting = 0

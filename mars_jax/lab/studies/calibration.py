@@ -6,12 +6,9 @@ Oracle: 200 resamplings of a known population in tests/lab/evaluate/test_calibra
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +16,13 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule, facts
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.certify import choose, fewest
 from mars_jax.lab.ticking import Speed
-from mars_jax.serve.journal import Row
+from mars_jax.serve.rows import Row, RowFile
 from mars_jax.specs import RuleChoice
 
 RISKS = {
@@ -55,7 +51,7 @@ def calibrate(
     temperature: float = 0.0,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
-    rows: Path | None = None,
+    rows: RowFile | None = None,
 ) -> dict[str, Any]:
     """Decode held-out problems under looser and looser thresholds, as long as the risk is certified.
 
@@ -72,7 +68,7 @@ def calibrate(
       judge: of the risk "judge".
       temperature, seed: problem i draws with seed + i under every rule.
       progress: `(what, done, of)`, called after every batch.
-      rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
+      rows: file that keeps the rows, so that a run with the same arguments continues after a kill.
 
     Returns:
       `value`, the theta or the prefix, inf where nothing is certified, `tau` there and of the strict rule, and
@@ -90,43 +86,37 @@ def calibrate(
     ]
     strict = base_of(rules[0])
 
-    with contextlib.ExitStack() as stack:
-        if rows is None:  # then they are kept as long as this takes
-            rows = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
-        file = RowFile(rows)
-        stack.callback(file.close)
+    def decode(rule: LoadedRule, name: str) -> list[Row]:
+        arm = Arm(name=name, rule=rule, drafts=True, meaning="")
+        found, size, speed = [], decoding.group, Speed()
+        for first in range(0, len(problems), size):
+            group = problems[first : first + size]
+            seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
+            make = functools.partial(
+                _rows,
+                decoding,
+                arm,
+                group,
+                seeds,
+                speed,
+                temperature=temperature,
+                risk=risk,
+                judge=judge,
+            )
+            found += make() if rows is None else rows.batch([_key(arm, problem) for problem in group], make)
+            if progress is not None:
+                progress(f"{name}, {speed.describe()}", len(found), len(problems))
+        return found
 
-        def decode(rule: LoadedRule, name: str) -> list[Row]:
-            arm = Arm(name=name, rule=rule, drafts=True, meaning="")
-            found, size, speed = [], decoding.group, Speed()
-            for first in range(0, len(problems), size):
-                group = problems[first : first + size]
-                seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
-                make = functools.partial(
-                    _rows,
-                    decoding,
-                    arm,
-                    group,
-                    seeds,
-                    speed,
-                    temperature=temperature,
-                    risk=risk,
-                    judge=judge,
-                )
-                found += file.batch([_key(arm, problem) for problem in group], make)
-                if progress is not None:
-                    progress(f"{name}, {speed.describe()}", len(found), len(problems))
-            return found
+    alone = decode(strict, facts(strict.rule).name)
 
-        alone = decode(strict, facts(strict.rule).name)
+    def losses_at(value: float) -> tuple[np.ndarray, float]:
+        found = decode(rules[values.index(value)], f"{setting}={value:g}")
+        pairs = [(a["worth"], b["worth"]) for a, b in zip(alone, found, strict=True)]
+        lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
+        return np.clip(lost / CLIP, -1, 1), _tau(found)
 
-        def losses_at(value: float) -> tuple[np.ndarray, float]:
-            found = decode(rules[values.index(value)], f"{setting}={value:g}")
-            pairs = [(a["worth"], b["worth"]) for a, b in zip(alone, found, strict=True)]
-            lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
-            return np.clip(lost / CLIP, -1, 1), _tau(found)
-
-        chosen, trials = choose(values, losses_at, bound=bound / CLIP, confidence=confidence)
+    chosen, trials = choose(values, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
         "value": chosen,
         "tau": next((t.tau for t in trials if t.value == chosen), _tau(alone)),

@@ -83,8 +83,9 @@ class _Rows:
     def __len__(self) -> int:
         return (len(self._stream.tokens) - 1) // self._length
 
-    def __getitem__(self, number: int) -> Batch:
-        part = slice(number * self._length, (number + 1) * self._length + 1)
+    def __getitem__(self, record_key: Any) -> Batch:
+        first = record_key * self._length
+        part = slice(first, first + self._length + 1)
         return Batch(self._stream.tokens[part].astype(np.int32), self._stream.segments[part])
 
 

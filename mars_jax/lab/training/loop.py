@@ -237,7 +237,7 @@ class Checkpoints:
         }
         return done, placed | {"data": host_state["data"]}
 
-    def _read(self, step: int, state: PyTree) -> PyTree:
+    def _read(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         import orbax.checkpoint as ocp
 
         assert self._manager is not None
@@ -250,12 +250,13 @@ class Checkpoints:
                 f"the checkpoint in '{self._directory}' is of another training ({reason[:200].rstrip('.:')}): "
                 "remove that directory, or train in another."
             ) from error
-        if (steps := int(restored.pop("steps"))) != self._steps:
+        steps = int(restored["steps"])
+        if steps != self._steps:
             raise MarsError(
                 f"the training in '{self._directory}' has {steps} steps and this one has {self._steps}: give it the "
                 "same number of tokens, or train in another directory."
             )
-        return restored
+        return {name: restored[name] for name in state}
 
     def save(self, step: int, state: PyTree) -> None:
         """Write the state. Return when it is on disk, because the next step overwrites its buffers."""

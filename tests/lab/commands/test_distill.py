@@ -154,6 +154,7 @@ def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, 
     from mars_jax.lab.commands import distill_systems
 
     monkeypatch.setattr(distill_systems, "TRAINING_PROBLEMS", 8)
+    monkeypatch.setattr(distill_systems, "EVALUATIONS", 2)
     monkeypatch.setattr(diversed_training, "ROLLOUTS", 4)
     monkeypatch.setattr(diversed_training, "ANSWER_TOKENS", 8)
     monkeypatch.setattr(diversed_training, "UPDATES", 2)
@@ -351,13 +352,13 @@ def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, t
     shutil.rmtree(output)
     text.write_text(TEXT + "\n<|endoftext|>\nmore of the sand")
     for flags, differs in (
-        (("--heads", 2), "other heads (1 and not 2)"),
-        (("--seed", 1), "other seed (0 and not 1)"),
-        (("--loss", "tv"), 'other loss ("kl" and not "tv")'),
-        ((), "other data ("),
+        (("--heads", 2), "heads 1, not 2"),
+        (("--seed", 1), "seed 0, not 1"),
+        (("--loss", "tv"), 'loss "kl", not "tv"'),
+        ((), "other data: "),
     ):
         code, err = call(*argv, *flags)
-        assert code == 2 and f"error: --work '{work}' holds a run with {differs}" in err
+        assert code == 2 and f"error: --work '{work}' was begun with {differs}" in err
         assert not output.exists()
     text.write_text(TEXT)
     assert call(*argv)[0] == 0

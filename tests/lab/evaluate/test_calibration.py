@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mars_jax import specs
+from mars_jax import __version__, specs
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main as generate
 from mars_jax.core.errors import MarsError
@@ -162,9 +162,9 @@ def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, t
     output = tmp_path / "theta.json"
     work = tmp_path / "theta.json-rows"
     work.mkdir()
-    (work / "settings.json").write_text('{"seed": 8}')
+    (work / "settings.json").write_text(f'{{"version": "{__version__}", "seed": 8}}')
     assert call(*flags, "--output", output) == 2
-    assert f"'{work}' holds a run with other" in capsys.readouterr().err
+    assert "rows.jsonl' was begun with " in capsys.readouterr().err
     for place in (output / "x", Path("/proc/theta.json")):
         (tmp_path / "theta.json").touch()
         assert call("--target", "nowhere", "--task", "arithmetic", "--output", place) == 2

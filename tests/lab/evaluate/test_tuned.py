@@ -75,7 +75,7 @@ def test_what_is_told_follows_from_the_rows(finished):
             value == pytest.approx(rates[arm["arm"]] / rates[table["best_lossless"]]) and low <= value <= high
         )
     scored = [arm["score"] - table["alone"]["score"] for arm in table["arms"]]
-    assert [arm["less_alone"][0] for arm in table["arms"]] == pytest.approx(scored)
+    assert [arm["score_change"] for arm in table["arms"]] == pytest.approx(scored)
     assert f"The best lossless arm is {table['best_lossless']}." in tuned.markdown(made)
 
 
@@ -109,16 +109,9 @@ def test_it_goes_on_after_a_kill(flags, tmp_path):
 
 
 def test_a_ratio_of_an_arm_with_itself_is_one():
-    rows = [{"emitted": n, "steps": 2, "seconds": 0.5, "score": [1.0]} for n in (3, 4, 9)]
-    rate = lambda tokens, steps, seconds: tokens / seconds  # noqa: E731
-    found = tuned.compared(rows, rows, rows, rate, rate, "rouge_l", 0)
-    assert found == {"over_lossless": [1.0, 1.0, 1.0], "less_alone": [0.0, 0.0, 0.0]}
-    half = [{**row, "seconds": 1.0, "score": None} for row in rows]
-    assert tuned.compared(half, rows, rows, rate, rate, "rouge_l", 0) == {
-        "over_lossless": [0.5, 0.5, 0.5],
-        "less_alone": None,
-    }
-    assert np.isclose(tuned._tau(rows), 16 / 6)
+    counts = np.asarray([[3.0, 0.5], [4.0, 0.5], [9.0, 0.5]])
+    assert tuned.ratio(counts, counts, 0) == [1.0, 1.0, 1.0]
+    assert tuned.ratio(counts, counts * [1.0, 0.5], 0) == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mars_jax.lab.training import dflash_training
 from mars_jax.lab.training.loop import make_step
 from mars_jax.models import ModelConfig
 from tests.helpers import draft_input, ragged
-from tests.lab.training.test_heads import SIZES, TARGET, WEIGHTS, target_texts
+from tests.helpers.training_heads import SIZES, TARGET, WEIGHTS, target_texts
 
 LAYER = ModelConfig(family="qwen3", qk_norm=True, num_layers=2, windows=(None, 6), **SIZES)
 DFLASH = DFlashConfig(

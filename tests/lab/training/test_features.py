@@ -10,7 +10,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.lab.training import eagle_training, features
 from mars_jax.lab.training.distillation import tau
 from mars_jax.models import eagle_head as head
-from tests.lab.training.test_heads import EAGLE3, FEATURES, IDS, WEIGHTS
+from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, WEIGHTS
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import verify
 from mars_jax.contrib.teaching import Batch
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -14,23 +14,12 @@ from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.loop import make_step
-from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.transformer import init_params
-from tests.helpers import decode_all, draft_input, ragged
+from tests.helpers import draft_input, ragged
+from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, LAYER, TARGET, WEIGHTS, target_texts
 
-SIZES = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
-CONFIG = ModelConfig(num_layers=3, **SIZES)
-LAYER = ModelConfig(num_layers=1, **SIZES)
-EAGLE3 = EagleConfig(
-    version=3, layer=LAYER, target_hidden_size=16, draft_vocab_size=12, feature_layers=(0, 1, 2)
-)
 EAGLE1 = EagleConfig(version=1, layer=LAYER, target_hidden_size=16, draft_vocab_size=16, own_unembed=False)
-TARGET = language_model(CONFIG)
-FEATURES = TARGET.with_features((0, 1, 2))
-WEIGHTS = init_params(CONFIG, jax.random.key(0), scale=0.4)
-IDS = jnp.asarray([0, 1, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15], jnp.int32)
 
 
 @pytest.mark.slow
@@ -80,15 +69,6 @@ def test_documents_do_not_see_each_other():
 
     np.testing.assert_allclose(second(tokens)[0], second(other)[0], rtol=1e-5)
     assert np.isfinite(loss(params, Batch(jnp.asarray(tokens), jnp.asarray(segments)), WEIGHTS)[0])
-
-
-def target_texts(rows, length):
-    """Text that the target itself would write, greedily, from random beginnings."""
-    prompts, lengths = ragged([2] * rows, length, 16, seed=9)
-    state, _ = decode_all(
-        TARGET, drafters.none(), verify.exact(), prompts, lengths, params=Params(target=WEIGHTS)
-    )
-    return state.tokens
 
 
 def trained(loss, params, batch, steps=60):

@@ -99,7 +99,7 @@ class Pair(NamedTuple):
             start=lambda: begun(decoder.checked(prompts), drawn(shapes.cache), drawn(shapes.draft)),
             bytes=step_bytes(
                 self.config, draft, drafter, params, batch=batch, cache=cache, drafted=draft_cache
-            ),
+            ).total,
             flops=2 * self.num_weights * batch * drafter.num_nodes,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,20 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.cli.part import Part
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row, place_of
 from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import write_json
+from mars_jax.lab.folder import read_json, write_json
 from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve import likelihood
+from mars_jax.serve.rows import Row, RowFile
 from mars_jax.specs import RuleChoice
 
-ROWS, TEXTS = "rows.jsonl", "texts.json"
+TEXTS = "texts.json"
 SHOWN = 8
 """Number of problems of a task whose texts are kept with the kind of every token, for the page."""
 
@@ -36,35 +34,25 @@ class Evaluation:
         self,
         decoding: Decoding,
         folder: Path,
+        file: RowFile,
         problems: Sequence[Problem],
         settings: Mapping[str, Any],
         rule: RuleChoice,
-        part: Part | None = None,
+        part: slice | None = None,
     ):
         self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
+        self._file, self._is_part = file, part is not None
+        self.rows: list[Row] = []
         self._arms: dict[float, list[Arm]] = {}
-        self._tasks = by_task(problems if part is None else problems[part.share()])
+        self._tasks = by_task(problems if part is None else problems[part])
         # Of all problems, so that seeds do not depend on the part.
         self._numbers = {
             (task, p.id): i for task, group in by_task(problems).items() for i, p in enumerate(group)
         }
-        path = folder / TEXTS
-        self.texts = json.loads(path.read_text()) if path.exists() else {}
-        keys = [
-            Key(task, temperature, arm.name, problem.id)._asdict()
-            for task, temperature in self._places()
-            for group in self._batches(task)
-            for arm in self.arms(temperature)
-            for problem in group
-        ]
-        self.file = RowFile(folder / ROWS, keys)
+        self.texts = read_json(folder / TEXTS) or {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
-
-    def _head(self, task: str, count: int) -> list[Problem]:
-        """Those of the first problems of a task that are this part's."""
-        return [problem for problem in self._tasks[task] if self._numbers[task, problem.id] < count]
 
     def _batches(self, task: str) -> Iterator[list[Problem]]:
         problems, size = self._tasks[task], self._decoding.group
@@ -93,11 +81,13 @@ class Evaluation:
                 for arm in self.arms(temperature):
                     keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
                     make = functools.partial(self._decode, task, temperature, arm, group)
-                    rows = self.file.batch(keys, make)
+                    rows = self._file.batch(keys, make)
+                    self.rows += rows
                     sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
                     said = f"{place_of(task, temperature)}, {arm.name}, {Speed(**sums).describe()}"
                     work.add(arm.name, self._turns(group), said, sums["seconds"])
-            self._keep_texts(task, temperature, work)
+            if not self._is_part:
+                self._keep_texts(task, temperature, work)
 
     def _planned(self) -> Counter[str]:
         """The decodes of each kind that a run makes or finds on file; one is a turn of a problem."""
@@ -105,9 +95,9 @@ class Evaluation:
         for task, temperature in self._places():
             for arm in self.arms(temperature):
                 planned[arm.name] += self._turns(self._tasks[task])
-            if place_of(task, temperature) not in self.texts:
+            if place_of(task, temperature) not in self.texts and not self._is_part:
                 for arm in self._shown(temperature):
-                    planned[arm.name] += len(self._head(task, SHOWN))
+                    planned[arm.name] += len(self._tasks[task][:SHOWN])
         return planned
 
     def _turns(self, problems: Sequence[Problem]) -> int:
@@ -133,8 +123,12 @@ class Evaluation:
 
     def _keep_texts(self, task: str, temperature: float, work: Work) -> None:
         """Decode the first turn of the first problems again, step by step, and write each token's text and kind."""
-        place, arms, problems = place_of(task, temperature), self._shown(temperature), self._head(task, SHOWN)
-        if place in self.texts or not arms or not problems:
+        place, arms, problems = (
+            place_of(task, temperature),
+            self._shown(temperature),
+            self._tasks[task][:SHOWN],
+        )
+        if place in self.texts or not arms:
             return
         decoding = self._decoding
         prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]

@@ -11,7 +11,7 @@ from mars_jax.lab.evaluate.benchmark.arms import Arm
 from mars_jax.lab.evaluate.figures import loops
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.provenance import stamp
-from mars_jax.serve.journal import Row
+from mars_jax.serve.rows import Row
 
 
 class Key(NamedTuple):

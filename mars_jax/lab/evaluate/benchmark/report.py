@@ -18,7 +18,7 @@ from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
-from mars_jax.serve.journal import write_whole
+from mars_jax.serve.rows import write_whole
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 TEMPLATE = "report.html.jinja"

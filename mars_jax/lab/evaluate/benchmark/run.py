@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
@@ -12,7 +13,6 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters
-from mars_jax.cli.part import Part
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
@@ -22,11 +22,12 @@ from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, by_task
 from mars_jax.lab.evaluate.benchmark.arms import CONTROLS, MARS, default_thetas
 from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.folder import open_rows
 from mars_jax.lab.pictures import check_installed
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
+from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
@@ -47,7 +48,7 @@ def evaluate(
     seed: int = 0,
     chat: bool = False,
     refiner: Refiner | None = None,
-    part: Part | None = None,
+    part: slice | None = None,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -74,25 +75,84 @@ def evaluate(
       chat: put questions through the target's chat template, with all their turns.
       refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
         from there, and its tokens are the same.
-      part: the share of the problems to decode, for `merging.merge`; it writes only rows and a summary, and takes no
-        refiner.
+      part: decode only `problems[part]`, and write only their rows. A run without a part then takes them from the
+        rows.jsonl of all parts, one after the other. It takes no refiner, whose updates depend on all problems.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every group of decodes, with those to come, the untimed ones too, and their seconds.
 
     Returns:
-      The summary, as it is in summary.json.
+      The summary, as it is in summary.json; {} for a part.
 
     Raises:
       MarsError: problems that do not fit the target, an output of another run, a package that is missing.
     """
     if controls not in CONTROLS:
         raise MarsError(f"controls is {controls!r}: expected one of {', '.join(CONTROLS)}.")
-    if not problems:
-        raise MarsError("there are no problems to evaluate on: ask for at least 1.")
     if part is not None:
         if refiner is not None:
             raise MarsError("a refiner does not apply to a part: leave one out.")
-        part = part.among(len(problems))
+        if not problems[part]:
+            raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
+    check_installed()
+    settings = common_settings(
+        target,
+        drafter.params,
+        problems,
+        rule=rule,
+        thetas=thetas,
+        temperatures=temperatures,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        chat=chat,
+        names=names,
+    )
+    settings |= {"drafter": drafter.drafter.name, "controls": controls}
+    folder = Path(output)
+    largest = max(settings["tasks"].values())
+    session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
+    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
+    with contextlib.closing(open_rows(folder, settings)) as file:
+        evaluation = Evaluation(decoding, folder, file, problems, settings, rule, part)
+        evaluation.decode(progress or (lambda what, done, of, left: None))
+        if part is not None:
+            return {}
+        rows = samples.with_results(folder, problems, evaluation.rows)
+        with activity.doing("figures and plots"):
+            summary = report.summarize(
+                settings,
+                provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
+                {problem.task: problem.metric for problem in problems},
+                report.notes(settings, problems),
+                rows,
+                lambda temperature: [arm.legend() for arm in evaluation.arms(temperature)],
+            )
+            if hosts.is_first():
+                report.write(summary, evaluation.texts, folder)
+    return summary
+
+
+def common_settings(
+    target: Pretrained,
+    draft_params: Any,
+    problems: Sequence[Problem],
+    *,
+    rule: RuleChoice,
+    thetas: Sequence[float] | None,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    chat: bool,
+    names: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Check the arguments that `evaluate` and `tuned` share, and return everything that decides the rows.
+
+    Raises:
+      MarsError: a value out of range, problems that do not fit the target.
+    """
+    if not problems:
+        raise MarsError("there are no problems to evaluate on: ask for at least 1.")
     thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
     temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
     for name, values in (("thetas", thetas), ("temperatures", temperatures)):
@@ -103,56 +163,21 @@ def evaluate(
     for theta in thetas:
         rule.but(theta=theta)
     scores.check_metrics(problems)
-    check_installed()
     check_problems(target, problems, chat=chat)
-    folder = Path(output)
-    settings = {
+    return {
         "target": target.name,
         **(names or {}),
-        "drafter": drafter.drafter.name,
         "rule": rule.as_json(but=("theta",) if thetas else ()),
         "thetas": thetas,
         "temperatures": temperatures,
-        "controls": controls,
         "tasks": {task: len(group) for task, group in by_task(problems).items()},
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
-        # Batches of an arm in a row, which decide the order of the rows; left out where rows decode one by one.
-        **({"group": GROUP} if batch_size > 1 else {}),
+        "group": GROUP,  # consecutive batches of an arm, which decide the order of the rows
         "seed": seed,
         "chat": chat,
         "problems": digest(repr(list(problems)).encode()),
-        "weights": fingerprint((target.params, drafter.params), target.path),
+        "weights": fingerprint((target.params, draft_params), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
-        **({} if part is None else {"part": part._asdict()}),
     }
-    largest = max(settings["tasks"].values())
-    session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
-    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
-    with claim(folder, settings):
-        evaluation = Evaluation(decoding, folder, problems, settings, rule, part)
-        try:
-            evaluation.decode(progress or (lambda what, done, of, left: None))
-        finally:
-            evaluation.file.close()
-        rows = evaluation.file.rows
-        if part is None:
-            rows = samples.with_results(folder, problems, rows)
-        with activity.doing("figures and plots"):
-            summary = report.summarize(
-                settings,
-                provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
-                {
-                    problem.task: problem.metric
-                    for problem in (problems if part is None else problems[part.share()])
-                },
-                report.notes(settings, problems),
-                rows,
-                lambda temperature: [arm.legend() for arm in evaluation.arms(temperature)],
-            )
-            if part is None:
-                report.write(summary, evaluation.texts, folder)
-            else:
-                write_json(folder / report.SUMMARY, summary)
-    return summary

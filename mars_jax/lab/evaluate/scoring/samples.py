@@ -14,7 +14,8 @@ from pathlib import Path
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks.jsonl import read_jsonl
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem
-from mars_jax.serve.journal import Row, write_whole
+from mars_jax.placement import hosts
+from mars_jax.serve.rows import Row, write_whole
 
 UNSCORED = (
     "Programs are not run here. To score them, run HumanEval's evaluator on the samples-*.jsonl files, as in "
@@ -91,7 +92,8 @@ def _file_name(row: Row) -> str:
 
 
 def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    if hosts.is_first():
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _read_results(path: Path, completions: dict[str, str]) -> dict[str, bool]:

@@ -1,0 +1,368 @@
+"""Rows of a run on disk: JSON lines that one process appends to, and the settings that decide them.
+
+`FILE.settings.json` records the settings and the fingerprints of the weights. Each row carries a digest of both, so
+that a row of another run is refused, also in a file that was joined from the rows of several machines.
+
+A row is one line, written under a lock that ends with the process, and followed by fsync. A killed process therefore
+leaves whole lines and at most one torn line at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_jax import __version__
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.durable import sync
+from mars_jax.placement import hosts
+from mars_jax.serve.fingerprint import digest
+
+Row = dict[str, Any]
+
+
+class RowFile:
+    """The rows of one run.
+
+    If several processes decode on one mesh, each of them has the rows and only the first one writes.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "rows.jsonl"
+    >>> file = RowFile(path, {"seed": 0}); file.start(); file.append({"id": 1}); file.close()
+    >>> _ = path.write_bytes(path.read_bytes() + b'{"id": ')  # a row whose writer was killed
+    >>> file = RowFile(path, {"seed": 0}); file.start()
+    >>> [row["id"] for row in file.rows]
+    [1]
+    >>> file.close()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        *,
+        flag: str = "--output",
+        settings_path: Path | None = None,
+        resume: bool = True,
+    ):
+        """Lock the file and compare its settings, before any model is loaded.
+
+        Args:
+          path: of the file, which need not exist.
+          settings: everything that decides the rows, except for the fingerprints of `start`.
+          flag: that names the file, for messages.
+          settings_path: of the recorded settings, by default `FILE.settings.json`.
+          resume: whether the file may have rows.
+
+        Raises:
+          MarsError: another process writes to the file, it cannot be opened, or it belongs to another run.
+        """
+        self.path, self.fingerprint = Path(path), ""
+        self.rows: list[Row] = []
+        self._flag, self._settings = flag, {"version": __version__, **plain(settings)}
+        self._settings_path = settings_path or Path(f"{path}.settings.json")
+        self._by_key: dict[tuple[Any, ...], Row] = {}
+        self._writing = threading.Lock()
+        self._lock: Lock | None = None
+        self._data = b""
+        self._begun = False
+        if not hosts.is_first():
+            return
+        if self.path.exists() and not self.path.is_file():
+            raise MarsError(f"{flag} '{path}' is not a regular file: choose another path.")
+        self._created = not self.path.exists()
+        self._lock = Lock(self.path, flags=os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        try:
+            self._data = self.path.read_bytes()
+            if self._data and not resume:
+                raise MarsError(
+                    f"{flag} '{path}' exists: add --resume to continue it, or choose another path."
+                )
+            compare_settings(self._settings_path, self._settings, self.path, flag, but="fingerprints")
+        except (MarsError, OSError):
+            self.close()
+            raise
+
+    def start(self, fingerprints: Mapping[str, str] | None = None) -> None:
+        """Compare the fingerprints, and read the rows on file.
+
+        Args:
+          fingerprints: of the weights, by component.
+
+        Raises:
+          MarsError: the file belongs to a run with other weights, or holds something else. It is then closed.
+        """
+        try:
+            self._read(fingerprints)
+        except MarsError:
+            self.close()
+            raise
+
+    def _read(self, fingerprints: Mapping[str, str] | None) -> None:
+        self._settings["fingerprints"] = dict(fingerprints or {})
+        self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
+        recorded = False
+        if self._lock is not None:
+            recorded = compare_settings(self._settings_path, self._settings, self.path, self._flag)
+        *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
+        if lines and b"\0" in lines[-1]:
+            # After a power cut, a file may have its new length and NUL bytes in place of its last line.
+            lines.pop()
+        if torn and self._lock is not None and not (lines or recorded):
+            raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
+        for number, line in enumerate(lines, start=1):
+            row = parse(line)
+            if row is None or row.get("fingerprint") != self.fingerprint:
+                raise MarsError(
+                    f"line {number} of '{self.path}' is not a row of this run: choose another {self._flag}, or the "
+                    "settings, weights and prompts of the run that wrote it."
+                )
+            self.rows.append(row)
+        self._intact = sum(len(line) + 1 for line in lines)
+
+    def begin(self) -> None:
+        """Record the settings, and cut off a torn line. The first `append` does so too."""
+        self._begun = True
+        if self._lock is None:
+            return
+        try:
+            os.ftruncate(self._lock.descriptor, self._intact)
+            write_whole(self._settings_path, json.dumps(self._settings, indent=1) + "\n")
+        except OSError as error:
+            self.close()
+            raise self._unwritable(error) from None
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row, and return when it is on disk. NaN and infinities become null.
+
+        Raises:
+          MarsError: the disk does not take it.
+        """
+        line = to_line({**row, "fingerprint": self.fingerprint})
+        with self._writing:
+            if not self._begun:
+                self.begin()
+            try:
+                if self._lock is not None:
+                    self._lock.write(line.encode("utf-8", errors="replace") + b"\n")
+            except OSError as error:
+                raise self._unwritable(error) from None
+            self.rows.append(json.loads(line))
+
+    def _unwritable(self, error: OSError) -> MarsError:
+        return MarsError(
+            f"'{self.path}' cannot be written ({error.strerror}): fix that, then resume the run."
+        )
+
+    def batch(self, keys: Sequence[Mapping[str, Any]], make: Callable[[], Sequence[Row]]) -> list[Row]:
+        """Return the rows of some keys. If one is not on file, make all of them, and append those that are missing.
+
+        Args:
+          keys: fields that identify a row, the same fields in every call.
+          make: returns the rows in the order of `keys`.
+        """
+        fields = tuple(keys[0])
+        if not self._by_key:
+            self._by_key = {tuple(row.get(name) for name in fields): row for row in self.rows}
+        wanted = [tuple(key.values()) for key in keys]
+        if not self._by_key.keys() >= set(wanted):
+            for key, row in zip(wanted, make(), strict=True):
+                if key not in self._by_key:
+                    self.append(row)
+                    self._by_key[key] = self.rows[-1]
+        return [self._by_key[key] for key in wanted]
+
+    def stop(self) -> int:
+        """Close the file because a signal ends the process: no row is written after this. Return the number of rows."""
+        self._writing.acquire()
+        self.close()
+        return len(self.rows)
+
+    def close(self) -> None:
+        """Close the file. Delete it if this run created it and wrote no rows."""
+        if self._lock is not None:
+            if self._created and not self._begun:
+                self.path.unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+
+class Lock:
+    """A file or directory that no other process may write to, until `close` or the end of the process."""
+
+    def __init__(self, path: str | os.PathLike[str], *, flags: int = os.O_RDONLY):
+        """
+        Args:
+          path: of the file or directory.
+          flags: of `os.open`.
+
+        Raises:
+          MarsError: another process has locked it, or it cannot be opened.
+        """
+        busy = MarsError(
+            f"another process is writing to '{path}': wait until it ends, or choose another path."
+        )
+        try:
+            self.descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise MarsError(
+                f"'{path}' cannot be opened ({error.strerror}): check the path and its permissions."
+            ) from None
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.descriptor)
+            raise busy from None
+        except OSError:
+            # The file system has no locks.
+            return
+        if not os.path.exists(path) or not os.path.samestat(os.fstat(self.descriptor), os.stat(path)):
+            # Its owner deleted it between the two calls.
+            os.close(self.descriptor)
+            raise busy
+
+    def write(self, data: bytes) -> None:
+        """Write all of the bytes, and return when they are on disk."""
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(self.descriptor, remaining) :]
+        os.fsync(self.descriptor)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self.descriptor)
+
+
+def compare_settings(
+    path: Path, settings: Mapping[str, Any], owner: Path, flag: str, *, but: str | None = None
+) -> bool:
+    """Compare settings with those on file. Return whether there is a file.
+
+    Args:
+      path: of the recorded settings.
+      settings: of this run, as JSON values.
+      owner: what the settings belong to, for messages.
+      flag: that names the owner.
+      but: a setting that is not known yet.
+
+    Raises:
+      MarsError: a setting differs, or the file is damaged.
+    """
+    if not path.exists():
+        return False
+    recorded = parse(path.read_bytes())
+    if recorded is None:
+        raise MarsError(f"'{path}' is damaged: choose another {flag}.")
+    version = recorded.get("version", "0.1")
+    if version != settings["version"]:
+        raise MarsError(
+            f"{flag} '{owner}' was begun by mars-jax {version}, and this is {settings['version']}: finish it with that "
+            f"version, or choose another {flag}."
+        )
+    for name in [*settings, *recorded]:
+        if name != but and (text := difference(name, recorded.get(name), settings.get(name))):
+            raise MarsError(
+                f"{flag} '{owner}' was begun with {text}: choose another {flag}, or the settings of that run."
+            )
+    return True
+
+
+def difference(name: str, recorded: Any, current: Any) -> str | None:
+    """Describe a setting that differs, or return None.
+
+    >>> difference("seed", 0, 1), difference("theta", None, 0.9), difference("seed", 1, 1)
+    ('seed 0, not 1', 'theta at its default, not 0.9', None)
+    >>> difference("fingerprints", {"draft": "a"}, {"draft": "b"})
+    'other weights of the draft'
+    """
+    if recorded == current:
+        return None
+    if name == "fingerprints":
+        recorded = recorded if isinstance(recorded, dict) else {}
+        names = sorted({**current, **recorded})
+        return f"other weights of the {next(one for one in names if recorded.get(one) != current.get(one))}"
+    name = name.replace("_", " ")
+    if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
+        return f"other {name}"
+    if recorded is None:
+        return f"{name} at its default, not {_brief(current)}"
+    return f"{name} {_brief(recorded)}, not {'the default' if current is None else _brief(current)}"
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def parse(line: bytes) -> Row | None:
+    """Return the JSON object of a line, or None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def to_line(row: Mapping[str, Any]) -> str:
+    """Return one line of JSON. NaN and infinities become null.
+
+    >>> to_line({"tau": float("nan"), "tokens": [1]})
+    '{"tau": null, "tokens": [1]}'
+    """
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a whole file or nothing, and return when it is on disk under its name.
+
+    Raises:
+      OSError: the disk does not take it.
+    """
+    staged = path.with_name(f"{path.name}.partial")
+    try:
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+    staged.replace(path)
+    sync(path.parent)
+
+
+def plain(value: Any) -> Any:
+    """Return a setting as a JSON value: tuples become lists, dataclasses objects, and other types strings.
+
+    >>> plain({"tree": (4, 2), "path": Path("a")}), plain(float("inf"))
+    ({'tree': [4, 2], 'path': 'a'}, 'inf')
+    """
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else str(value)
