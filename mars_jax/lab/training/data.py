@@ -83,8 +83,8 @@ class _Rows:
     def __len__(self) -> int:
         return (len(self._stream.tokens) - 1) // self._length
 
-    def __getitem__(self, record_key: Any) -> Batch:
-        first = record_key * self._length
+    def __getitem__(self, index: Any) -> Batch:
+        first = index * self._length
         part = slice(first, first + self._length + 1)
         return Batch(self._stream.tokens[part].astype(np.int32), self._stream.segments[part])
 
