@@ -39,7 +39,6 @@ FROM_ROOT = {
 }
 """Documents outside of docs/ that are pages of the site, by their path in the repository."""
 _FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)$)", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def repository() -> str:

@@ -115,7 +115,9 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
             )
         dataset = grain.MapDataset.source(_Rows(one, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
-    return grain.MapDataset.mix(datasets, weights=[one.weight for one in streams]).batch(rows)
+    mixed = grain.MapDataset.mix(datasets, weights=[one.weight for one in streams])
+    # With a remainder, batches of one row have a length above sys.maxsize, which grain cannot handle.
+    return mixed.batch(rows, drop_remainder=True)
 
 
 def draft_vocabulary(

@@ -160,7 +160,9 @@ def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any,
         rows = _Rows(folders[1:])
         length = rows[0].tokens.shape[-1]
         size = max(1, step_tokens // length)
-        datasets.append(grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat().batch(size))
+        dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()
+        # With a remainder, batches of one row have a length above sys.maxsize, which grain cannot handle.
+        datasets.append(dataset.batch(size, drop_remainder=True))
         counts.append(len(rows) / size)
         sizes.append(size * length)
         first = read_shard(folders[0])
