@@ -1,6 +1,6 @@
 """A running `DecodeState` on disk: saved between two steps, restored in another process, on another mesh.
 
-Oracle: the same rows decoded without a break (tests/hub/test_states.py).
+Oracle: the same rows decoded without a break (tests/core/test_steps_by_the_piece.py).
 """
 
 from __future__ import annotations
