@@ -14,7 +14,7 @@ from mars_jax.specs import BITS, Dynamic
 
 
 class Attempt(NamedTuple):
-    """Whether a pair of models fits on a slice. Bytes are of one device."""
+    """An attempt to fit a pair of models on a slice. Bytes are of one device."""
 
     topology: str
     dtype: str

@@ -35,17 +35,17 @@ class Plan:
     hbm_bytes: int
     # Weights, caches and temporaries of the compiled program.
     held_bytes: int
-    # Of both models.
+    # Weights of both models.
     weight_bytes: int
-    # Of both models, and the rest of the state.
+    # Caches of both models, and the rest of the state.
     cache_bytes: int
     # Least bytes that a step reads, with full contexts.
     read_bytes: int
     # The longer of the read bytes over the bandwidth and the operations over the peak.
     floor_seconds: float
-    # Of a step without a draft.
+    # The same for a step without a draft.
     autoregressive_floor_seconds: float
-    # Of the loop, by kind and shape.
+    # Number of collectives in the loop, by kind and shape.
     collectives: dict[str, int]
     compile_seconds: float
     # low_seconds and high_seconds, None if the table of overheads does not cover the step.
