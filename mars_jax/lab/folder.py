@@ -18,8 +18,9 @@ from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.host_flags import joined
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.durable import write_whole
 from mars_jax.placement import hosts
-from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain, write_whole
+from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
 
 SETTINGS, ROWS = "settings.json", "rows.jsonl"
 

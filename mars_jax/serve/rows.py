@@ -21,7 +21,7 @@ from typing import Any
 
 from mars_jax import __version__
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.durable import sync
+from mars_jax.hub.durable import write_whole
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest
 
@@ -328,25 +328,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a whole file or nothing, and return when it is on disk under its name.
-
-    Raises:
-      OSError: the disk does not take it.
-    """
-    staged = path.with_name(f"{path.name}.partial")
-    try:
-        with staged.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
-    staged.replace(path)
-    sync(path.parent)
 
 
 def plain(value: Any) -> Any:

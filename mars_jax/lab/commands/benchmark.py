@@ -208,10 +208,10 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _follow(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.hub.durable import write_whole
     from mars_jax.lab.commands.open_pair import read_problems
     from mars_jax.lab.folder import check_folder
     from mars_jax.lab.recipes.needs import needs
-    from mars_jax.serve.rows import write_whole
 
     for part in args.parts.values():
         check_folder(part.output)

@@ -16,7 +16,8 @@ def _step_rows(plan: Any, batch: int) -> list[tuple[str, str]]:
     if step is not None:
         rows.append(("a step, estimated", _milliseconds(step)))
     if alone is not None:
-        rows.append(("  without a draft", _milliseconds(alone)))
+        label = "without a draft, estimated" if step is None else "  without a draft"
+        rows.append((label, _milliseconds(alone)))
     if step is not None and alone is not None and step != alone:
         first, last = sorted(step[end] / alone[end] for end in ("low_seconds", "high_seconds"))
         rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))

@@ -10,11 +10,12 @@ from typing import Any
 
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.ticking import ticking
 from mars_jax.lab.training import data
 from mars_jax.serve.generation import generate
-from mars_jax.serve.rows import RowFile, write_whole
+from mars_jax.serve.rows import RowFile
 
 
 def training_text(

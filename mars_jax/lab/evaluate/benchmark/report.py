@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import plots, tables
 from mars_jax.lab.evaluate.benchmark.arm_rows import Row
@@ -18,7 +19,6 @@ from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
-from mars_jax.serve.rows import write_whole
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 TEMPLATE = "report.html.jinja"

@@ -21,6 +21,7 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.drafters import LoadedDrafter
+from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding
@@ -36,7 +37,7 @@ from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.placement import hosts
-from mars_jax.serve.rows import Row, RowFile, write_whole
+from mars_jax.serve.rows import Row, RowFile
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
