@@ -45,9 +45,9 @@ _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 def parser() -> Parser:
     """Return the parser. It leaves numbers as strings."""
-    plan_parser = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
-    plan_parser.add_argument("--version", action="version", version=f"mars-jax {__version__}")
-    group = plan_parser.add_argument_group("models")
+    made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    group = made.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
     group.add_argument(
         "--draft",
@@ -63,8 +63,8 @@ def parser() -> Parser:
         help="compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. "
         "The last one holds for all deeper levels (default for a mixture of experts: 0.75)",
     )
-    add_rule_flags(plan_parser.add_argument_group("rule"))
-    group = plan_parser.add_argument_group("slice")
+    add_rule_flags(made.add_argument_group("rule"))
+    group = made.add_argument_group("slice")
     group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
     group.add_argument(
         "--mesh",
@@ -85,7 +85,7 @@ def parser() -> Parser:
         default="bfloat16",
         help="dtype of the weights; int8, int4: bits of the target's matrices (default: %(default)s)",
     )
-    group = plan_parser.add_argument_group("output")
+    group = made.add_argument_group("output")
     group.add_argument(
         "--dump",
         type=Path,
@@ -94,7 +94,7 @@ def parser() -> Parser:
         "it (decode.hlo.txt)",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return plan_parser
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
