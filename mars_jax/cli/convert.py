@@ -11,7 +11,7 @@ from typing import IO
 from mars_jax import __version__, specs
 from mars_jax.cli import signals
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import passing_bars
+from mars_jax.cli.progress import progress
 from mars_jax.core.errors import say
 
 _DESCRIPTION = """\
@@ -54,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     # From here on jax loads; what is above answers at once.
     import jax
-    from rich.progress import DownloadColumn, TransferSpeedColumn
 
     from mars_jax import hub
     from mars_jax.hub.durable import staging_path
@@ -66,20 +65,15 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     def leftover() -> str:
         return f": the same command removes '{place}' and starts again." if place.exists() else ""
 
-    with (
-        signals.ending(leftover),
-        passing_bars("converting", DownloadColumn(), TransferSpeedColumn()) as (going, bars),
-    ):
-        task = bars.add_task("writing", total=None)
+    with signals.ending(leftover), progress("converting") as show:
 
-        def progress(written: int) -> None:
+        def count(written: int) -> None:
             nonlocal size
             size += written
-            bars.advance(task, written)
-            going.detail = f"{size / 1e9:.2f} GB written"
+            show(size, None, f"{size / 1e9:.2f} GB written")
 
         made = hub.convert(
-            args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=progress
+            args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=count
         )
     seconds = time.perf_counter() - began
     say(

@@ -17,7 +17,6 @@ from mars_jax.cli import extras
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
-from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
 from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
@@ -298,7 +297,6 @@ def _tokens(
       MarsError: a prompt that cannot be tokenized, by its line.
     """
     with activity.doing("tokenizing") as going:
-        pace = Pace(len(rows))
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [given for row in chunk if (given := row.prompt or row.messages) is not None]
@@ -309,8 +307,7 @@ def _tokens(
                 found = None  # one of them is at fault, and is to be named
             for row in chunk:
                 yield row.tokens or _one(target, row, found, how)
-            pace.done += len(chunk)
-            going.detail = f"{pace.describe()} prompts"
+            going.detail = f"{first + len(chunk)} of {len(rows)} prompts"
 
 
 def _one(

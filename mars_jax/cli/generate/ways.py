@@ -14,7 +14,7 @@ from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import check_order, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import Count, busy, counted, passing_bars, progress_bar
+from mars_jax.cli.progress import Show, busy, progress, speed
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.session import Batch
@@ -23,12 +23,12 @@ from mars_jax.serve.session import Batch
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decided. The first prompt of a batch streams, and the others follow."""
     printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
-    with counted(len(job.requests)) as count:
+    with progress("prompts", bar=False) as show:
         for batch in job.batches():
             with busy("compiling"):
                 events = job.stream(batch)
             done.append(_show(job, printer, batch, clock.timed(events), chat=chat))
-            count.advance(done[-1], _seconds(done))
+            show(sum(map(len, done)), len(job.requests), "")
     everyone = [completion for batch in done for completion in batch]
     with busy("timing a step without a draft, for comparison"):
         said = worth(job, everyone, clock)
@@ -119,9 +119,9 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
-    with counted(len(job.requests)) as count:
-        decoding = _decoding(job)
-        for completion in _each(decoding, count):
+    decoding = _decoding(job)
+    with progress("prompts", bar=False) as show:
+        for completion in _each(decoding, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
             printer.piece("exact", completion.text)
             printer.end()
@@ -134,17 +134,22 @@ def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
         return job.decode(first, hold=hold)
 
 
-def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
-    """Yield the completions, and count them."""
-    for completion in decoding:
-        count.advance([completion], decoding.seconds)
+def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
+    """Yield the completions, and show how many of `count` prompts are done; `first` were done before."""
+    tokens = steps = 0
+    show(first, count, "")
+    for done, completion in enumerate(decoding, start=first + 1):
+        tokens += completion.metrics.emitted
+        steps += completion.metrics.steps
+        show(done, count, speed(tokens, steps, decoding.seconds))
         yield completion
 
 
 def print_json(job: Job, out: IO[str]) -> None:
     """Print each row when it and those before it are done."""
-    with counted(len(job.requests)) as count:
-        for index, completion in enumerate(_each(_decoding(job, hold=False), count)):
+    decoding = _decoding(job, hold=False)
+    with progress("prompts", bar=False) as show:
+        for index, completion in enumerate(_each(decoding, show, len(job.requests))):
             _print_row(job, index, completion, out)
 
 
@@ -156,9 +161,9 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
         _errors().print(f"the --output has all {total_rows} rows already: nothing to do.")
         return
     done = []
-    with progress_bar(total_rows, first) as count:
-        decoding = _decoding(job, first)
-        for index, completion in enumerate(_each(decoding, count), start=first):
+    decoding = _decoding(job, first)
+    with progress("prompts") as show:
+        for index, completion in enumerate(_each(decoding, show, total_rows, first), start=first):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
                 _print_line(file.rows[-1], out)
@@ -168,14 +173,8 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one object."""
-    with passing_bars("comparing") as (going, bars):
-        task = bars.add_task("comparing")
-
-        def progress(done: int, of: int) -> None:
-            going.detail = f"{done} of {of} runs"
-            bars.update(task, completed=done, total=of)
-
-        comparison = compare(job, progress)
+    with progress("runs") as show:
+        comparison = compare(job, show)
     if json:
         _print_line(comparison, out)
         return
