@@ -63,7 +63,6 @@ def completion(shell: str) -> str:
     shtab = importlib.import_module("shtab")
     names = {"RULE": list(specs.RULES), "DRAFT": list(specs.DRAFTERS)}
     made = Parser(prog="mars-jax")
-    made.add_argument("--version", action="store_true", help="print the version")
     commands = made.add_subparsers()
     for name, does in COMMANDS.items():
         own = parser_of(name)

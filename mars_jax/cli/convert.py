@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import __version__, specs
+from mars_jax import specs
 from mars_jax.cli import signals
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
@@ -32,7 +32,6 @@ what was left. Figures go to stderr; bad input ends with exit code 2.
 def parser() -> Parser:
     """Make the parser."""
     made = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(
         "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
@@ -30,25 +31,23 @@ PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Fills the paragraphs of a description to the width, but for those with indented lines, such as examples."""
+    """Fills the paragraphs of a description to the width, except those with indented lines, such as examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        def filled(paragraph: str) -> str:
-            if re.search(r"^ ", paragraph, re.MULTILINE):
-                return paragraph
-            return textwrap.fill(paragraph, width, break_on_hyphens=False)
-
-        return textwrap.indent("\n\n".join(map(filled, text.strip("\n").split("\n\n"))), indent)
+        paragraphs = text.strip("\n").split("\n\n")
+        for i, paragraph in enumerate(paragraphs):
+            if not re.search(r"^ ", paragraph, re.MULTILINE):
+                paragraphs[i] = textwrap.fill(paragraph, width, break_on_hyphens=False)
+        return "\n\n".join(paragraphs)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of every command. The paragraphs of its description are as wide as the terminal.
+    """Parser of every command. It accepts no abbreviations, because a later flag would change their meaning.
 
-    An abbreviation, whose meaning the next flag would change, is no flag. `--help GROUP` explains the flags of a
-    group, whose title is one word.
+    `--help GROUP` explains the flags of one group.
 
     Args:
-      short: what `--help` shows, by the names of the arguments; `--help-all` then shows all. None: `--help` does.
+      short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
       options: of argparse.
     """
 
@@ -65,6 +64,7 @@ class Parser(argparse.ArgumentParser):
             shown = "the flags" if short is None else "what most people need"
             told = f"explain {shown}, or those of a GROUP"
             self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=told)
+            self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
         if add_help and short is not None:
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
 
@@ -213,7 +213,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     out: Any = _Checked(sys.stdout)
     try:
         # Output of libraries must not mix with the result.
-        with contextlib.redirect_stdout(sys.stderr), _flushed(out), _one_line_warnings():
+        with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
             _check_switch()
             try:
                 run(argv, out)
@@ -223,6 +223,8 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
 
                     hosts.check_devices()
                 raise
+            finally:
+                out.flush()
     except MarsError as error:
         if isinstance(error, _Lost):
             _discard(out)
@@ -270,28 +272,28 @@ def _one_line_warnings() -> Iterator[None]:
 
 
 class _Lost(MarsError):
-    """An error: printed output does not arrive."""
+    """Stdout cannot be written."""
 
 
 class _Checked:
-    """A stdout whose failures say that it was stdout. None stands for one that the caller closed."""
+    """A stdout whose errors name stdout. `inner` is None if the caller closed it."""
 
     def __init__(self, inner: IO[str] | None):
         self._inner = inner
 
     def write(self, text: str) -> int:
-        with self._told():
+        with self._errors():
             if self._inner is None:
                 raise OSError(errno.EBADF, "it is closed")
             return self._inner.write(text)
 
     def flush(self) -> None:
-        with self._told():
+        with self._errors():
             if self._inner is not None:
                 self._inner.flush()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:  # the reader has had enough
@@ -301,17 +303,6 @@ class _Checked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-@contextlib.contextmanager
-def _flushed(out: IO[str]) -> Iterator[None]:
-    """Flush the buffer at the end, also after --help, which exits: a failure to write is a failure of the command."""
-    try:
-        yield
-    except SystemExit:
-        out.flush()
-        raise
-    out.flush()
 
 
 def _say(sentence: str) -> None:

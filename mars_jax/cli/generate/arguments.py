@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax import __version__, assets, specs
+from mars_jax import assets, specs
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
@@ -84,7 +84,6 @@ def parser() -> Parser:
         epilog=_EPILOG,
         short=_SHORT,
     )
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     _add_models(made)
     _add_rule(made)
     _add_sampling(made)

@@ -39,36 +39,27 @@ SHORT = 3
 
 
 class Decoding:
-    """The completions of a job in the order of its prompts, and `seconds`, for which the device was waited for."""
+    """The completions of a job in the order of its prompts, and `seconds`, the time spent waiting for the device."""
 
-    def __init__(self, job: Job, first: int, hold: bool):
-        self.seconds, self._hold = 0.0, hold
+    def __init__(self, job: Job, first: int):
+        self.seconds = 0.0
         self._job, self._first = job, first
         requests = job.requests
         self._queue = job.session.queue(requests, order=range(first, len(requests)))
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield the completions; raise MarsError if all of the first batch fail, since the next would fail as well.
-
-        With `hold` they are given when one of them has not failed, and so not at all where they all have.
-        """
-        failed: list[Completion] | None = []
+        """Yield the completions. If the whole first batch fails, raise MarsError: others would fail too."""
+        waiting, any_succeeded = [], False
         for completion in self._in_order():
             self._job.finished.append(completion)
-            if failed is None:
-                yield completion
-                continue
-            if completion.finish_reason != "failed":
-                yield from (failed if self._hold else ())
-                yield completion
-                failed = None
-                continue
-            failed.append(completion)
-            if not self._hold:
-                yield completion
-            if len(failed) == self._job.session.batch_size:
+            any_succeeded = any_succeeded or completion.finish_reason != "failed"
+            waiting.append(completion)
+            if any_succeeded:
+                yield from waiting
+                waiting.clear()
+            elif len(waiting) == self._job.session.batch_size:
                 break
-        if failed:
+        if waiting:
             self._job.check_finite()
 
     def _in_order(self) -> Iterator[Completion]:
@@ -110,9 +101,9 @@ class Job:
         """Return the requests, a batch at a time."""
         return self.session.batches(self.requests)
 
-    def decode(self, first: int = 0, *, hold: bool = True) -> Decoding:
-        """Decode the requests from number `first` on; the time that it takes holds no compilation."""
-        return Decoding(self, first, hold)
+    def decode(self, first: int = 0) -> Decoding:
+        """Decode the requests from number `first` on. Its `seconds` exclude compilation."""
+        return Decoding(self, first)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
         """Decode one batch step by step; its time holds no compilation."""
@@ -291,33 +282,28 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
 def _tokens(
     target: Pretrained, rows: Sequence[PromptRow], args: argparse.Namespace
 ) -> Iterator[Sequence[int]]:
-    """Yield the token ids of each prompt, a chunk at a time, each chunk on all cores.
+    """Yield the token ids of each prompt. Each chunk is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt that cannot be tokenized, by its line.
+      MarsError: a prompt cannot be tokenized; the message names its line.
     """
+    options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
     with activity.doing("tokenizing") as going:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
-            texts = [given for row in chunk if (given := row.prompt or row.messages) is not None]
-            how = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
+            texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
             try:
-                found = iter(target.encode_many(texts, **how) if texts else ())
+                encoded = iter(target.encode_many(texts, **options) if texts else ())
             except MarsError:
-                found = None  # one of them is at fault, and is to be named
+                encoded = None  # encode one at a time, to name the prompt at fault
             for row in chunk:
-                yield row.tokens or _one(target, row, found, how)
+                if row.tokens is not None:
+                    yield row.tokens
+                elif encoded is not None:
+                    yield next(encoded)
+                else:
+                    try:
+                        yield target.encode(row.prompt or row.messages or "", **options)
+                    except MarsError as error:
+                        raise row.error(error) from None
             going.detail = f"{first + len(chunk)} of {len(rows)} prompts"
-
-
-def _one(
-    target: Pretrained, row: PromptRow, found: Iterator[list[int]] | None, how: dict[str, Any]
-) -> list[int]:
-    if found is not None:
-        return next(found)
-    given = row.prompt or row.messages
-    assert given is not None
-    try:
-        return target.encode(given, **how)
-    except MarsError as error:
-        raise row.error(error) from None

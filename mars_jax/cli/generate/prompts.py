@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,8 @@ _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
 """Keys that say what a text is to be, at most one in a row."""
 SPANS = ("relax_in", "strict_in")
+_PIPES = ("/dev/stdin", "/dev/fd/")
+"""Open files; shells replace <(...) by /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (
     "prompt", "messages", "prompt_tokens", "id", *_PER_REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
@@ -77,7 +77,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
       MarsError: no such file, no prompts in it, or a line that is not a prompt.
     """
     name = "stdin" if path == "-" else path
-    stream = path == "-" or remote.is_url(path) or _descriptor(path) is not None
+    stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
     if not stream:
         check_path(path, "the prompts file")
     columns = None if stream or Path(path).is_file() else extras.call("--prompts-file", path)
@@ -92,27 +92,17 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     return rows
 
 
-def _descriptor(path: str) -> int | None:
-    """Return the open file that a path such as /dev/fd/63 names, which a shell makes of <(...); else None."""
-    if path == "/dev/stdin":
-        return 0
-    numbered = re.fullmatch(r"/dev/fd/(\d{1,9})", path)
-    return None if numbered is None else int(numbered[1])
-
-
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
     """Open a prompts file: stdin, an object in a store, an inherited pipe, or a regular file."""
-    descriptor = _descriptor(path)
     try:
         if path == "-":
             yield sys.stdin.buffer
             return
         if remote.is_url(path):
-            opened: IO[bytes] = io.BytesIO(remote.read(path))
-        else:
-            opened = open_file(path) if descriptor is None else os.fdopen(os.dup(descriptor), "rb")
-        with opened:
+            yield io.BytesIO(remote.read(path))
+            return
+        with open(path, "rb") if path.startswith(_PIPES) else open_file(path) as opened:
             yield opened
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None

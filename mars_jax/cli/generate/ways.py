@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from rich.console import Console
-
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import check_order, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, busy, progress, speed
+from mars_jax.core.errors import say
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.session import Batch
@@ -57,14 +56,9 @@ def _show(
         if event.completion is not None:
             printer.end()
             done.append(event.completion)
-    _stop_if_all_failed(job, done)
-    return done
-
-
-def _stop_if_all_failed(job: Job, done: list[Completion]) -> None:
-    """Raise MarsError if all failed: the next batch would fail as well, and there is nothing to show."""
     if all(completion.finish_reason == "failed" for completion in done):
-        job.check_finite()
+        job.check_finite()  # the next batch would fail as well
+    return done
 
 
 class StepClock:
@@ -119,7 +113,8 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
-    decoding = _decoding(job)
+    with busy("compiling"):
+        decoding = job.decode()
     with progress("prompts", bar=False) as show:
         for completion in _each(decoding, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
@@ -127,11 +122,6 @@ def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
             printer.end()
             done.append(completion)
     _report(job, done, decoding.seconds)
-
-
-def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
-    with busy("compiling"):
-        return job.decode(first, hold=hold)
 
 
 def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
@@ -147,10 +137,11 @@ def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterato
 
 def print_json(job: Job, out: IO[str]) -> None:
     """Print each row when it and those before it are done."""
-    decoding = _decoding(job, hold=False)
+    with busy("compiling"):
+        decoding = job.decode()
     with progress("prompts", bar=False) as show:
         for index, completion in enumerate(_each(decoding, show, len(job.requests))):
-            _print_row(job, index, completion, out)
+            _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
 
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
@@ -158,10 +149,11 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     check_order(file, job.requests)
     first, total_rows = len(file.rows), len(job.requests)
     if first == total_rows:
-        _errors().print(f"the --output has all {total_rows} rows already: nothing to do.")
+        say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
     done = []
-    decoding = _decoding(job, first)
+    with busy("compiling"):
+        decoding = job.decode(first)
     with progress("prompts") as show:
         for index, completion in enumerate(_each(decoding, show, total_rows, first), start=first):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
@@ -187,17 +179,9 @@ def _text(job: Job, request: Request) -> str:
     return job.session.target.decode(request.prompt_tokens) if request.prompt is None else request.prompt
 
 
-def _print_row(job: Job, index: int, completion: Completion, out: IO[str]) -> None:
-    _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
-
-
 def _print_line(row: dict, out: IO[str]) -> None:
     out.write(to_line(row) + "\n")
     out.flush()
-
-
-def _errors() -> Console:
-    return console(sys.stderr)
 
 
 def _report(
@@ -210,7 +194,7 @@ def _report(
 ) -> None:
     """Print totals on stderr, so that stdout stays the text; and what a draft was worth."""
     seconds = max(seconds, 1e-9)
-    screen = _errors()
+    screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))

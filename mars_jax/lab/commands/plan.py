@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import __version__, specs
+from mars_jax import specs
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
@@ -46,7 +46,6 @@ _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 def parser() -> Parser:
     """Return the parser. It leaves numbers as strings."""
     made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     group = made.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
     group.add_argument(
