@@ -183,7 +183,7 @@ def test_an_output_that_exists(refused, target, tmp_path):
     output.write_text("mine\n")
     for flags in ([], ["--resume"]):
         message = refused("--target", target, "--output", output, *flags, *FEW, "hello")
-        assert ("add --resume" if not flags else "not a row that this command wrote") in message
+        assert ("add --resume" if not flags else "is not a row of this run") in message
         assert output.read_text() == "mine\n"
 
 

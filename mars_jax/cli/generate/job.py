@@ -1,4 +1,4 @@
-"""From flags to what the API takes: requests, and a session to decode them. The cheap checks come first."""
+"""Make requests and a session from flags. The cheap checks come first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters, hub, specs, verify
-from mars_jax.cli import extras
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
@@ -31,11 +30,9 @@ from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
-"""Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
-
-
+"""Prompts that are tokenized at once: enough for all cores, and few enough to show progress."""
 SHORT = 3
-"""Length of a chain on a CPU, unless asked for: there nodes cost, and with none it is two sizes that compile."""
+"""Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
 
 
 class Decoding:
@@ -178,7 +175,8 @@ def open_job(
             **asked,
         )
     else:
-        drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **asked)
+        open_elsewhere = specs.factory("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
+        drafter = open_elsewhere(args.draft, target, args.draft_device, **asked)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
     if draft.row.copies and not (choices.rule.row.lossless or args.compare) and hosts.is_first():
@@ -197,7 +195,8 @@ def open_job(
     refining = None
     if args.refine is not None:
         samples = any(request.temperature > 0 for request in requests)
-        refining = extras.call("--refine", args, target, drafter, samples=samples)  # with optax
+        open_refining = specs.factory("mars_jax.lab.training.online:open_refining")
+        refining = open_refining(args, target, drafter, samples=samples)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run["tree"] = plain(args.tree)
     run["num_draft_tokens"] = args.num_draft_tokens

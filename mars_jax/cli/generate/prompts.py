@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import specs
-from mars_jax.cli import extras, remote
+from mars_jax.cli import remote
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.core.home import check_path
@@ -80,7 +80,9 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
     if not stream:
         check_path(path, "the prompts file")
-    columns = None if stream or Path(path).is_file() else extras.call("--prompts-file", path)
+    columns = None
+    if not (stream or Path(path).is_file()):
+        columns = specs.factory("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
     if columns is not None:
         rows = list(_of_dataset(path, columns, rule))
     elif path.lower().endswith(".parquet"):

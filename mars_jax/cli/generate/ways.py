@@ -1,4 +1,4 @@
-"""The ways of running a job: streamed text, whole rows, rows into a file, and the comparison."""
+"""The outputs of a job: streamed text, finished text, JSON rows, rows in a file, and the comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mars_jax.serve.session import Batch
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decided. The first prompt of a batch streams, and the others follow."""
+    """Print text as it is decoded. The first prompt of a batch streams, then the others follow."""
     printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
     with progress("prompts", bar=False) as show:
         for batch in job.batches():
@@ -42,7 +42,7 @@ def _show(
     *,
     chat: bool,
 ) -> list[Completion]:
-    # A prompt shows up with its first tokens: weights that give none leave stdout empty.
+    # Print a prompt with its first tokens, so that failed prompts print nothing.
     shown, done = None, []
     for event in _row_by_row(events):
         if event.completion is not None and not event.completion.tokens:
@@ -62,13 +62,13 @@ def _show(
 
 
 class StepClock:
-    """The time of steps that are streamed, from the first to the last of a batch, and how many they were."""
+    """Number and seconds of streamed steps, from the first to the last of each batch."""
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
 
     def timed(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-        """Yield the events of one batch. The first step ends the prefill, and does not count."""
+        """Yield the events of one batch. The first step includes the prefill and is not counted."""
         first, now, steps = None, 0.0, 0
         for event in events:
             now = time.perf_counter()
@@ -80,10 +80,9 @@ class StepClock:
 
 
 def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
-    """Say how fast drafting was beside plain decoding, and where it lost what to try; "" where nothing was drafted.
+    """Compare the speed with plain decoding in a sentence, which suggests what to try if drafting was slower.
 
-    A step gives tau tokens where a plain one gives one; both are timed as they are streamed.
-    One timing on a busy machine may be wrong, so a loss is to be looked at again.
+    A step emits tau tokens and a plain step one; both are timed while streaming. Return "" without drafts.
     """
     if not (job.drafts and clock.steps and clock.seconds):
         return ""
@@ -192,7 +191,7 @@ def _report(
     colours: bool = False,
     worth: str = "",
 ) -> None:
-    """Print totals on stderr, so that stdout stays the text; and what a draft was worth."""
+    """Print totals on stderr, and `worth`, the comparison with plain decoding."""
     seconds = max(seconds, 1e-9)
     screen = console(sys.stderr)
     screen.print()
