@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    # From here on jax loads; what is above answers at once.
+    # jax loads from here on.
     import jax
 
     from mars_jax import hub
     from mars_jax.hub.durable import staging_path
 
-    jax.config.update("jax_platforms", "cpu")  # it computes nothing, and others may need the accelerator
+    jax.config.update("jax_platforms", "cpu")  # leave the accelerator to other processes
     began, size = time.perf_counter(), 0
     place = staging_path(args.destination)
 

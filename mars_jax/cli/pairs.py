@@ -1,4 +1,4 @@
-"""`mars-jax pairs`: what can draft for a model."""
+"""`mars-jax pairs`: drafts for a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that every command has around its work: exit codes, one sentence for bad input, a cache of compilations."""
+"""The frame of every command: parser, exit codes, one sentence for bad input, compilation cache."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
 
     def format_short(self) -> str:
-        """Return the help of what most people need; of each text the part before its first semicolon."""
+        """Return the help of the `short` flags. It cuts each text at the first semicolon."""
         if self._short is None:
             return self.format_help()
         made = self._get_formatter()
@@ -114,14 +114,14 @@ class Parser(argparse.ArgumentParser):
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here what is unknown, since the parser above a subcommand does not know which flags are near."""
+        """Refuse unknown flags here, because only the parser of the subcommand knows the similar ones."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Raise one sentence, as for every other error, in place of argparse's usage block."""
+        """Raise MarsError instead of printing the usage of argparse."""
         near = self._near(message)
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
@@ -143,7 +143,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:
-        """Return the flag or the choice that was probably meant, told from argparse's words."""
+        """Return a hint at a similar flag or choice, based on the message of argparse."""
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print a help and exit: a short one or that of a GROUP where it may take one, else all."""
+    """Print the short help, the help of a GROUP, or with `nargs=0` the full help, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
@@ -179,7 +179,7 @@ def command(
 ) -> int:
     """Run `run(parse(argv), stdout)`; returns the exit code.
 
-    `parse` answers at once, and may print, as --help does. jax loads in `run`, whose result is what it writes.
+    `parse` must not import jax, and may print, as for --help. `run` writes the result to stdout.
     """
 
     def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:
@@ -306,12 +306,12 @@ class _Checked:
 
 
 def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed too
         say(sentence)
 
 
 def keep_compilations() -> None:
-    """Keep what XLA compiles between runs, in the user's cache folder unless JAX is told where.
+    """Keep compiled programs between runs, by default in the user's cache folder.
 
     JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
     """
@@ -322,6 +322,6 @@ def keep_compilations() -> None:
 
 
 def _discard(out: IO[str]) -> None:
-    """Let the flush at exit go nowhere, rather than complain about the closed pipe."""
+    """Send the flush at exit to /dev/null, because stdout is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

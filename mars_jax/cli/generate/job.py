@@ -82,15 +82,15 @@ class Job:
 
     session: Session
     requests: list[Request]
-    drafts: bool  # whether anything is proposed at all
-    simulated: bool = False  # the text means nothing
-    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what its rows say of it
-    numbers: Sequence[Mapping[str, Any]] = ()  # of the rule, where prompts chose them
+    drafts: bool  # False for --draft none
+    simulated: bool = False  # the text is meaningless
+    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # recorded in every row
+    numbers: Sequence[Mapping[str, Any]] = ()  # settings of the rule, by prompt
     finished: list[Completion] = dataclasses.field(default_factory=list)
-    refining: Any = None  # of `--refine`: sees each completion, and describes what it learned
+    refining: Any = None  # `Refining` of --refine
 
     def run_of(self, index: int) -> dict[str, Any]:
-        """Return the JSON values that tell the row of prompt `index` from those of other runs."""
+        """Return the settings that the row of prompt `index` records."""
         own = plain(self.numbers[index]) if self.numbers else {}
         return dict(self.run) | {"settings": self.run["settings"] | own}
 
@@ -103,7 +103,7 @@ class Job:
         return Decoding(self, first)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
-        """Decode one batch step by step; its time holds no compilation."""
+        """Decode one batch step by step. Its time excludes compilation."""
         return self._noted(batch.session.stream(batch.requests))
 
     def _noted(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -113,7 +113,7 @@ class Job:
             yield event
 
     def check_finite(self) -> None:
-        """Raise MarsError where prompts failed; their rows are written by then."""
+        """Raise MarsError if prompts failed, after their rows are written."""
         check_finite(self.session.target, self.finished)
 
     @property

@@ -1,4 +1,4 @@
-"""Read prompts: text, one a line, or JSON lines, parquet and datasets, whose rows have settings of their own."""
+"""Prompts from text files, JSON lines, parquet files and datasets. Rows of the last three may have settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
-"""Keys that say what a text is to be, at most one in a row."""
+"""Keys of constraints, at most one in a row."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
 """Open files; shells replace <(...) by /dev/fd/63."""
@@ -34,7 +34,7 @@ _KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRow:
-    """One prompt, as text or as token ids, and what it chooses for itself."""
+    """One prompt, as text, messages or token ids, with its own settings."""
 
     where: str  # for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
     prompt: str | None = None
@@ -133,7 +133,7 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
 def _of_dataset(
     path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
 ) -> Iterator[PromptRow]:
-    """Yield the rows of a dataset. It is another's, so a row is its prompt and id, and the rest is named once."""
+    """Yield the prompts and ids of a dataset, and print the names of its other columns."""
     other: dict[str, None] = {}
     for where, values in columns:
         found = [key for key in _PROMPTS if values.get(key) is not None]
@@ -153,14 +153,14 @@ def _of_dataset(
 
 
 def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
-    # The index that pandas writes, and its whole numbers, which become floats where one of a column is null.
+    # pandas writes an index column, and stores integers as floats if a column has nulls.
     given = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
     whole = {key: int(x) for key, x in given.items() if isinstance(x, float) and x.is_integer()}
     return _checked(_from_fields(given | whole, PromptRow(where=where), rule))
 
 
 def _given(value: Any) -> Any:
-    """Leave nulls out: every row of a table has every column, and every struct in it every field."""
+    """Remove nulls. Tables have them for missing keys."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -188,7 +188,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 jsonl = text.lstrip().startswith("{")
             try:
                 row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
-            except RecursionError:  # of the parser, or of what then looks at the values
+            except RecursionError:  # in the JSON parser or in the checks
                 raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
             yield _checked(row)
 
@@ -286,7 +286,7 @@ def _constraints(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Return an object of token ids, whose keys JSON has as texts; "-inf" bans one."""
+    """Return biases by token id from a JSON object with string keys."""
     try:
         return {int(token): float(x) for token, x in value.items()}
     except (AttributeError, TypeError, ValueError):
@@ -296,7 +296,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
-    """Explain why a key is none of a row."""
+    """Explain why a row cannot have a key."""
     if name in rule.options:
         return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
     if any(name in row.settings for row in specs.RULES.values()):

@@ -87,7 +87,7 @@ def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
     if not (job.drafts and clock.steps and clock.seconds):
         return ""
     plain = job.plain_step
-    # A step with a draft is no shorter than a plain one, whatever a busy machine says.
+    # A step with a draft takes at least as long as a plain one; other timings are noise.
     ratio = total(done).tau * min(1.0, plain * clock.steps / clock.seconds)
     said = f"{ratio:.2f}x the speed of plain decoding, whose step takes {1e3 * plain:.3g} ms here"
     if ratio >= 0.97:
