@@ -14,6 +14,7 @@ from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
+from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
 
@@ -79,7 +80,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, file, len(share))))
-        with ways.busy("loading"):
+        with busy("loading"):
             job = open_job(args, choices, share)
         if file is not None:
             file.start(fingerprints(job.session, choices.draft))

@@ -16,6 +16,7 @@ from mars_jax import __version__, drafters, hub, specs, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
+from mars_jax.cli.progress import busy
 from mars_jax.core import activity
 from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
@@ -94,19 +95,15 @@ class Job:
         own = plain(self.numbers[index]) if self.numbers else {}
         return dict(self.run) | {"settings": self.run["settings"] | own}
 
-    def batches(self) -> Iterator[Batch]:
-        """Return the requests, a batch at a time."""
-        return self.session.batches(self.requests)
-
     def decode(self, first: int = 0) -> Decoding:
-        """Decode the requests from number `first` on. Its `seconds` exclude compilation."""
-        return Decoding(self, first)
+        """Compile, and decode the requests from number `first` on."""
+        with busy("compiling"):
+            return Decoding(self, first)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
-        """Decode one batch step by step. Its time excludes compilation."""
-        return self._noted(batch.session.stream(batch.requests))
-
-    def _noted(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+        """Compile, and decode one batch step by step."""
+        with busy("compiling"):
+            events = batch.session.stream(batch.requests)
         for event in events:
             if event.completion is not None:
                 self.finished.append(event.completion)

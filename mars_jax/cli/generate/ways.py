@@ -23,10 +23,8 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded. The first prompt of a batch streams, then the others follow."""
     printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
     with progress("prompts", bar=False) as show:
-        for batch in job.batches():
-            with busy("compiling"):
-                events = job.stream(batch)
-            done.append(_show(job, printer, batch, clock.timed(events), chat=chat))
+        for batch in job.session.batches(job.requests):
+            done.append(_show(job, printer, batch, clock.timed(job.stream(batch)), chat=chat))
             show(sum(map(len, done)), len(job.requests), "")
     everyone = [completion for batch in done for completion in batch]
     with busy("timing a step without a draft, for comparison"):
@@ -112,8 +110,7 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
-    with busy("compiling"):
-        decoding = job.decode()
+    decoding = job.decode()
     with progress("prompts", bar=False) as show:
         for completion in _each(decoding, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
@@ -136,8 +133,7 @@ def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterato
 
 def print_json(job: Job, out: IO[str]) -> None:
     """Print each row when it and those before it are done."""
-    with busy("compiling"):
-        decoding = job.decode()
+    decoding = job.decode()
     with progress("prompts", bar=False) as show:
         for index, completion in enumerate(_each(decoding, show, len(job.requests))):
             _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
@@ -151,8 +147,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
     done = []
-    with busy("compiling"):
-        decoding = job.decode(first)
+    decoding = job.decode(first)
     with progress("prompts") as show:
         for index, completion in enumerate(_each(decoding, show, total_rows, first), start=first):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
