@@ -40,18 +40,20 @@ SHORT = 3
 
 
 class Decoding:
-    """The completions of a job in the order of its prompts, and `seconds`, for which the device was waited for."""
+    """Completions of a job, in the order in which its requests were queued.
 
-    def __init__(self, job: Job, first: int, hold: bool):
+    `seconds` is the time spent waiting for the device.
+    """
+
+    def __init__(self, job: Job, order: Sequence[int], hold: bool):
         self.seconds, self._hold = 0.0, hold
-        self._job, self._first = job, first
-        requests = job.requests
-        self._queue = job.session.queue(requests, order=range(first, len(requests)))
+        self._job, self._order = job, order
+        self._queue = job.session.queue(job.requests, order=order)
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield the completions; raise MarsError if all of the first batch fail, since the next would fail as well.
+        """Yield the completions. Raise MarsError if the whole first batch fails, because the next would fail too.
 
-        With `hold` they are given when one of them has not failed, and so not at all where they all have.
+        With `hold`, completions wait until one of them succeeds, so that none is yielded if all of them fail.
         """
         failed: list[Completion] | None = []
         for completion in self._in_order():
@@ -74,7 +76,8 @@ class Decoding:
 
     def _in_order(self) -> Iterator[Completion]:
         early: dict[int, Completion] = {}
-        following, began = self._first, time.perf_counter()
+        waiting = iter(self._order)
+        following, began = next(waiting, None), time.perf_counter()
         refining = self._job.refining
         for index, completion in self._queue:
             if refining is not None:
@@ -85,7 +88,7 @@ class Decoding:
             self.seconds += time.perf_counter() - began
             while following in early:
                 yield early.pop(following)
-                following += 1
+                following = next(waiting, None)
             began = time.perf_counter()
 
 
@@ -111,9 +114,9 @@ class Job:
         """Return the requests, a batch at a time."""
         return self.session.batches(self.requests)
 
-    def decode(self, first: int = 0, *, hold: bool = True) -> Decoding:
-        """Decode the requests from number `first` on; the time that it takes holds no compilation."""
-        return Decoding(self, first, hold)
+    def decode(self, order: Sequence[int] | None = None, *, hold: bool = True) -> Decoding:
+        """Decode the requests, or those with the numbers in `order`. Reported times exclude compilation."""
+        return Decoding(self, range(len(self.requests)) if order is None else order, hold)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
         """Decode one batch step by step; its time holds no compilation."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from rich.console import Console
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
-from mars_jax.cli.generate.output_file import check_order, to_row
+from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Count, busy, counted, passing_bars, progress_bar
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
@@ -129,9 +129,9 @@ def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     _report(job, done, decoding.seconds)
 
 
-def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
+def _decoding(job: Job, order: Sequence[int] | None = None, *, hold: bool = True) -> Decoding:
     with busy("compiling"):
-        return job.decode(first, hold=hold)
+        return job.decode(order, hold=hold)
 
 
 def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
@@ -150,15 +150,15 @@ def print_json(job: Job, out: IO[str]) -> None:
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     """Decode the rows that the file lacks and append them, with a progress bar. Print them too if `json`."""
-    check_order(file, job.requests)
-    first, total_rows = len(file.rows), len(job.requests)
-    if first == total_rows:
+    missing, total_rows = missing_rows(file, job.requests), len(job.requests)
+    if not missing:
         _errors().print(f"the --output has all {total_rows} rows already: nothing to do.")
         return
     done = []
-    with progress_bar(total_rows, first) as count:
-        decoding = _decoding(job, first)
-        for index, completion in enumerate(_each(decoding, count), start=first):
+    with progress_bar(total_rows, total_rows - len(missing)) as count:
+        decoding = _decoding(job, missing)
+        # If the first batch fails, iteration stops before the end of `missing`.
+        for index, completion in zip(missing, _each(decoding, count), strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
                 _print_line(file.rows[-1], out)
