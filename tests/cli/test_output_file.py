@@ -70,6 +70,19 @@ def test_other_prompts_are_refused(path):
         RowFile(path, settings_of(prompts=["hello", "world"]))
 
 
+def test_an_edited_rule_is_another_rule(tmp_path):
+    source = tmp_path / "own_rule.py"
+    source.write_text("from mars_jax import verify\n\ndef own():\n    return verify.exact()\n")
+    before = settings_of("--verify", f"{source}:own")
+    source.write_text("from mars_jax import verify\n\ndef own():\n    return verify.mars()\n")
+    file = RowFile(tmp_path / "rows.jsonl", before)
+    file.start()
+    file.append({"id": 0})
+    file.close()
+    with pytest.raises(MarsError, match="was begun with other rule source"):
+        RowFile(file.path, settings_of("--verify", f"{source}:own"))
+
+
 def test_flags_that_decide_no_row_may_change(path):
     same = "--theta 0.9 --seed 0 --batch-size 3 --resume --output x --verify mars --no-check --part 0/2"
     RowFile(path, settings_of(*same.split())).close()

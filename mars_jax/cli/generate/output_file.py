@@ -55,6 +55,8 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     }
     rule = choices.rule
     settings["verify"] = rule.spec
+    if specs.is_own(rule.spec):
+        settings["rule_source"] = specs.source_digest(rule.spec)
     for name, value in rule.settings.items():
         if value != rule.options[name].default:
             settings[name] = plain(value)
