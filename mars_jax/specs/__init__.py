@@ -134,6 +134,7 @@ __all__ = [
     "parse_draft",
     "parse_tree",
     "rule",
+    "source_digest",
     "split",
 ]
 
