@@ -149,6 +149,7 @@ class MarsJax(TemplateLM):
         self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
         told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
+        told["rule_source"] = specs.source_digest(named.spec)
         if json_schema and self._constraint is not None:
             told["json_schema"] = self._constraint.content  # the file's, which may change
         if rows is not None:

@@ -37,13 +37,15 @@ SHORT = 3
 
 
 class Decoding:
-    """The completions of a job in the order of its prompts, and `seconds`, the time spent waiting for the device."""
+    """The completions of a job in the order in which its requests were queued.
 
-    def __init__(self, job: Job, first: int):
+    `seconds` is the time spent waiting for the device.
+    """
+
+    def __init__(self, job: Job, order: Sequence[int]):
         self.seconds = 0.0
-        self._job, self._first = job, first
-        requests = job.requests
-        self._queue = job.session.queue(requests, order=range(first, len(requests)))
+        self._job, self._order = job, order
+        self._queue = job.session.queue(job.requests, order=order)
 
     def __iter__(self) -> Iterator[Completion]:
         """Yield the completions. If the whole first batch fails, raise MarsError: others would fail too."""
@@ -62,7 +64,8 @@ class Decoding:
 
     def _in_order(self) -> Iterator[Completion]:
         early: dict[int, Completion] = {}
-        following, began = self._first, time.perf_counter()
+        waiting = iter(self._order)
+        following, began = next(waiting, None), time.perf_counter()
         refining = self._job.refining
         for index, completion in self._queue:
             if refining is not None:
@@ -73,7 +76,7 @@ class Decoding:
             self.seconds += time.perf_counter() - began
             while following in early:
                 yield early.pop(following)
-                following += 1
+                following = next(waiting, None)
             began = time.perf_counter()
 
 
@@ -95,10 +98,10 @@ class Job:
         own = plain(self.numbers[index]) if self.numbers else {}
         return dict(self.run) | {"settings": self.run["settings"] | own}
 
-    def decode(self, first: int = 0) -> Decoding:
-        """Compile, and decode the requests from number `first` on."""
+    def decode(self, order: Sequence[int] | None = None) -> Decoding:
+        """Compile, and decode the requests, or those with the numbers in `order`."""
         with busy("compiling"):
-            return Decoding(self, first)
+            return Decoding(self, range(len(self.requests)) if order is None else order)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
         """Compile, and decode one batch step by step."""

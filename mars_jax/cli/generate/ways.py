@@ -10,7 +10,7 @@ from typing import IO
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
-from mars_jax.cli.generate.output_file import check_order, to_row
+from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, busy, progress, speed
 from mars_jax.core.errors import say
@@ -141,15 +141,16 @@ def print_json(job: Job, out: IO[str]) -> None:
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     """Decode the rows that the file lacks and append them, with a progress bar. Print them too if `json`."""
-    check_order(file, job.requests)
-    first, total_rows = len(file.rows), len(job.requests)
-    if first == total_rows:
+    missing, total_rows = missing_rows(file, job.requests), len(job.requests)
+    if not missing:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
     done = []
-    decoding = job.decode(first)
+    decoding = job.decode(missing)
     with progress("prompts") as show:
-        for index, completion in enumerate(_each(decoding, show, total_rows, first), start=first):
+        completions = _each(decoding, show, total_rows, total_rows - len(missing))
+        # If the first batch fails, iteration stops before the end of `missing`.
+        for index, completion in zip(missing, completions, strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
                 _print_line(file.rows[-1], out)

@@ -227,7 +227,12 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         )
         | pair.given(args)
     )
-    decides |= {"weights": fingerprint((target.params, drafter.params), target.path)}
+    loaded_rule = load(args.rule.spec, target, **args.rule.settings)
+    decides |= {
+        "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
+        "rule_source": specs.source_digest(args.rule.spec),
+        "judge_source": None if args.judge is None else specs.source_digest(args.judge),
+    }
     with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
         found = calibration.calibrate(
             decoding,
@@ -250,7 +255,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             "theta": "inf" if theta == math.inf else theta,
             "rule": rule,
             "settings": settings,
-            "weights": fingerprints(target, drafter, load(args.rule.spec, target, **args.rule.settings)),
+            "weights": fingerprints(target, drafter, loaded_rule),
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],
             "trials": [{searched: trial.pop("value"), **trial} for trial in found["trials"]],

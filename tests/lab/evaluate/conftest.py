@@ -16,6 +16,14 @@ from mars_jax.lab.evaluate import answers
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]
+TIMES = {"date", "seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
+
+
+def timeless(value):
+    """A JSON value without the times in it."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,8 @@ class Evaluation:
         self._numbers = {
             (task, p.id): i for task, group in by_task(problems).items() for i, p in enumerate(group)
         }
-        self.texts = read_json(folder / TEXTS) or {}
+        # Without rows, the folder may hold the texts of a run with other settings.
+        self.texts = (read_json(folder / TEXTS) or {}) if file.rows else {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from mars_jax import __version__, drafters
+from mars_jax import __version__, drafters, specs, verify
 from mars_jax.cli.progress import Show
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
@@ -164,6 +164,7 @@ def common_settings(
         rule.but(theta=theta)
     scores.check_metrics(problems)
     check_problems(target, problems, chat=chat)
+    loaded_rule = verify.load(rule.spec, target, **rule.settings)
     return {
         "target": target.name,
         **(names or {}),
@@ -177,7 +178,8 @@ def common_settings(
         "seed": seed,
         "chat": chat,
         "problems": digest(repr(list(problems)).encode()),
-        "weights": fingerprint((target.params, draft_params), target.path),
+        "weights": fingerprint((target.params, draft_params, loaded_rule.params), target.path),
+        "rule_source": specs.source_digest(rule.spec),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
     }
