@@ -108,6 +108,16 @@ _DFLASH = (
 )
 
 
+_GROUPS = {
+    "data": (*_DATA, "--work", "--write"),
+    "training": (
+        *("--tokens", "--step-tokens", "--length", "--learning-rate", "--loss", "--seed"),
+        *("--mesh", "--dtype"),
+    ),
+}
+"""Flags by their group in the help. All others are in the group `method`."""
+
+
 class Kind(NamedTuple):
     """A kind of result of `distill`, and its flags, of `_FLAGS`."""
 
@@ -157,8 +167,12 @@ def parser() -> Parser:
             description=f"{kind.help[0].upper()}{kind.help[1:]}.",
         )
         subparser.set_defaults(**dict.fromkeys((*names, *HOSTS)))
+        groups = {}
         for flag in kind.flags:
-            subparser.add_argument(flag, **_FLAGS[flag])
+            title = next((title for title, flags in _GROUPS.items() if flag in flags), "method")
+            if title not in groups:
+                groups[title] = subparser.add_argument_group(title)
+            groups[title].add_argument(flag, **_FLAGS[flag])
         if "--mesh" in kind.flags:
             add_host_flags(subparser)
     return made

@@ -206,7 +206,7 @@ class Checkpoints:
         """Return the number of steps done and the state after them, placed as `state` is, or 0 and `state` itself.
 
         Raises:
-          MarsError: the checkpoint is of another training.
+          MarsError: the checkpoint is damaged or of another training.
         """
         step = None if self._manager is None else self._manager.latest_step()
         done = hosts.broadcast(step or 0)
@@ -237,11 +237,11 @@ class Checkpoints:
         template = ocp.args.StandardRestore({**state, "steps": 0})  # pyright: ignore
         try:
             restored = self._manager.restore(step, args=template)
-        except (ValueError, KeyError, TypeError) as error:  # other names or shapes
+        except (ValueError, KeyError, TypeError, OSError) as error:
             reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise MarsError(
-                f"the checkpoint in '{self._directory}' is of another training ({reason[:200].rstrip('.:')}): "
-                "remove that directory, or train in another."
+                f"the checkpoint in '{self._directory}' is damaged or of another training "
+                f"({reason[:200].rstrip('.:')}): remove that directory, or train in another."
             ) from error
         steps = int(restored["steps"])
         if steps != self._steps:
