@@ -18,6 +18,10 @@ except ImportError:
     raise MarsError('the package ray is not installed: pip install "mars-jax[ray]".') from None
 
 
+RESULTS = ("text", "tokens", "finish_reason", "tau", "log_probs")
+"""Columns that `Generate` adds."""
+
+
 class Generate:
     """Stateful callable for `ray.data.Dataset.map_batches`: continues the prompts of a batch of rows.
 
@@ -35,7 +39,7 @@ class Generate:
       **settings: other arguments of `mars_jax.generate`, one value for all rows, such as `max_new_tokens`.
 
     Raises:
-      MarsError: as `load` and `generate`, or the rows have no integer `id`.
+      MarsError: as `load` and `generate`; the rows have no integer `id`; or one of their columns is named as a result.
 
     >>> import ray  # doctest: +SKIP
     >>> rows = ray.data.read_json("in.jsonl")  # doctest: +SKIP
@@ -73,6 +77,9 @@ class Generate:
         """
         if not isinstance(batch, pyarrow.Table):
             batch = pyarrow.Table.from_pydict({name: list(column) for name, column in batch.items()})
+        taken = [name for name in RESULTS if name in batch.column_names]
+        if taken:
+            raise MarsError(f"the rows have a column '{taken[0]}', which is a name of a result: rename it.")
         completions = generate(
             self.target,
             self.drafter,
@@ -102,11 +109,10 @@ class Generate:
         return batch[name].to_pylist()
 
     def _seeds(self, batch: pyarrow.Table) -> list[int]:
-        if "seed" in batch.column_names:
-            return batch["seed"].to_pylist()
-        ids = self._column(batch, "id")
-        if not all(isinstance(number, int) for number in ids):
+        name = "seed" if "seed" in batch.column_names else "id"
+        numbers = self._column(batch, name)
+        if not all(isinstance(number, int) for number in numbers):
             raise MarsError(
-                "the column 'id' holds other values than integers: number the rows, or add a column 'seed'."
+                f"the column '{name}' holds values other than integers: number the rows, or add a column 'seed'."
             )
-        return [(self.seed + number) % 2**32 for number in ids]
+        return numbers if name == "seed" else [(self.seed + number) % 2**32 for number in numbers]

@@ -1,4 +1,4 @@
-"""The folder of one run: claimed by its settings, so that a run continues with its own files only."""
+"""The folder of one run, whose recorded settings keep another run from continuing it."""
 
 from __future__ import annotations
 
@@ -89,13 +89,11 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     remote.refuse(folder, flag)
     if folder.exists() and not folder.is_dir():
         raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
+    names = set()
     try:
-        # A killed process may leave a .partial file, which is no content.
-        names = (
-            {file.name for file in folder.iterdir() if file.suffix != ".partial"}
-            if folder.exists()
-            else set()
-        )
+        if folder.exists():
+            # Ignore .partial files, which a killed process may leave.
+            names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
     except OSError as error:
         raise _unwritable(folder, error, flag) from None
     if names and not names & {SETTINGS, ROWS}:
@@ -104,7 +102,7 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
 
 
 def check_writable(path: Path, *, flag: str = "--output") -> None:
-    """Raise MarsError if a directory cannot be made or written to. This makes nothing."""
+    """Raise MarsError if a file or folder cannot be created at `path`. Nothing is created."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +114,7 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
     try:
-        # `os.access` reads the permissions only: /proc has them, and takes no file.
+        # `os.access` only checks permissions, which /proc grants although it accepts no files.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
@@ -130,50 +128,51 @@ def _unwritable(folder: Path, error: OSError, flag: str) -> MarsError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a whole file or nothing, from the first process of a mesh; it is on disk when this returns."""
+    """Write a JSON file, whole or not at all, from the first process of a mesh; return when it is on disk."""
     if hosts.is_first():
         write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Return what the first process of a mesh wrote with `write_json`, in all of them; None if there is no file."""
+    """Return the value that the first process of a mesh has on disk, in every process; None if there is no file."""
     data = path.read_bytes() if hosts.is_first() and path.exists() else b""
     data = hosts.broadcast_bytes(data)
     return json.loads(data) if data else None
 
 
 @contextlib.contextmanager
-def studying(
-    args: argparse.Namespace, folder: Path, out: IO[str], *, without: str | None = None
-) -> Iterator[tuple[IO[str], Path]]:
-    """`joined`, of a command that keeps files in a folder; yields the stream and the folder.
+def joined_with_folder(
+    args: argparse.Namespace, folder: Path, out: IO[str], *, without: str
+) -> Iterator[Path]:
+    """Join the other processes of a run that keeps files in a folder; yield the folder of this process.
 
-    The first process has the named folder. The others have copies, so that all start from the same files and one
-    writes them. Files below the name `without` are not copied.
+    The first process has the named folder. The others have temporary copies, so that all of them start from the same
+    files and only the first one writes. Files below `without` are not copied.
 
     Raises:
       MarsError: as `joined`.
     """
-    with joined(args, (), out) as place:
+    with joined(args, (), out):
         if args.mesh is None or jax.process_count() == 1:
-            yield place, folder
+            yield folder
             return
-        files = hosts.broadcast_bytes(_packed(folder, without) if hosts.is_first() else b"")
+        archive_bytes = hosts.broadcast_bytes(_archive(folder, without) if hosts.is_first() else b"")
         if hosts.is_first():
-            yield place, folder
+            yield folder
             return
-        with tempfile.TemporaryDirectory() as own:
-            copy = Path(own) / folder.name
-            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
-                archive.extractall(own, filter="data")
-            yield place, copy
+        with tempfile.TemporaryDirectory() as temporary:
+            with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
+                archive.extractall(temporary, filter="data")
+            yield Path(temporary) / folder.name
 
 
-def _packed(folder: Path, without: str | None) -> bytes:
-    """The files of a folder, as an archive."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as archive:
+def _archive(folder: Path, without: str) -> bytes:
+    """Return the files of a folder as a tar archive."""
+    buffer = io.BytesIO()
+    excluded = f"{folder.name}/{without}"
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         if folder.is_dir():
-            left = f"{folder.name}/{without}"
-            archive.add(folder, arcname=folder.name, filter=lambda file: None if file.name == left else file)
-    return made.getvalue()
+            archive.add(
+                folder, arcname=folder.name, filter=lambda file: None if file.name == excluded else file
+            )
+    return buffer.getvalue()

@@ -52,7 +52,7 @@ class RowFile:
         settings_path: Path | None = None,
         resume: bool = True,
     ):
-        """Lock the file and compare its settings, before any model is loaded.
+        """Lock the file, and compare its settings if it has rows, before any model is loaded.
 
         Args:
           path: of the file, which need not exist.
@@ -85,7 +85,8 @@ class RowFile:
                 raise MarsError(
                     f"{flag} '{path}' exists: add --resume to continue it, or choose another path."
                 )
-            compare_settings(self._settings_path, self._settings, self.path, flag, but="fingerprints")
+            if self._data:
+                compare_settings(self._settings_path, self._settings, self.path, flag, but="fingerprints")
         except (MarsError, OSError):
             self.close()
             raise
@@ -109,7 +110,7 @@ class RowFile:
         self._settings["fingerprints"] = dict(fingerprints or {})
         self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
         recorded = False
-        if self._lock is not None:
+        if self._data:
             recorded = compare_settings(self._settings_path, self._settings, self.path, self._flag)
         *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
         if lines and b"\0" in lines[-1]:

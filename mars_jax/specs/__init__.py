@@ -23,7 +23,7 @@ from mars_jax.specs.drafts import (
     parse_draft,
     parse_tree,
 )
-from mars_jax.specs.own import factory, find, is_own, split
+from mars_jax.specs.own import factory, find, is_own, source_digest, split
 from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, RuleRow
 from mars_jax.specs.rules import RULES, check_setting, rule
 
@@ -134,6 +134,7 @@ __all__ = [
     "parse_draft",
     "parse_tree",
     "rule",
+    "source_digest",
     "split",
 ]
 

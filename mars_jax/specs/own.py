@@ -105,6 +105,18 @@ def factory(spec: str, kind: str = "rule") -> Callable[..., Any]:
     return made
 
 
+def source_digest(spec: str) -> str | None:
+    """Return a digest of the file that defines a user's rule or judge, or None for a rule of the table.
+
+    It tells whether the file was edited. Modules that the file imports do not count.
+    """
+    if not is_own(spec):
+        return None
+    where = spec.rpartition(":")[0]
+    path = where if where.endswith(".py") else _from_module(where, spec, "rule").__file__
+    return None if path is None else hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+
+
 def _from_file(path: str, kind: str) -> types.ModuleType:
     try:
         source = read_bytes(path)

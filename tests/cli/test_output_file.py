@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +70,19 @@ def test_other_prompts_are_refused(path):
         RowFile(path, settings_of(prompts=["hello", "world"]))
 
 
+def test_an_edited_rule_is_another_rule(tmp_path):
+    source = tmp_path / "own_rule.py"
+    source.write_text("from mars_jax import verify\n\ndef own():\n    return verify.exact()\n")
+    before = settings_of("--verify", f"{source}:own")
+    source.write_text("from mars_jax import verify\n\ndef own():\n    return verify.mars()\n")
+    file = RowFile(tmp_path / "rows.jsonl", before)
+    file.start()
+    file.append({"id": 0})
+    file.close()
+    with pytest.raises(MarsError, match="was begun with other rule source"):
+        RowFile(file.path, settings_of("--verify", f"{source}:own"))
+
+
 def test_flags_that_decide_no_row_may_change(path):
     same = "--theta 0.9 --seed 0 --batch-size 3 --resume --output x --verify mars --no-check --part 0/2"
     RowFile(path, settings_of(*same.split())).close()
@@ -106,29 +118,36 @@ def timeless(path):
     return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
 
 
-def test_parts_sorted_by_id_are_the_rows_of_one_process(decode):
-    """With the command of the page, which gives a file that `--resume` accepts."""
+def test_joined_parts_are_the_rows_of_one_process(decode):
+    """The command of the page joins them into a file that `--resume` accepts."""
     whole = decode("whole.jsonl")
     parts = [decode(f"part-{number}.jsonl", "--part", f"{number}/3") for number in range(3)]
     assert [row["id"] for row in timeless(parts[1])] == [1, 4]
     [join] = re.findall(r"^cat part.* > out\.jsonl$", PAGE.read_text(), re.MULTILINE)
-    join = join.replace("python", sys.executable, 1)
     subprocess.run(["sh", "-c", join], cwd=whole.parent, check=True)
     out = whole.with_name("out.jsonl")
-    assert timeless(out) == timeless(whole)
+    assert sorted(timeless(out), key=lambda row: row["id"]) == timeless(whole)
     before = out.read_bytes()
     assert decode("out.jsonl", "--resume").read_bytes() == before
 
 
-def test_joined_rows_in_another_order_are_refused(decode, capsys):
+def test_joined_rows_may_be_in_any_order_and_the_missing_ones_are_decoded(decode):
     whole = decode("ordered.jsonl")
     lines = whole.read_bytes().splitlines(keepends=True)
-    whole.write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+    rows = timeless(whole)
+    whole.write_bytes(b"".join([lines[3], lines[0], lines[4]]))
+    assert timeless(decode("ordered.jsonl", "--resume")) == [rows[i] for i in (3, 0, 4, 1, 2)]
+
+
+def test_a_repeated_row_and_the_row_of_another_part_are_refused(decode, capsys):
+    whole = decode("repeated.jsonl")
     with pytest.raises(AssertionError):
-        decode("ordered.jsonl", "--resume")
-    assert (
-        f"line 1 of '{whole}' is not row 1 of this run: sort the lines by their id" in capsys.readouterr().err
-    )
+        decode("repeated.jsonl", "--resume", "--part", "1/2")
+    assert f"line 1 of '{whole}' repeats another line or belongs to another --part" in capsys.readouterr().err
+    whole.write_bytes(2 * whole.read_bytes())
+    with pytest.raises(AssertionError):
+        decode("repeated.jsonl", "--resume")
+    assert f"line 6 of '{whole}' repeats another line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["3/3", "1", "1/0", "a/b", "auto"])

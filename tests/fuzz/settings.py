@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mars_jax import __version__, specs, verify
 from mars_jax.cli.generate.command import main
-from mars_jax.cli.generate.output_file import check_order
+from mars_jax.cli.generate.output_file import missing_rows, sampling
 from mars_jax.core.errors import MarsError
 from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
@@ -199,6 +199,7 @@ _SETTINGS = {"version": __version__, "target": "t", "seed": 3}
 _RECORDED = _SETTINGS | {"fingerprints": {"target": "abc"}}
 _FINGERPRINT = digest(json.dumps(_RECORDED, sort_keys=True).encode())
 _ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "tokens": [3], "fingerprint": _FINGERPRINT}
+_ROW["sampling"] = sampling(_REQUEST)
 _OTHERS = damaged({"tokens": [3], "id": 1, "text": "x"}).map(
     lambda own: to_text(_ROW | own if isinstance(own, dict) else own).encode()
 )
@@ -218,7 +219,7 @@ def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
     try:
         file = RowFile(path, _SETTINGS)
         file.start(_RECORDED["fingerprints"])
-        check_order(file, [_REQUEST, _REQUEST])
+        missing_rows(file, [_REQUEST, _REQUEST])
     finally:
         if file is not None:
             file.close()

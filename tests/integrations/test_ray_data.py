@@ -52,7 +52,9 @@ def test_a_seed_of_a_row_replaces_its_id(pair):
     ("columns", "message"),
     [
         ({"prompt": ["a"]}, "no column 'id', only prompt"),
-        ({"id": ["a"], "prompt": ["a"]}, "values other than integers"),
+        ({"id": ["a"], "prompt": ["a"]}, "'id' holds values other than integers"),
+        ({"seed": [None], "prompt": ["a"]}, "'seed' holds values other than integers"),
+        ({"id": [1], "prompt": ["a"], "text": ["a"]}, "a column 'text', which is a name of a result"),
         ({"id": [1]}, "no column 'prompt', only id"),
     ],
 )

@@ -153,6 +153,13 @@ def test_a_path_that_takes_no_file_is_refused(tmp_path):
             RowFile(place, {})
 
 
+def test_settings_of_a_deleted_file_do_not_count(path):
+    write(path, 0)
+    path.unlink()
+    assert b'"id": 1' in write(path, 1, settings={"seed": 1})
+    assert "was begun with seed 1, not 0" in refusal(path)
+
+
 def test_a_run_without_rows_leaves_no_file(path):
     open_file(path).close()
     assert not path.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import resolve
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.requests import Completion, Request
-from mars_jax.serve.rows import RowFile, plain
+from mars_jax.serve.rows import RowFile, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.specs import DraftSpec
 
@@ -54,6 +55,8 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     }
     rule = choices.rule
     settings["verify"] = rule.spec
+    if specs.is_own(rule.spec):
+        settings["rule_source"] = specs.source_digest(rule.spec)
     for name, value in rule.settings.items():
         if value != rule.options[name].default:
             settings[name] = plain(value)
@@ -93,28 +96,39 @@ def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = No
             "seconds": completion.seconds,
             "tokens_per_second": completion.tokens_per_second,
             "rule": rule,
-            "sampling": {name: getattr(request, name) for name in (*SAMPLING, "strict")},
+            "sampling": sampling(request),
         }
         | ({} if run is None else {"run": dict(run)})
         | ({} if completion.log_probs is None else {"log_probs": completion.log_probs._asdict()})
     )
 
 
-def check_order(file: RowFile, requests: Sequence[Request]) -> None:
-    """Raise MarsError unless the rows on file are the first rows of this run, in order.
+def sampling(request: Request) -> dict[str, Any]:
+    """Return the settings of a request that its row records; docs/rows.md has their schema."""
+    return {name: getattr(request, name) for name in (*SAMPLING, "strict")}
 
-    Rows that were joined from several parts may be in another order.
+
+def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
+    """Return the numbers of the requests that have no row on file. The rows may be in any order.
+
+    Raises:
+      MarsError: the file repeats a row, or holds a row of another part of the run.
     """
-    for number, row in enumerate(file.rows, start=1):
-        request = requests[number - 1] if number <= len(requests) else None
-        if request is None or (row.get("id"), row.get("prompt_tokens")) != (
-            request.id,
-            list(request.prompt_tokens),
-        ):
+    numbers: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        key = to_line(
+            {"id": request.id, "prompt_tokens": request.prompt_tokens, "sampling": sampling(request)}
+        )
+        numbers.setdefault(key, []).append(number)
+    for line, row in enumerate(file.rows, start=1):
+        key = to_line({name: row.get(name) for name in ("id", "prompt_tokens", "sampling")})
+        if not numbers.get(key):
             raise MarsError(
-                f"line {number} of '{file.path}' is not row {number} of this run: sort the lines by their id, or "
+                f"line {line} of '{file.path}' repeats another line or belongs to another --part: remove the line, or "
                 "choose another --output."
             )
+        numbers[key].pop(0)
+    return sorted(itertools.chain.from_iterable(numbers.values()))
 
 
 def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:

@@ -13,12 +13,12 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
+from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
-from mars_jax.lab.ticking import ticking
 from mars_jax.specs import RuleChoice
 from mars_jax.specs.own import factory
 
@@ -227,8 +227,13 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         )
         | pair.given(args)
     )
-    decides |= {"weights": fingerprint((target.params, drafter.params), target.path)}
-    with contextlib.closing(open_rows(work, decides)) as rows, ticking("answers") as tick:
+    loaded_rule = load(args.rule.spec, target, **args.rule.settings)
+    decides |= {
+        "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
+        "rule_source": specs.source_digest(args.rule.spec),
+        "judge_source": None if args.judge is None else specs.source_digest(args.judge),
+    }
+    with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
         found = calibration.calibrate(
             decoding,
             problems,
@@ -239,7 +244,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             judge=None if args.judge is None else factory(args.judge, "judge"),
             temperature=args.temperature,
             seed=args.seed,
-            progress=tick,
+            progress=show,
             rows=rows,
         )
         theta = found["value"]
@@ -250,7 +255,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             "theta": "inf" if theta == math.inf else theta,
             "rule": rule,
             "settings": settings,
-            "weights": fingerprints(target, drafter, load(args.rule.spec, target, **args.rule.settings)),
+            "weights": fingerprints(target, drafter, loaded_rule),
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],
             "trials": [{searched: trial.pop("value"), **trial} for trial in found["trials"]],

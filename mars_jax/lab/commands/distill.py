@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mars_jax import __version__, assets, specs
+from mars_jax import assets, specs
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.core.errors import MarsError
@@ -157,7 +157,6 @@ def parser() -> Parser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     kinds = made.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND", prog=made.prog)
     names = [_FLAGS[flag].get("dest") or flag[2:].replace("-", "_") for flag in _FLAGS]
     for name, kind in KINDS.items():

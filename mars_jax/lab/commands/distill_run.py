@@ -26,7 +26,7 @@ from mars_jax.lab.commands import distill_heads
 from mars_jax.lab.commands.distill_features import check_dump, dump_settings
 from mars_jax.lab.commands.distill_systems import SYSTEMS, rewarded
 from mars_jax.lab.commands.training_text import training_text
-from mars_jax.lab.folder import check_writable, claim, studying
+from mars_jax.lab.folder import check_writable, claim, joined_with_folder
 from mars_jax.lab.training import data, distillation
 from mars_jax.lab.training.loop import CHECKPOINTS, refuse_version_0_1
 from mars_jax.lab.training.objectives import divergence
@@ -45,7 +45,7 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
       MarsError: flags that do not fit the models or this machine, or --work is of another run.
     """
     work = args.work or args.output.with_name(args.output.name + "-training")
-    with studying(args, work, out, without=CHECKPOINTS) as (_, folder):
+    with joined_with_folder(args, work, out, without=CHECKPOINTS) as folder:
         _distill(args, folder)
 
 

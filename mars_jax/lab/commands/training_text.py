@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import drafters
+from mars_jax.cli.progress import progress
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.ticking import ticking
 from mars_jax.lab.training import data
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile
@@ -105,12 +105,12 @@ def write_texts(
             for i, prompt, ids in zip(numbers, chosen, result.tokens, strict=True)
         ]
 
-    with contextlib.closing(RowFile(rows, {}, flag="--work")) as file, ticking("texts") as tick:
+    with contextlib.closing(RowFile(rows, {}, flag="--work")) as file, progress("texts") as show:
         file.start()
         # Decode several batches at a time, so that rows refill.
         for first in range(0, count, GROUP * batch_size):
             numbers = range(first, min(first + GROUP * batch_size, count))
             keys = [{"number": i} for i in numbers]
             texts += [row["text"] for row in file.batch(keys, functools.partial(write, numbers))]
-            tick("writing", len(texts), count)
+            show(len(texts), count, "")
     return texts

@@ -9,8 +9,7 @@ import pytest
 from mars_jax.lab.commands.benchmark import main
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots
-from tests.lab.evaluate.conftest import dying_after, read_folder
-from tests.lab.evaluate.test_benchmark import timeless
+from tests.lab.evaluate.conftest import dying_after, read_folder, timeless
 
 PARTS = 4
 PROMPTS = ["the sea", "a story", "of the sun", "and the", "a sea"]
