@@ -15,7 +15,7 @@ from mars_jax.serve.prepare import AnyRule
 try:
     import pyarrow
 except ImportError:
-    raise MarsError('the package ray is not installed: pip install "mars-jax[ray]".') from None
+    raise MarsError("the package ray is not installed: pip install 'ray[data]'.") from None
 
 
 RESULTS = ("text", "tokens", "finish_reason", "tau", "log_probs")

@@ -52,7 +52,7 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
 def _distill(args: argparse.Namespace, work: Path) -> None:
     for package in ("grain", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            raise MarsError(f'distill needs the package {package}: pip install "mars-jax[train]".')
+            raise MarsError(f"distill needs the package {package}: pip install {package}.")
     # Refuse wrong arguments before the models load.
     if args.loss is not None:
         divergence(args.loss)
