@@ -144,7 +144,7 @@ class RowFile:
         """Write one row, and return when it is on disk. NaN and infinities become null.
 
         Raises:
-          MarsError: the disk does not take it.
+          MarsError: the file cannot be written.
         """
         line = to_line({**row, "fingerprint": self.fingerprint})
         with self._writing:
@@ -335,7 +335,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a whole file or nothing, and return when it is on disk under its name.
 
     Raises:
-      OSError: the disk does not take it.
+      OSError: the file cannot be written.
     """
     staged = path.with_name(f"{path.name}.partial")
     try:

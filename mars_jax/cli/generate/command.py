@@ -47,7 +47,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    # From here on jax loads; what is above answers at once.
+    # Importing jax takes seconds, so checks that do not need it come first.
     from mars_jax.cli.host_flags import joined
 
     keep_compilations()
@@ -83,7 +83,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             job = open_job(args, choices, share)
         if file is not None:
             file.start(fingerprints(job.session, choices.draft))
-        # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
+        # Replace characters that the locale cannot encode. JSON is always UTF-8.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
         if args.compare:

@@ -1,4 +1,4 @@
-"""From flags to what the API takes: requests, and a session to decode them. The cheap checks come first."""
+"""The requests and the session that the flags of `generate` describe. Cheap checks come first."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
-"""Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
+"""Prompts that are tokenized together: enough for all cores, and few enough to report progress."""
 
 
 SHORT = 3
-"""Length of a chain on a CPU, unless asked for: there nodes cost, and with none it is two sizes that compile."""
+"""Default length of a chain on a CPU, where nodes are expensive. Only this length and 0 compile."""
 
 
 class Decoding:
@@ -81,8 +81,8 @@ class Decoding:
         refining = self._job.refining
         for index, completion in self._queue:
             if refining is not None:
-                assert isinstance(self._queue, Queue)  # a draft made elsewhere does not learn: `applies`
-                # Its time counts: it is time that the next prompt waits.
+                assert isinstance(self._queue, Queue)  # `applies` refuses --refine with --draft-device
+                # Training time counts, because the next prompt waits for it.
                 completion = refining.see(completion, self._queue)
             early[index] = completion
             self.seconds += time.perf_counter() - began
@@ -98,20 +98,20 @@ class Job:
 
     session: Session
     requests: list[Request]
-    drafts: bool  # whether anything is proposed at all
-    simulated: bool = False  # the text means nothing
-    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what its rows say of it
-    numbers: Sequence[Mapping[str, Any]] = ()  # of the rule, where prompts chose them
+    drafts: bool  # False for --draft none
+    simulated: bool = False  # acceptance is simulated, so the text is meaningless
+    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `run` of its rows
+    numbers: Sequence[Mapping[str, Any]] = ()  # settings of the rule by prompt, for prompts that choose them
     finished: list[Completion] = dataclasses.field(default_factory=list)
-    refining: Any = None  # of `--refine`: sees each completion, and describes what it learned
+    refining: Any = None  # for --refine: trains the draft on each completion, and describes the result
 
     def run_of(self, index: int) -> dict[str, Any]:
-        """Return the JSON values that tell the row of prompt `index` from those of other runs."""
-        own = plain(self.numbers[index]) if self.numbers else {}
-        return dict(self.run) | {"settings": self.run["settings"] | own}
+        """Return the settings that distinguish the row of prompt `index` from those of other runs, as JSON values."""
+        numbers = plain(self.numbers[index]) if self.numbers else {}
+        return dict(self.run) | {"settings": self.run["settings"] | numbers}
 
     def batches(self) -> Iterator[Batch]:
-        """Return the requests, a batch at a time."""
+        """Iterate over the requests in batches."""
         return self.session.batches(self.requests)
 
     def decode(self, order: Sequence[int] | None = None, *, hold: bool = True) -> Decoding:
@@ -119,7 +119,7 @@ class Job:
         return Decoding(self, range(len(self.requests)) if order is None else order, hold)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
-        """Decode one batch step by step; its time holds no compilation."""
+        """Decode one batch step by step. Reported times exclude compilation."""
         return self._noted(batch.session.stream(batch.requests))
 
     def _noted(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -129,7 +129,7 @@ class Job:
             yield event
 
     def check_finite(self) -> None:
-        """Raise MarsError where prompts failed; their rows are written by then."""
+        """Raise MarsError if prompts failed. Their rows are already written."""
         check_finite(self.session.target, self.finished)
 
     @property
@@ -139,7 +139,7 @@ class Job:
 
     @functools.cached_property
     def plain_step(self) -> float:
-        """Seconds of a step without a draft over the first batch's rows, measured once."""
+        """Seconds of a step without a draft for the first batch, measured once."""
         batch = next(self.session.batches(self.requests))
         return batch.session.plain_step_seconds(batch.requests)
 
@@ -150,16 +150,16 @@ def open_job(
     rows: Sequence[PromptRow],
     target: Pretrained | None = None,
 ) -> Job:
-    """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
+    """Check prompts and vocabularies with configs and tokenizers only, then load the weights.
 
     Args:
       args: the flags.
-      choices: of the flags.
+      choices: the resolved defaults of the flags.
       rows: the prompts.
-      target: of an earlier job of the same flags, which is then not loaded again.
+      target: the target of an earlier job with the same flags, to avoid loading it again.
 
     Raises:
-      MarsError: anything wrong with the checkpoints, the rule or the prompts.
+      MarsError: the checkpoints, the rule or the prompts are invalid.
     """
     sketch = target or hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
@@ -172,12 +172,13 @@ def open_job(
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = target or open_target(args, sketch)
     if target.mesh is not None:
-        rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
+        # Place the weights of the rule on the target's mesh.
+        rule = load_rule(choices.rule, target, rows)
     varies = choices.draft_size == "auto"
     length = args.num_draft_tokens
     if choices.draft_size == "usual" and jax.default_backend() == "cpu":
         varies, length = True, length or SHORT
-    asked: dict[str, Any] = {"num_draft_tokens": length, "dtype": args.dtype}
+    options: dict[str, Any] = {"num_draft_tokens": length, "dtype": args.dtype}
     size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
     if args.draft_device is None:
         drafter = drafters.load(
@@ -188,10 +189,10 @@ def open_job(
             draft_size="auto" if varies else "fixed",
             any_rule=bool(args.any_rule),
             head_embed=args.head_embed or "own",
-            **asked,
+            **options,
         )
     else:
-        drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **asked)
+        drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **options)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
     if draft.row.copies and not (choices.rule.row.lossless or args.compare) and hosts.is_first():
@@ -227,25 +228,25 @@ def open_job(
 
 
 def _dtype(params: Any) -> str:
-    """Return the dtype of the weights: int8 or int4 where matrices are in so many bits, else that of the numbers."""
+    """Return the narrowest dtype of the weights: int4, int8 or a floating-point type."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
-    found = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
-    return next((name for name in specs.DTYPES[::-1] if name in found), "")
+    dtypes = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
+    return next((name for name in specs.DTYPES[::-1] if name in dtypes), "")
 
 
 def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
-    """Return the rule, the numbers that rows choose for themselves as one for each prompt."""
+    """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
     chosen = dict.fromkeys(name for row in rows for name in row.numbers)
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
-    own = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
-    for name, values in own.items():
+    per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
+    for name, values in per_row.items():
         if None in values:
             raise rows[values.index(None)].error(f"it has no {name}, which other rows have: give it one too.")
-    return verify.load(choice.spec, target, **{**choice.settings, **own})
+    return verify.load(choice.spec, target, **{**choice.settings, **per_row})
 
 
 def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
-    """Check that tau is within the tokens that a draft gives a step at most."""
+    """Check that tau is at most the number of tokens that a step can give."""
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > most:
@@ -254,13 +255,13 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
-    """Tokenize requests. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
+    """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
 
-    All of them before weights are loaded, and not as they are decoded: a prompt that is too long is to be named in the
-    first seconds, and not after hours of work.
+    This happens before weights are loaded, so that a prompt that is too long is reported in the first seconds and not
+    after hours of work.
 
     Raises:
-      MarsError: a prompt that the model cannot take, by its line.
+      MarsError: the model cannot take a prompt, whose line the message names.
     """
     names = [
         *(name for name, setting in specs.REQUEST.items() if setting.per_row),
@@ -275,55 +276,57 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     numbers = range(first, first + step * len(rows), step)
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
-        if own := [name for name in CONSTRAINTS if name in row.settings]:
-            settings |= {name: None for name in CONSTRAINTS if name not in own}
+        if row_constraints := [name for name in CONSTRAINTS if name in row.settings]:
+            # The constraint of a row replaces that of the flags.
+            settings |= {name: None for name in CONSTRAINTS if name not in row_constraints}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
             settings["relax_constrained"] = True
         try:
             chat = bool(args.chat or row.messages)
-            [made] = request.make_requests(
+            [made_request] = request.make_requests(
                 target, [tokens], chat=chat, ignore_eos=args.ignore_eos, **settings
             )
-            request.check_request(target, made)
+            request.check_request(target, made_request)
         except MarsError as error:
             raise row.error(error) from None
         name = number if row.id is None else row.id
-        requests.append(dataclasses.replace(made, prompt=row.prompt, messages=row.messages, id=name))
+        requests.append(dataclasses.replace(made_request, prompt=row.prompt, messages=row.messages, id=name))
     return requests
 
 
 def _tokens(
     target: Pretrained, rows: Sequence[PromptRow], args: argparse.Namespace
 ) -> Iterator[Sequence[int]]:
-    """Yield the token ids of each prompt, a chunk at a time, each chunk on all cores.
+    """Yield the token ids of each prompt. Each chunk of prompts is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt that cannot be tokenized, by its line.
+      MarsError: a prompt cannot be tokenized. The message names its line.
     """
     with activity.doing("tokenizing") as going:
         pace = Pace(len(rows))
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
-            texts = [given for row in chunk if (given := row.prompt or row.messages) is not None]
-            how = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
+            texts = [text for row in chunk if (text := row.prompt or row.messages) is not None]
+            options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
             try:
-                found = iter(target.encode_many(texts, **how) if texts else ())
+                encoded = iter(target.encode_many(texts, **options) if texts else ())
             except MarsError:
-                found = None  # one of them is at fault, and is to be named
+                # Encode the rows one by one, to name the one that fails.
+                encoded = None
             for row in chunk:
-                yield row.tokens or _one(target, row, found, how)
+                yield row.tokens or _encode(target, row, encoded, options)
             pace.done += len(chunk)
             going.detail = f"{pace.describe()} prompts"
 
 
-def _one(
-    target: Pretrained, row: PromptRow, found: Iterator[list[int]] | None, how: dict[str, Any]
+def _encode(
+    target: Pretrained, row: PromptRow, encoded: Iterator[list[int]] | None, options: dict[str, Any]
 ) -> list[int]:
-    if found is not None:
-        return next(found)
-    given = row.prompt or row.messages
-    assert given is not None
+    if encoded is not None:
+        return next(encoded)
+    text = row.prompt or row.messages
+    assert text is not None
     try:
-        return target.encode(given, **how)
+        return target.encode(text, **options)
     except MarsError as error:
         raise row.error(error) from None

@@ -24,7 +24,7 @@ from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
-"""Keys that say what a text is to be, at most one in a row."""
+"""Keys that constrain the text, at most one per row."""
 SPANS = ("relax_in", "strict_in")
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (
@@ -34,15 +34,15 @@ _KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRow:
-    """One prompt, as text or as token ids, and what it chooses for itself."""
+    """One prompt, as text or as token ids, with its own settings."""
 
     where: str  # for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation
     tokens: tuple[int, ...] | None = None
     id: str | int | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the request
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the rule
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the request
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the rule
 
     @property
     def given(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
 def _of_dataset(
     path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
 ) -> Iterator[PromptRow]:
-    """Yield the rows of a dataset. It is another's, so a row is its prompt and id, and the rest is named once."""
+    """Yield the rows of a dataset. Only prompts and ids are read, and a note names the other columns."""
     other: dict[str, None] = {}
     for where, values in columns:
         found = [key for key in _PROMPTS if values.get(key) is not None]
@@ -161,14 +161,14 @@ def _of_dataset(
 
 
 def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
-    # The index that pandas writes, and its whole numbers, which become floats where one of a column is null.
+    # Drop the index that pandas writes. Pandas also turns integers into floats if a value of the column is null.
     given = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
     whole = {key: int(x) for key, x in given.items() if isinstance(x, float) and x.is_integer()}
     return _checked(_from_fields(given | whole, PromptRow(where=where), rule))
 
 
 def _given(value: Any) -> Any:
-    """Leave nulls out: every row of a table has every column, and every struct in it every field."""
+    """Remove nulls, since every row of a table has all columns and every struct all fields."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -196,7 +196,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 jsonl = text.lstrip().startswith("{")
             try:
                 row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
-            except RecursionError:  # of the parser, or of what then looks at the values
+            except RecursionError:  # in the parser or in a check of the values
                 raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
             yield _checked(row)
 
@@ -225,7 +225,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            # JSON can name half of a surrogate pair, which no file and no terminal takes.
+            # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
         except TypeError:  # a date or bytes, of a table
             raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
@@ -304,7 +304,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
-    """Explain why a key is none of a row."""
+    """Explain why a row cannot have a key."""
     if name in rule.options:
         return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
     if any(name in row.settings for row in specs.RULES.values()):

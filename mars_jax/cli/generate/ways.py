@@ -43,7 +43,7 @@ def _show(
     *,
     chat: bool,
 ) -> list[Completion]:
-    # A prompt shows up with its first tokens: weights that give none leave stdout empty.
+    # Print a prompt with its first tokens, so that stdout stays empty if the model gives none.
     shown, done = None, []
     for event in _row_by_row(events):
         if event.completion is not None and not event.completion.tokens:
@@ -62,19 +62,19 @@ def _show(
 
 
 def _stop_if_all_failed(job: Job, done: list[Completion]) -> None:
-    """Raise MarsError if all failed: the next batch would fail as well, and there is nothing to show."""
+    """Raise MarsError if the whole batch failed, because the next batch would fail too."""
     if all(completion.finish_reason == "failed" for completion in done):
         job.check_finite()
 
 
 class StepClock:
-    """The time of steps that are streamed, from the first to the last of a batch, and how many they were."""
+    """The number of streamed steps and their time, from the first to the last step of each batch."""
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
 
     def timed(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-        """Yield the events of one batch. The first step ends the prefill, and does not count."""
+        """Yield the events of one batch. The first step includes the prefill and is not counted."""
         first, now, steps = None, 0.0, 0
         for event in events:
             now = time.perf_counter()
@@ -86,15 +86,15 @@ class StepClock:
 
 
 def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
-    """Say how fast drafting was beside plain decoding, and where it lost what to try; "" where nothing was drafted.
+    """Describe the speed of drafting relative to plain decoding. Return "" if nothing was drafted.
 
-    A step gives tau tokens where a plain one gives one; both are timed as they are streamed.
-    One timing on a busy machine may be wrong, so a loss is to be looked at again.
+    A step gives tau tokens and a plain step gives one. Both are timed while they stream. On a busy machine the timing
+    may be wrong, so the message suggests --compare before --draft none.
     """
     if not (job.drafts and clock.steps and clock.seconds):
         return ""
     plain = job.plain_step
-    # A step with a draft is no shorter than a plain one, whatever a busy machine says.
+    # A step with a draft cannot be shorter than a plain one. Only noise makes it appear so.
     ratio = total(done).tau * min(1.0, plain * clock.steps / clock.seconds)
     said = f"{ratio:.2f}x the speed of plain decoding, whose step takes {1e3 * plain:.3g} ms here"
     if ratio >= 0.97:
@@ -180,7 +180,7 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
         _print_line(comparison, out)
         return
     screen = console(out)
-    # A pipe has no width, and must not cut the table to that of some terminal.
+    # A pipe has no width, so use a fixed one.
     screen.print(to_table(comparison), width=None if screen.is_terminal else 100)
 
 
@@ -209,7 +209,7 @@ def _report(
     colours: bool = False,
     worth: str = "",
 ) -> None:
-    """Print totals on stderr, so that stdout stays the text; and what a draft was worth."""
+    """Print totals and the speed of the draft on stderr, so that stdout holds only text."""
     seconds = max(seconds, 1e-9)
     screen = _errors()
     screen.print()
