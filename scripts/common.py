@@ -34,7 +34,7 @@ PLACES = ("environment", "made", "machine")
 class Origin(NamedTuple):
     """The run of a report, or what git history knows of it if the run did not record its commit."""
 
-    date: str | None  # of the run
+    date: str | None  # when it ran
     commit: str
     committed: str | None  # when the figures entered the history; None if the commit is the run's own
     machine: str | None
@@ -213,7 +213,7 @@ class Worker:
         self._process.wait()
 
     def answer(self) -> Any:
-        """What it says next."""
+        """Return the next line of the process, as JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -221,7 +221,7 @@ class Worker:
         return json.loads(line)
 
     def ask(self, line: str = "go") -> Any:
-        """What it answers to a line."""
+        """Send a line and return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

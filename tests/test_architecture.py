@@ -34,7 +34,7 @@ RINGS = {
     "integrations": {"library", "integrations"},
     "lab": {"library", "contrib", "lab"},
 }
-"""Which rings a ring may import. The library reaches the others by name alone: through its tables and `cli.extras`."""
+"""Rings that a ring may import. The library reaches the others by name, through `specs.factory` and `cli.commands`."""
 
 
 def imported(path):

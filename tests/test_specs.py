@@ -269,7 +269,7 @@ def test_every_draft_is_known_and_has_its_test_and_its_figure():
     assert {(pair.target, pair.draft) for pair in found} >= set(models.FIGURES)
     for figure in models.FIGURES.values():
         tau, page = re.fullmatch(r"tau ([\d.]+), (.*)", figure).groups()
-        assert re.search(rf"^\|.* {tau} .*\|$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert f" {tau} " in (ROOT / page).read_text(encoding="utf-8").replace(";", " ")
 
 
 def test_the_page_of_heads_is_the_table():

@@ -18,7 +18,7 @@ COMMANDS = {
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
     "models": "list the models that have a short name, and which of them are here",
     "pairs": "say what can draft for a model",
-    "convert": "convert a checkpoint into Orbax arrays, cast or quantised once",
+    "convert": "convert a checkpoint once to another dtype, also int8 and int4",
     "plan": "compile a decode step for TPU slices ahead of time, without a TPU",
     "check": "check kernels, tokens and speed on the device that is there",
     "lm_eval": "run lm-evaluation-harness with drafts and rules",
@@ -63,7 +63,6 @@ def completion(shell: str) -> str:
     shtab = importlib.import_module("shtab")
     names = {"RULE": list(specs.RULES), "DRAFT": list(specs.DRAFTERS)}
     made = Parser(prog="mars-jax")
-    made.add_argument("--version", action="store_true", help="print the version")
     commands = made.add_subparsers()
     for name, does in COMMANDS.items():
         own = parser_of(name)
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
-    """Print what is asked of `mars-jax` itself."""
+    """Print the help, version or completion of `mars-jax` itself, or refuse an unknown command."""
     name, *rest = given or ["--help"]
     if name in ("-h", "--help"):
         lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]

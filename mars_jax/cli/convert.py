@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import __version__, specs
+from mars_jax import specs
 from mars_jax.cli import signals
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import passing_bars
+from mars_jax.cli.progress import progress
 from mars_jax.core.errors import say
 
 _DESCRIPTION = """\
@@ -32,7 +32,6 @@ what was left. Figures go to stderr; bad input ends with exit code 2.
 def parser() -> Parser:
     """Make the parser."""
     made = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(
         "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
     )
@@ -52,34 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    # From here on jax loads; what is above answers at once.
+    # jax loads from here on.
     import jax
-    from rich.progress import DownloadColumn, TransferSpeedColumn
 
     from mars_jax import hub
     from mars_jax.hub.durable import staging_path
 
-    jax.config.update("jax_platforms", "cpu")  # it computes nothing, and others may need the accelerator
+    jax.config.update("jax_platforms", "cpu")  # leave the accelerator to other processes
     began, size = time.perf_counter(), 0
     place = staging_path(args.destination)
 
     def leftover() -> str:
         return f": the same command removes '{place}' and starts again." if place.exists() else ""
 
-    with (
-        signals.ending(leftover),
-        passing_bars("converting", DownloadColumn(), TransferSpeedColumn()) as (going, bars),
-    ):
-        task = bars.add_task("writing", total=None)
+    with signals.ending(leftover), progress("converting") as show:
 
-        def progress(written: int) -> None:
+        def count(written: int) -> None:
             nonlocal size
             size += written
-            bars.advance(task, written)
-            going.detail = f"{size / 1e9:.2f} GB written"
+            show(size, None, f"{size / 1e9:.2f} GB written")
 
         made = hub.convert(
-            args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=progress
+            args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=count
         )
     seconds = time.perf_counter() - began
     say(

@@ -31,7 +31,7 @@ HEAD_EMBED_HELP = (
 NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 
 SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
-"""Settings that say how a prompt is sampled."""
+"""Sampling settings of a prompt."""
 
 
 def flag_of(name: str) -> str:

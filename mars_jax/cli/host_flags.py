@@ -1,4 +1,4 @@
-"""The flags --coordinator, --num-processes and --process-id: several processes of which one prints."""
+"""Commands that run in several processes: the first one prints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mars_jax.placement import hosts
 
 @contextlib.contextmanager
 def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str]]:
-    """Join the other processes of the run, if it has a mesh; give the stream that this one is to print to.
+    """Join the other processes of a run with a mesh, and yield the output stream of this process.
 
     Raises:
-      MarsError: as `hosts.connect`; other flags or prompts than theirs; or one of them failed.
+      MarsError: as `hosts.connect`; flags or prompts differ between processes; or another process failed.
     """
     if args.mesh is None:
         yield out
@@ -43,12 +43,12 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
 
 @contextlib.contextmanager
 def _printing(out: IO[str]) -> Iterator[IO[str]]:
-    """Give the stream to print to: `out` in the first process, else none. Output around Python goes to stderr."""
+    """Yield `out` in the first process, and a null stream in others. Output of C libraries goes to stderr."""
     if not jax.distributed.is_initialized():
         yield out
         return
     with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as place:
-        os.dup2(2, out.fileno())  # Gloo, of CPU devices, says on stdout whom it is connected to
+        os.dup2(2, out.fileno())  # Gloo, the collectives of CPU devices, prints its connections
         if hosts.is_first():
             yield place
             return

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax import __version__
 from mars_jax.cli.program import Parser, command
 from mars_jax.specs.models import MODELS, ModelRow, drafts_for
 
@@ -29,7 +28,6 @@ Hugging Face hub, so that it needs no network) or obtainable. mars-jax pairs has
 def parser() -> Parser:
     """Make the parser."""
     made = Parser(prog="mars-jax models", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument("--json", action="store_true", help="print one JSON array")
     return made
 

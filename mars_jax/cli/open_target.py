@@ -1,4 +1,4 @@
-"""The mesh and the target, with its weights, that --target, --dtype, --mesh and --no-check name; if a draft fits it."""
+"""Open the target and the mesh that flags name, and check that a draft fits the target."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mars_jax.specs import DraftSpec
 
 
 def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
-    """Load the weights of a target whose outline is known.
+    """Load the weights of a target.
 
     Raises:
-      MarsError: as `hub.load` and `open_mesh`; or --no-check was given, and there is nothing to check.
+      MarsError: as `hub.load` and `open_mesh`; or --no-check is given for a target without checksums.
     """
     if args.no_check and not is_converted(sketch.path):
         raise MarsError(
@@ -44,7 +44,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
-    """Open the mesh that --mesh names; say on stderr which arrays of the model do not divide over it.
+    """Open the mesh that --mesh names. Print notes about arrays that do not divide over it.
 
     Raises:
       MarsError: as `parse_mesh` and `hosts.check_mesh`.
@@ -59,7 +59,7 @@ def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
 
 
 def check_file(path: str, shown: str) -> None:
-    """Raise MarsError where there is no file that can be read.
+    """Raise MarsError if there is no such file.
 
     Args:
       path: of the file, or of a pipe.
@@ -70,11 +70,10 @@ def check_file(path: str, shown: str) -> None:
 
 
 def check_draft(target: Pretrained, draft: DraftSpec) -> None:
-    """Check without weights that what a draft names is there, and that a model can draft for the target; say on stderr
-    if it does so with another tokenizer.
+    """Check without weights that a draft exists and fits the target. Print a note if its tokenizer differs.
 
     Raises:
-      MarsError: as `hub.outline` and `shared_tokens`, or it is not there.
+      MarsError: as `hub.outline` and `shared_tokens`, or the draft does not exist.
     """
     path = draft.path
     if draft.kind != "model":

@@ -1,4 +1,4 @@
-"""`mars-jax pairs`: what can draft for a model."""
+"""`mars-jax pairs`: drafts for a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax import __version__
 from mars_jax.cli.model_list import print_columns
 from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError, did_you_mean
@@ -34,7 +33,6 @@ In the column "loads":
 def parser() -> Parser:
     """Make the parser."""
     made = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(
         "target",
         metavar="TARGET",

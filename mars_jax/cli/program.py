@@ -1,4 +1,4 @@
-"""Parts that every command has around its work: exit codes, one sentence for bad input, a cache of compilations."""
+"""The frame of every command: parser, exit codes, one sentence for bad input, compilation cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
@@ -30,25 +31,23 @@ PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Fills the paragraphs of a description to the width, but for those with indented lines, such as examples."""
+    """Fills the paragraphs of a description to the width, except those with indented lines, such as examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        def filled(paragraph: str) -> str:
-            if re.search(r"^ ", paragraph, re.MULTILINE):
-                return paragraph
-            return textwrap.fill(paragraph, width, break_on_hyphens=False)
-
-        return textwrap.indent("\n\n".join(map(filled, text.strip("\n").split("\n\n"))), indent)
+        paragraphs = text.strip("\n").split("\n\n")
+        for i, paragraph in enumerate(paragraphs):
+            if not re.search(r"^ ", paragraph, re.MULTILINE):
+                paragraphs[i] = textwrap.fill(paragraph, width, break_on_hyphens=False)
+        return "\n\n".join(paragraphs)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of every command. The paragraphs of its description are as wide as the terminal.
+    """Parser of every command. It accepts no abbreviations, because a later flag would change their meaning.
 
-    An abbreviation, whose meaning the next flag would change, is no flag. `--help GROUP` explains the flags of a
-    group, whose title is one word.
+    `--help GROUP` explains the flags of one group.
 
     Args:
-      short: what `--help` shows, by the names of the arguments; `--help-all` then shows all. None: `--help` does.
+      short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
       options: of argparse.
     """
 
@@ -65,11 +64,12 @@ class Parser(argparse.ArgumentParser):
             shown = "the flags" if short is None else "what most people need"
             told = f"explain {shown}, or those of a GROUP"
             self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=told)
+            self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
         if add_help and short is not None:
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
 
     def format_short(self) -> str:
-        """Return the help of what most people need; of each text the part before its first semicolon."""
+        """Return the help of the `short` flags. It cuts each text at the first semicolon."""
         if self._short is None:
             return self.format_help()
         made = self._get_formatter()
@@ -114,14 +114,14 @@ class Parser(argparse.ArgumentParser):
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here what is unknown, since the parser above a subcommand does not know which flags are near."""
+        """Refuse unknown flags here, because only the parser of the subcommand knows the similar ones."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Raise one sentence, as for every other error, in place of argparse's usage block."""
+        """Raise MarsError instead of printing the usage of argparse."""
         near = self._near(message)
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
@@ -143,7 +143,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:
-        """Return the flag or the choice that was probably meant, told from argparse's words."""
+        """Return a hint at a similar flag or choice, based on the message of argparse."""
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print a help and exit: a short one or that of a GROUP where it may take one, else all."""
+    """Print the short help, the help of a GROUP, or with `nargs=0` the full help, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
@@ -179,7 +179,7 @@ def command(
 ) -> int:
     """Run `run(parse(argv), stdout)`; returns the exit code.
 
-    `parse` answers at once, and may print, as --help does. jax loads in `run`, whose result is what it writes.
+    `parse` must not import jax, and may print, as for --help. `run` writes the result to stdout.
     """
 
     def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:
@@ -213,7 +213,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     out: Any = _Checked(sys.stdout)
     try:
         # Output of libraries must not mix with the result.
-        with contextlib.redirect_stdout(sys.stderr), _flushed(out), _one_line_warnings():
+        with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
             _check_switch()
             try:
                 run(argv, out)
@@ -223,6 +223,8 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
 
                     hosts.check_devices()
                 raise
+            finally:
+                out.flush()
     except MarsError as error:
         if isinstance(error, _Lost):
             _discard(out)
@@ -270,28 +272,28 @@ def _one_line_warnings() -> Iterator[None]:
 
 
 class _Lost(MarsError):
-    """An error: printed output does not arrive."""
+    """Stdout cannot be written."""
 
 
 class _Checked:
-    """A stdout whose failures say that it was stdout. None stands for one that the caller closed."""
+    """A stdout whose errors name stdout. `inner` is None if the caller closed it."""
 
     def __init__(self, inner: IO[str] | None):
         self._inner = inner
 
     def write(self, text: str) -> int:
-        with self._told():
+        with self._errors():
             if self._inner is None:
                 raise OSError(errno.EBADF, "it is closed")
             return self._inner.write(text)
 
     def flush(self) -> None:
-        with self._told():
+        with self._errors():
             if self._inner is not None:
                 self._inner.flush()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:  # the reader has had enough
@@ -303,24 +305,13 @@ class _Checked:
         return getattr(self._inner, name)
 
 
-@contextlib.contextmanager
-def _flushed(out: IO[str]) -> Iterator[None]:
-    """Flush the buffer at the end, also after --help, which exits: a failure to write is a failure of the command."""
-    try:
-        yield
-    except SystemExit:
-        out.flush()
-        raise
-    out.flush()
-
-
 def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed too
         say(sentence)
 
 
 def keep_compilations() -> None:
-    """Keep what XLA compiles between runs, in the user's cache folder unless JAX is told where.
+    """Keep compiled programs between runs, by default in the user's cache folder.
 
     JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
     """
@@ -331,6 +322,6 @@ def keep_compilations() -> None:
 
 
 def _discard(out: IO[str]) -> None:
-    """Let the flush at exit go nowhere, rather than complain about the closed pipe."""
+    """Send the flush at exit to /dev/null, because stdout is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

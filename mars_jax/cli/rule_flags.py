@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from mars_jax import specs
-from mars_jax.cli import extras
 from mars_jax.cli.flags import flag_of
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import Given, RuleChoice, Setting, choose
@@ -79,7 +78,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
       MarsError: as `named`, or as `lab.theta.rule_of_file`.
     """
     if "theta" in given and not is_number(given["theta"].text):
-        return extras.call("--theta", spec, given)
+        return specs.factory("mars_jax.lab.theta:rule_of_file")(spec, given)
     return named(spec or default, given), None
 
 
@@ -184,13 +183,13 @@ def print_drafters(out: IO[str], *, as_json: bool) -> None:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
         return
     for row in rows:
-        can = [
-            ("trees", row.trees),
-            ("dynamic trees", row.dynamic),
-            ("rejection with its true q", row.samples),
-        ]
-        can += [("draft_stop", row.stops)]
-        what = ", ".join(name for name, has in can if has) or "no trees"
+        can = {
+            "trees": row.trees,
+            "dynamic trees": row.dynamic,
+            "rejection with its true q": row.samples,
+            "draft_stop": row.stops,
+        }
+        what = ", ".join(name for name, has in can.items() if has) or "no trees"
         length = "a dynamic tree" if row.grows else f"{row.length} tokens" if row.length else None
         default = f"; default: {length}" if length else ""
         print(f"{row.spec}: {row.help}\n  {what}{default}{f'; {row.paper}' if row.paper else ''}", file=out)

@@ -1,7 +1,4 @@
-"""The names of long parts of the work, while they run, so that a command can tell its user what takes so long.
-
-Nothing here imports jax.
-"""
+"""Names of long-running parts of the work, so that a command can print what takes so long. No jax."""
 
 from __future__ import annotations
 
@@ -13,56 +10,39 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass
 class Activity:
-    """One thing that is being done; `detail` may change while it is."""
+    """One running part; `detail` may change while it runs."""
 
     name: str
     detail: str = ""
     began: float = dataclasses.field(default_factory=time.monotonic)
 
-    def describe(self, now: float) -> str:
-        """In words, with the seconds that it has taken where it has nothing else to say."""
-        return f"{self.name}: {self.detail}" if self.detail else f"{self.name} ... ({now - self.began:.0f} s)"
 
-
-_going: list[Activity] = []
+_running: list[Activity] = []
 
 
 @contextlib.contextmanager
-def doing(name: str, detail: str = "") -> Iterator[Activity]:
-    """Name what is done inside. Also a decorator, of a function that is such a part.
-
-    >>> with doing("prompts", "3 of 9"), doing("compiling"):
-    ...     describe()
-    'prompts: 3 of 9; compiling ... (0 s)'
-    """
-    activity = Activity(name, detail)
-    _going.append(activity)
+def doing(name: str) -> Iterator[Activity]:
+    """Name the work inside the block, or in a function that this decorates."""
+    activity = Activity(name)
+    _running.append(activity)
     try:
         yield activity
     finally:
-        _going.remove(activity)
-
-
-def details(within: Activity) -> str:
-    """Describe what is being done inside of an activity, of what says how far it is; "" where nothing does.
-
-    >>> with doing("loading") as going, doing("downloading", "3 of 9 MB"):
-    ...     details(going)
-    'downloading: 3 of 9 MB'
-    """
-    inside = [one for one in _going[_going.index(within) + 1 :] if one.detail]
-    return "; ".join(one.detail if one.name == within.name else f"{one.name}: {one.detail}" for one in inside)
+        _running.remove(activity)
 
 
 def describe() -> str:
-    """Describe everything that is being done, the widest first and each name once; "" where nothing has a name.
+    """Describe everything that runs, the outermost first and each name once. Without a detail, give the seconds.
 
-    >>> with doing("compiling"), doing("compiling"):
+    >>> with doing("prompts") as prompts, doing("compiling"), doing("compiling"):
+    ...     prompts.detail = "3 of 9"
     ...     describe()
-    'compiling ... (0 s)'
+    'prompts: 3 of 9; compiling ... (0 s)'
     """
-    now, told = time.monotonic(), {}
-    for activity in list(_going):
-        if activity.name not in told or activity.detail:
-            told[activity.name] = activity
-    return "; ".join(activity.describe(now) for activity in told.values())
+    texts = {}
+    for one in list(_running):
+        if one.detail:
+            texts[one.name] = f"{one.name}: {one.detail}"
+        else:
+            texts.setdefault(one.name, f"{one.name} ... ({time.monotonic() - one.began:.0f} s)")
+    return "; ".join(texts.values())

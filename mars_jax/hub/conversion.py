@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
 from mars_jax.hub.config_json import read_json, to_json, write_json
 from mars_jax.hub.converted import FIELDS, MANIFEST, WEIGHTS, file_name, is_converted
-from mars_jax.hub.durable import check_place, staging, sync, sync_directory, writing
+from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
@@ -55,6 +55,7 @@ def convert(
     PosixPath('qwen3-235b')
     """
     specs.check_dtype(dtype)
+    refuse_url(destination)
     target = Path(os.path.abspath(expanded(destination)))
     with writing(target):
         _check_free(target, overwrite)

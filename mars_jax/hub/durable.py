@@ -29,17 +29,21 @@ def writing(target: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Raise MarsError if a path is a URL, before `Path` removes one of its slashes."""
+    if "://" in os.fspath(path):
+        raise MarsError(f"'{path}' is a URL: name a local directory, and copy it to the store afterwards.")
+
+
 def check_place(target: str | os.PathLike[str]) -> None:
     """Create the parent directory of `target`, and check that it can be written to.
 
     Only a trial shows this: for root, /proc appears to be writable.
 
     Raises:
-      MarsError: it cannot, or `target` is a URL.
+      MarsError: it cannot.
     """
     path = Path(target)
-    if "://" in os.fspath(target):
-        raise MarsError(f"'{target}' is a URL: name a folder of this machine, and copy it when it is done.")
     with writing(target):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent):

@@ -14,7 +14,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json, write_json
-from mars_jax.hub.durable import check_place, staging, sync, sync_directory, writing
+from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized
 from mars_jax.models.weights import Weight, get, weights
@@ -55,6 +55,7 @@ def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
       MarsError: it is in use, and `overwrite` does not allow that; or nothing can be written there.
     """
     check_path(path)
+    refuse_url(path)
     target = Path(path)
     with writing(target):
         used = target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite))

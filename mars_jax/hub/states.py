@@ -1,6 +1,6 @@
 """A running `DecodeState` on disk: saved between two steps, restored in another process, on another mesh.
 
-Oracle: the same rows decoded without a break (tests/hub/test_states.py).
+Oracle: the same rows decoded without a break (tests/core/test_steps_by_the_piece.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mars_jax.hub.durable import writing
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
     """Write a running state as an Orbax checkpoint, all or nothing: tokens, caches, keys and the rule's numbers.
 
-    In a run of several processes all of them call it. Weights are not in it, and neither is the structure: the rule,
-    the drafter and the shapes are the program's, which restores it with a state of the same structure.
+    In a run of several processes all of them call it. The checkpoint has no weights and no structure: to restore it, a
+    program needs a state of the same rule, drafter and shapes.
 
     Args:
       path: of a directory that does not exist.
       state: between two steps.
 
     Raises:
-      MarsError: there is something at `path`, or the disk does not take it.
+      MarsError: `path` exists or cannot be written.
     """
     check_path(path)
     if Path(path).exists():
@@ -50,12 +50,12 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
 
 
 def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeState:
-    """Restore what `save_state` wrote, on the devices that `like` has it on.
+    """Restore a saved state, on the devices of `like`.
 
     Args:
       path: the directory.
-      like: a state of the same decoder and shapes: another one, whose numbers do not matter, or what
-        `jax.eval_shape` of `Decoder.init` gives; `jax.ShapeDtypeStruct`s with shardings say where arrays go.
+      like: a state of the same decoder and shapes, whose values do not matter. The result of `jax.eval_shape` of
+        `Decoder.init` will do; the shardings of its `jax.ShapeDtypeStruct`s place the arrays.
 
     Raises:
       MarsError: the checkpoint cannot be read, or is of another structure or of other shapes.
@@ -76,7 +76,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
             restored = checkpointer.restore(Path(path).absolute(), named)
     except (
         Exception
-    ) as error:  # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike
+    ) as error:  # Orbax and TensorStore raise many types, ValueError, KeyError and OSError among them
         raise MarsError(f"'{path}' cannot be read ({first_line(error)}): save the state again.") from error
     back = [
         jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(old) else restored[name]
@@ -86,14 +86,14 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
 
 
 def _check(path: str | os.PathLike[str], named: dict[str, Any]) -> None:
-    """Raise MarsError where the checkpoint is of another state: its names or shapes say so."""
+    """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.metadata(Path(path).absolute()).item_metadata
         shapes = {name: tuple(x.shape) for name, x in dict(found).items()}
-    except Exception as error:  # Orbax raises its own, ValueError, KeyError and OSError alike
+    except Exception as error:  # Orbax raises many types, ValueError, KeyError and OSError among them
         raise MarsError(
-            f"'{path}' holds no state that can be read: give a folder of save_state's."
+            f"'{path}' holds no state that can be read: give a folder that save_state wrote."
         ) from error
     wanted = {name: tuple(x.shape) for name, x in named.items()}
     for name in [*wanted, *shapes]:
@@ -105,7 +105,7 @@ def _check(path: str | os.PathLike[str], named: dict[str, Any]) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return the leaves by their places; keys as the words they are made of."""
+    """Return the leaves by their paths, and the words of random keys in place of the keys."""
     words = [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(state)]
     return dict(zip(_names(state), words, strict=True))
 

@@ -23,7 +23,7 @@ from mars_jax.cli import remote
 from mars_jax.cli.flags import draft_of, part_of
 from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.open_target import check_draft, open_mesh
-from mars_jax.cli.progress import progress_bar
+from mars_jax.cli.progress import progress, speed
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError
@@ -380,16 +380,20 @@ class MarsJax(TemplateLM):
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
         queue = self._session.queue(made, order=longest_first(made) if self._answers is None else numbers)
         began, ended, waiting = time.perf_counter(), {}, iter(numbers)
-        with progress_bar(len(numbers)) as count:
+        tokens = steps = 0
+        with progress("prompts") as show:
             following = next(waiting)
-            for index, completion in queue:
+            for done, (index, completion) in enumerate(queue, start=1):
                 ended[index] = completion.text
-                count.advance([completion], time.perf_counter() - began)
+                tokens += completion.metrics.emitted
+                steps += completion.metrics.steps
+                show(done, len(numbers), speed(tokens, steps, time.perf_counter() - began))
                 while following in ended:
                     yield ended.pop(following)
                     following = next(waiting, -1)
         if hosts.is_first():
-            print(f"mars_jax: {len(numbers)} answers, {count.said}", file=sys.stderr)
+            rate = speed(tokens, steps, time.perf_counter() - began)
+            print(f"mars_jax: {len(numbers)} answers, {rate}", file=sys.stderr)
 
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:

@@ -66,8 +66,8 @@ TESTS = {
 }
 """Tests that hold a layout, by the beginning of its name, or that decode the pairs of a target."""
 FIGURES = {
-    ("tiny/target", "model:tiny/draft"): "tau 3.52, docs/results.md",
-    ("tiny/target", "eagle:tiny/eagle3"): "tau 4.64, docs/results.md",
+    ("tiny/target", "model:tiny/draft"): "tau 3.34, docs/results.md",
+    ("tiny/target", "eagle:tiny/eagle3"): "tau 4.62, docs/results.md",
     ("tiny/target", "dflash:tiny/dflash"): "tau 3.10, docs/results.md",
     ("smollm2", "eagle:smollm2/eagle3"): "tau 2.65, docs/smollm2.md",
 }

@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
     @property
     def opens(self) -> bool:
-        """Whether its telling starts the story."""
+        """Whether the event starts a story without an opening sentence."""
         return self.sign == "*" and not self.pair
 
 

@@ -48,12 +48,13 @@ CHAIN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command line, and what it leaves."""
+    """A command line and its results."""
 
     name: str
-    argv: Callable[[Path], list[str]]  # of the folder to work in
+    argv: Callable[[Path], list[str]]  # given the working folder
     result: Callable[[Path], Any]
-    finished: Callable[[Path], bool]  # where it would refuse to write over what is complete
+    # Whether the output is complete, so that the command would refuse to overwrite it.
+    finished: Callable[[Path], bool]
 
 
 def lines(path: Path) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Change the package in 60 small ways, one at a time, and see whether its tests notice.
+"""Make 60 small changes to the package, one at a time, and check that a test fails for each.
 
     pip install -e ".[dev]"
     python -m scripts.checks.mutants --seed 22           # draws, runs what has not run yet, writes after each
@@ -6,16 +6,16 @@
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-Operators are mutmut's (libcst). Its own runner chooses between mutants when a function is called and leaves out every
-function with a decorator, so it sees no jitted one; and it runs a test by what it called in a first run, where a
-program that was traced once calls nothing again. So here a process that has imported jax forks for each mutant, whose
-source replaces that of its module as it is imported; nothing is written to the checkout.
+The operators are mutmut's (libcst). Its runner does not fit jax: it selects mutants as functions are called and skips
+functions with a decorator, so it misses jitted ones, and it selects tests by the functions that they called in a first
+run, although a traced program calls nothing again. Here a process that has imported jax forks for each mutant, and the
+changed source replaces that of its module on import. Nothing is written to the checkout.
 
-Mutants are drawn with a seed: as many from each of five rooms, and within a room from each operator in turn, since
-most of what operators can do is to drop an argument, which any test notices. Docstrings, annotations, what a `raise`
-says and what only type checkers read are left alone. Fast tests of the room, of the matrix and of the rooms that import
-the file run until one fails or the processor seconds are spent. A survivor is a fault of the tests until it is
-explained. Only the first pass of a seed says how good the tests are: its survivors tell what to test.
+Mutants are drawn with a seed: equally many from each of five rooms, and within a room from each operator in turn, since
+most possible mutants drop an argument, which any test notices. Docstrings, annotations, messages of errors and code for
+type checkers are not changed. The fast tests of the room, of the matrix and of the rooms that import the file run until
+one fails or the processor seconds are spent. A survivor is a fault of the tests until it is explained. Only the first
+pass of a seed measures the tests, since tests are then added for its survivors.
 
 Writes scripts/results/mutants_SEED.json.
 """
@@ -62,11 +62,11 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 class Order:
-    """A plugin of pytest: an order of tests until the processor seconds are spent, and what came of each.
+    """A pytest plugin that orders tests, runs them until the processor seconds are spent, and records their outcomes.
 
-    First come the quick ones of every room and those that noticed other mutants of the file, then those of the file's
-    own name, then the folders in the order of `tests_of`; in each the quick ones before the slow ones.
-    Of the suite of rules a rule has those of its own.
+    First come the quick tests of every room and the tests that noticed other mutants of the file, then the tests with
+    the file's name, then the folders in the order of `tests_of`; in each the quick tests come before the slow ones.
+    From the suite of rules, a rule gets only its own tests.
     """
 
     def __init__(
@@ -164,7 +164,10 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Or
         if mutant is not None:
             sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
+        options += [
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]  # for modules that are already imported
         code = int(pytest.main([*tests, *options], plugins=[order]))
         if code == 3 and not order.failed:
             order.failed = "pytest"  # which could not go on
@@ -259,7 +262,7 @@ def _control(held: dict[str, Any]) -> None:
 
 
 def _warm() -> None:
-    """Import what all tests import, but nothing of ours. No backend starts, so that forks have no threads to lose."""
+    """Import the third-party modules of all tests. No backend starts, so that forks have no threads to lose."""
     import tests.conftest  # noqa: F401  # it sets what jax reads as it is imported
 
     for name in (

@@ -44,7 +44,7 @@ NEW_TOKENS, REPEATS = 64, 3
 
 
 def worker(case: str) -> None:
-    """Compile, say what was compiled, then decode once for every line on stdin and say how long it took."""
+    """Compile, report the program, then decode once for every line on stdin and report the seconds."""
     import jax
 
     import mars_jax as mj

@@ -362,7 +362,7 @@ def compile_only(num_layers: int, shape: Shape, path: Path) -> None:
         pair = programs(
             config, draft, mesh, simulated(arm.tau), batch=1, context=shape.context, dtype=shape.dtype
         )
-        _, lowered = pair.lower(pair.drafter, pair.params)
+        _, lowered = pair.lower()
         for name, variant in variants.items():
             figures = large.attempt(functools.partial(_operations, lowered, variant))
             section = report["sections"].setdefault(f"compiled only: {name}", {"rows": []})

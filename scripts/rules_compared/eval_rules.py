@@ -153,7 +153,7 @@ def distributions(draft: str) -> list[Arm]:
 
 
 def controls(temperature: float) -> list[Arm]:
-    """The target alone, as it is and drawing from what a relaxed rule may choose from."""
+    """Return arms of the target alone: with its distribution, and limited to the tokens that a relaxed rule allows."""
     made = [Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)]
     if temperature > 0:
         made.append(

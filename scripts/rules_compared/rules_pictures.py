@@ -22,10 +22,10 @@ SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answ
 
 
 LEAST = {"stories": 0.3, "arithmetic": 0.1}
-"""Of a score that an axis spans."""
+"""Least range of an axis of scores."""
 STRICT = ("exact", "rejection", "block")
 PER_PANEL = 5
-"""Families beside the strict rules, so that lines can be told apart."""
+"""Families in a panel next to the strict rules: few, so that the lines are distinguishable."""
 
 
 def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:

@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     loops: np.ndarray
 
     def first(self, n: int) -> Sums:
-        """Of the first n prompts."""
+        """Return the sums of the first n prompts."""
         return Sums(*(column[:n] for column in self))
 
 
@@ -104,7 +104,7 @@ def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
 
 
 def figures(arm: Sums, alone: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
-    """Of an arm, beside the target alone, the strict rule of its draft, and `mars` at its tau."""
+    """Compare an arm with the target alone, with the strict rule of its draft, and with `mars` at the same tau."""
     n = len(arm.steps)
     w = weights(n)
     tau, score = tau_of(arm, w), score_of(arm, w)

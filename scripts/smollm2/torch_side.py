@@ -35,13 +35,6 @@ class Transformers:
             str(folder), dtype=getattr(torch, dtype), trust_remote_code=False, **file, **how
         ).eval()
 
-    def assisting(self, length: int) -> Any:
-        """The model as one that drafts chains of a length, for `generate(assistant_model=...)`."""
-        chosen = self.model.generation_config
-        chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = length, "constant"
-        chosen.assistant_confidence_threshold = 0.0
-        return self.model
-
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """f32[n, V] of a text."""
         with self._torch.inference_mode():

@@ -86,9 +86,9 @@ def notebook(name: str, old: Any = None) -> Any:
 
 
 def run(made: Any) -> None:
-    """Run a notebook in an empty folder, and print how long each cell took, which its text is to say.
+    """Run a notebook in an empty folder, and print how long each cell took, so that its text can state the times.
 
-    What it says on stderr, progress most of all, is not kept.
+    Output on stderr, mostly progress, is not kept.
     """
     import nbclient
 

@@ -15,7 +15,7 @@ griffe: Any = importlib.import_module("griffe")
 
 
 class Told(griffe.Extension):
-    """Examples begin with `>>>`, which Markdown would take for quotes in quotes; comments say what fields mean."""
+    """Prepare docstrings for Markdown, which reads `>>>` as nested quotes, and add the comments of fields."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """After an object of the source is read."""

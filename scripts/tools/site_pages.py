@@ -39,14 +39,12 @@ FROM_ROOT = {
 }
 """Documents outside of docs/ that are pages of the site, by their path in the repository."""
 _FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)$)", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def repository() -> str:
-    """The address of the repository, without a slash at its end; "" where it is not known.
+    """Return the address of the repository, without a slash at its end, or "" if it is unknown.
 
-    It stands in one place, `Repository` among `[project.urls]` of pyproject.toml. Without that, a build on GitHub asks
-    GitHub.
+    It is `Repository` in `[project.urls]` of pyproject.toml, or GitHub's own variables in a build on GitHub.
     """
     told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
@@ -204,7 +202,7 @@ REFERENCE = {
 
 
 def promised() -> dict[str, list[str]]:
-    """The names that docs/stability.md promises, by what they are for."""
+    """Return the names that docs/stability.md promises, by purpose."""
     text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
     rows = text[text.index("| what for | names |") :].split("\n\n")[0].splitlines()[2:]
     cells = (row.strip("| ").split(" | ") for row in rows)
@@ -212,7 +210,7 @@ def promised() -> dict[str, list[str]]:
 
 
 def api_names() -> dict[str, list[Name]]:
-    """The names of the reference by purpose: what is promised, then what is exported besides."""
+    """Return the names of the reference by purpose: promised names first, then other exported ones."""
     import mars_jax
     from mars_jax import contrib
 
@@ -307,11 +305,11 @@ def api_pages() -> dict[str, str]:
 
 
 def _is_later(module: str) -> tuple[bool, str]:
-    return module not in promised()["errors, compilation, modules"], module  # what is promised comes first
+    return module not in promised()["errors, compilation, modules"], module  # promised names come first
 
 
 class Field(NamedTuple):
-    """A field of a class: its name, its annotation, and what the comment or docstring beside it says."""
+    """A field of a class: its name, its annotation, and the comment or docstring next to it."""
 
     name: str
     annotation: str

@@ -92,7 +92,7 @@ def measure(case: Case, folder: Path, live: int | None = None) -> StepCost:
 
 def main(folder: str, text: str) -> None:
     pair = prepare(Case(**json.loads(text)))
-    _, lowered = pair.lower(pair.drafter, pair.params)
+    _, lowered = pair.lower()
     compiled = lowered.compile().as_text()
     assert compiled is not None
     (Path(folder) / "hlo.txt").write_text(compiled)

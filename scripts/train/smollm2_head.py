@@ -84,7 +84,7 @@ def stories(folder: Path) -> Iterator[str]:
 
 
 def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
-    """(name, task, head with docstring, whole code) of functions that say what they do."""
+    """Yield (name, task, head with docstring, whole code) of functions with a docstring."""
     for text in data.documents(folder / "thealgorithms_python.txt.xz"):
         try:
             found = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]

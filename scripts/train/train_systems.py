@@ -1,4 +1,4 @@
-"""What the systems that ask the target less often need for the embedded family: the proxy of TriSpec.
+"""Train the proxy of TriSpec for the embedded family.
 
     python -m scripts.train.train_systems text --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --output runs/text.txt
@@ -6,7 +6,7 @@
     mars-jax distill model --target tiny/target --from runs/proxy-0 --data runs/text.txt --loss kl+tv \\
         --tokens 3e6 --step-tokens 4096 --learning-rate 3e-3 --output runs/proxy
 
-The proxy starts as the first and the last layer of the target, which teaches it the rest.
+The proxy starts with the first and the last layer of the target, and learns from the target's distributions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from scripts.arithmetic import generator
 from scripts.train.train_embedded import dialogues, problems
 
 KEPT = (0, 5)
-"""Layers of the target that the proxy starts with."""
+"""Layers of the target with which the proxy starts."""
 
 
 def text(args: argparse.Namespace) -> None:
-    """Three fifths stories, a quarter arithmetic, the rest dialogues, by tokens and about."""
+    """Write a text of about three fifths stories, a quarter arithmetic and the rest dialogues, by tokens."""
     mixed = [t for path in args.stories for t in itertools.islice(data.documents(path), args.count)]
     mixed += problems(args.count)
     mixed += generator.drill(args.count // 10)

@@ -65,7 +65,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A target, a draft, and what they are asked."""
+    """A target, a draft, and their tasks."""
 
     target: str
     draft: str
@@ -290,7 +290,7 @@ def time_steps(study: Study) -> dict[str, Any]:
 def check(
     study: Study, data: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Seconds of 30 prompts at batch 1 beside plain decoding, and what tau over cost says they take."""
+    """Measure 30 prompts at batch 1 relative to plain decoding, next to the prediction from tau and costs."""
     pair, task = Pair(study, 1), study.tasks[study.clocked]
     some = pair.prompts(study.clocked, task.read(data)[-30:])
     found = []

@@ -122,6 +122,17 @@ def test_only_conversions_are_replaced(saved, converted, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["made", "other"]
 
 
+@pytest.mark.parametrize("write", ["convert", "save"])
+def test_a_url_is_refused_before_anything_is_written(saved, tmp_path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MarsError, match="'gs://bucket/made' is a URL: name a local directory"):
+        if write == "convert":
+            convert(saved, "gs://bucket/made")
+        else:
+            hub.save("gs://bucket/made", CONFIG, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dtype_that_a_conversion_cannot_give_is_named(saved, converted, tmp_path):
     with pytest.raises(MarsError, match=r"was converted to float32 and the dtype is int8.*--dtype int8"):
         hub.load(converted, dtype="int8")

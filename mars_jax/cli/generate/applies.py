@@ -1,4 +1,4 @@
-"""Choices that flags of `generate` leave open, and refusals of its own beside the tables of `cli.flags`."""
+"""Defaults of `generate` that depend on several flags, and its checks beyond the tables of `cli.flags`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mars_jax.specs import RuleChoice
 
 
 class Choices(NamedTuple):
-    """Choices of the flags about the rule and the drafter."""
+    """Resolved choices about the rule and the drafter."""
 
     draft: specs.DraftSpec
     rule: RuleChoice
-    samples_draft: bool  # draw the draft from its distribution, and hand the rule its true q
+    samples_draft: bool  # sample the draft, and pass its true q to the rule
     streams: bool
     draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where nodes drafted in vain cost most
 
@@ -61,11 +61,7 @@ def _draft_size(args: argparse.Namespace, draft: specs.DraftSpec, rule: RuleChoi
 
 
 def check_asked(args: argparse.Namespace) -> None:
-    """Refuse what has no meaning where prompts are asked for one by one, on a terminal.
-
-    Raises:
-      MarsError: such a flag was given.
-    """
+    """Raise MarsError for flags that do not apply to prompts typed on a terminal."""
     flags = ["--json", "--output", "--compare", "--no-stream", "--samples", "--batch-size"]
     flags += ["--refine", "--draft-device", "--num-processes", "--coordinator"]
     why = "without prompts, which are then asked for one by one: leave it out, or give prompts"
@@ -73,7 +69,7 @@ def check_asked(args: argparse.Namespace) -> None:
 
 
 def _check_draft(present: Present, draft: specs.DraftSpec, rule: RuleChoice) -> None:
-    """Refuse what does not go with the kind of the drafter."""
+    """Raise MarsError for flags that do not apply to the drafter."""
     if draft.kind == "none":
         flags = ["--compare", "--num-draft-tokens"]
         flags += [f"--verify {rule.spec}"] if "draft" in rule.needs else []
@@ -95,7 +91,7 @@ def _check_draft(present: Present, draft: specs.DraftSpec, rule: RuleChoice) -> 
 def _check_rule(
     present: Present, draft: specs.DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]
 ) -> None:
-    """Refuse what the rule does not read, and ask for what it needs."""
+    """Raise MarsError for flags that do not apply to the rule, and for missing settings."""
     if "long" in rule.needs:
         verify = f"--verify {rule.row.name}"
         if not draft.row.stops:
@@ -116,7 +112,7 @@ def _check_rule(
         present.refuse(["--refine"], f"to the rule {rule.name}, {depends}: {cure}")
     for name, setting in rule.options.items():
         required = setting.default is None and not setting.optional and name not in rule.settings
-        # What every row chooses for itself need not be given for all.
+        # A setting that every row has needs no flag.
         if required and not (rows and all(name in row.numbers for row in rows)):
             flag = flag_of(name) if setting.flag else f"--rule-option {name}=VALUE"
             raise MarsError(f"--verify {rule.row.name} needs a {flag}: give {setting.expected()}.")
@@ -140,7 +136,7 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
 
 
 def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
-    """Check that every row that takes a calibrated threshold has the settings that it was calibrated with."""
+    """Check that rows with a calibrated threshold have the settings of the calibration."""
     if args.theta_file is None:
         return
     for row in rows:

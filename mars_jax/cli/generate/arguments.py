@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax import __version__, assets, specs
+from mars_jax import assets, specs
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
@@ -76,7 +76,7 @@ _SHORT = (
 
 
 def parser() -> Parser:
-    """Make the parser. Flags default to None, so that what was given can be told from what was not."""
+    """Return the parser. Flags default to None, which distinguishes flags that were not given."""
     made = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
@@ -84,7 +84,6 @@ def parser() -> Parser:
         epilog=_EPILOG,
         short=_SHORT,
     )
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     _add_models(made)
     _add_rule(made)
     _add_sampling(made)
@@ -332,7 +331,7 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return flags as values, and as `rule` what those of the rule choose. `check_flags` says whether a flag applies.
+    """Return the values of the flags, with the chosen rule as `rule`. `check_flags` checks how they combine.
 
     Raises:
       MarsError: an unknown flag, or a value that is not what the flag takes.
@@ -349,7 +348,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.tree = specs.parse_tree(args.tree)
     args.part = None if args.part is None else part_of(args.part)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
-    # The demonstration shows what MARS does, and a setting of a rule is one of MARS; what else is asked for is exact.
+    # The default rule is mars for the embedded pair, and if a setting of a rule is given, otherwise exact.
     shows = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
     args.draft_is_default = args.draft is None and not shows

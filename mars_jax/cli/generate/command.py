@@ -14,6 +14,7 @@ from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
+from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
 
@@ -47,7 +48,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    # Importing jax takes seconds, so checks that do not need it come first.
+    # jax loads from here on.
     from mars_jax.cli.host_flags import joined
 
     keep_compilations()
@@ -79,11 +80,11 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, file, len(share))))
-        with ways.busy("loading"):
+        with busy("loading"):
             job = open_job(args, choices, share)
         if file is not None:
             file.start(fingerprints(job.session, choices.draft))
-        # Replace characters that the locale cannot encode. JSON is always UTF-8.
+        # Replace characters that the locale cannot encode; JSON is always UTF-8.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
         if args.compare:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
 
 from mars_jax.cli.generate.job import Job
+from mars_jax.cli.progress import Show
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.requests import Result
 from mars_jax.verify import exact
@@ -17,10 +17,10 @@ REPEATS = 5
 """Timed runs of each way; the median counts."""
 
 
-def compare(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
+def compare(job: Job, show: Show) -> dict[str, Any]:
     """Decode everything `REPEATS` times each way, in turns, so that a slow spell strikes all alike.
 
-    Compilation happens before, and is not timed. `progress(done, total)` is called after every run.
+    Compilation happens before, and is not timed. `show(done, total, "")` is called after every run.
 
     Raises:
       MarsError: as `Session.decode`.
@@ -40,7 +40,7 @@ def compare(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
     for turn in range(REPEATS):
         for place, (name, way) in enumerate(ways.items()):
             runs[name].append(way.decode(requests))
-            progress(turn * len(ways) + place + 1, REPEATS * len(ways))
+            show(turn * len(ways) + place + 1, REPEATS * len(ways), "")
     rows = [_row(name, results) for name, results in runs.items()]
     for row in rows:
         row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]

@@ -1,4 +1,4 @@
-"""The requests and the session that the flags of `generate` describe. Cheap checks come first."""
+"""Make requests and a session from flags. The cheap checks come first."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters, hub, specs, verify
-from mars_jax.cli import extras
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
-from mars_jax.cli.progress import Pace
+from mars_jax.cli.progress import busy
 from mars_jax.core import activity
 from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
@@ -32,46 +31,35 @@ from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
-"""Prompts that are tokenized together: enough for all cores, and few enough to report progress."""
-
-
+"""Prompts that are tokenized at once: enough for all cores, and few enough to show progress."""
 SHORT = 3
-"""Default length of a chain on a CPU, where nodes are expensive. Only this length and 0 compile."""
+"""Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
 
 
 class Decoding:
-    """Completions of a job, in the order in which its requests were queued.
+    """The completions of a job in the order in which its requests were queued.
 
     `seconds` is the time spent waiting for the device.
     """
 
-    def __init__(self, job: Job, order: Sequence[int], hold: bool):
-        self.seconds, self._hold = 0.0, hold
+    def __init__(self, job: Job, order: Sequence[int]):
+        self.seconds = 0.0
         self._job, self._order = job, order
         self._queue = job.session.queue(job.requests, order=order)
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield the completions. Raise MarsError if the whole first batch fails, because the next would fail too.
-
-        With `hold`, completions wait until one of them succeeds, so that none is yielded if all of them fail.
-        """
-        failed: list[Completion] | None = []
+        """Yield the completions. If the whole first batch fails, raise MarsError: others would fail too."""
+        waiting, any_succeeded = [], False
         for completion in self._in_order():
             self._job.finished.append(completion)
-            if failed is None:
-                yield completion
-                continue
-            if completion.finish_reason != "failed":
-                yield from (failed if self._hold else ())
-                yield completion
-                failed = None
-                continue
-            failed.append(completion)
-            if not self._hold:
-                yield completion
-            if len(failed) == self._job.session.batch_size:
+            any_succeeded = any_succeeded or completion.finish_reason != "failed"
+            waiting.append(completion)
+            if any_succeeded:
+                yield from waiting
+                waiting.clear()
+            elif len(waiting) == self._job.session.batch_size:
                 break
-        if failed:
+        if waiting:
             self._job.check_finite()
 
     def _in_order(self) -> Iterator[Completion]:
@@ -99,37 +87,33 @@ class Job:
     session: Session
     requests: list[Request]
     drafts: bool  # False for --draft none
-    simulated: bool = False  # acceptance is simulated, so the text is meaningless
-    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `run` of its rows
-    numbers: Sequence[Mapping[str, Any]] = ()  # settings of the rule by prompt, for prompts that choose them
+    simulated: bool = False  # the text is meaningless
+    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # recorded in every row
+    numbers: Sequence[Mapping[str, Any]] = ()  # settings of the rule, by prompt
     finished: list[Completion] = dataclasses.field(default_factory=list)
-    refining: Any = None  # for --refine: trains the draft on each completion, and describes the result
+    refining: Any = None  # `Refining` of --refine
 
     def run_of(self, index: int) -> dict[str, Any]:
-        """Return the settings that distinguish the row of prompt `index` from those of other runs, as JSON values."""
-        numbers = plain(self.numbers[index]) if self.numbers else {}
-        return dict(self.run) | {"settings": self.run["settings"] | numbers}
+        """Return the settings that the row of prompt `index` records."""
+        own = plain(self.numbers[index]) if self.numbers else {}
+        return dict(self.run) | {"settings": self.run["settings"] | own}
 
-    def batches(self) -> Iterator[Batch]:
-        """Iterate over the requests in batches."""
-        return self.session.batches(self.requests)
-
-    def decode(self, order: Sequence[int] | None = None, *, hold: bool = True) -> Decoding:
-        """Decode the requests, or those with the numbers in `order`. Reported times exclude compilation."""
-        return Decoding(self, range(len(self.requests)) if order is None else order, hold)
+    def decode(self, order: Sequence[int] | None = None) -> Decoding:
+        """Compile, and decode the requests, or those with the numbers in `order`."""
+        with busy("compiling"):
+            return Decoding(self, range(len(self.requests)) if order is None else order)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
-        """Decode one batch step by step. Reported times exclude compilation."""
-        return self._noted(batch.session.stream(batch.requests))
-
-    def _noted(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+        """Compile, and decode one batch step by step."""
+        with busy("compiling"):
+            events = batch.session.stream(batch.requests)
         for event in events:
             if event.completion is not None:
                 self.finished.append(event.completion)
             yield event
 
     def check_finite(self) -> None:
-        """Raise MarsError if prompts failed. Their rows are already written."""
+        """Raise MarsError if prompts failed, after their rows are written."""
         check_finite(self.session.target, self.finished)
 
     @property
@@ -192,7 +176,8 @@ def open_job(
             **options,
         )
     else:
-        drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **options)
+        open_elsewhere = specs.factory("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
+        drafter = open_elsewhere(args.draft, target, args.draft_device, **options)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
     if draft.row.copies and not (choices.rule.row.lossless or args.compare) and hosts.is_first():
@@ -211,7 +196,8 @@ def open_job(
     refining = None
     if args.refine is not None:
         samples = any(request.temperature > 0 for request in requests)
-        refining = extras.call("--refine", args, target, drafter, samples=samples)  # with optax
+        open_refining = specs.factory("mars_jax.lab.training.online:open_refining")
+        refining = open_refining(args, target, drafter, samples=samples)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run["tree"] = plain(args.tree)
     run["num_draft_tokens"] = args.num_draft_tokens
@@ -297,36 +283,28 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
 def _tokens(
     target: Pretrained, rows: Sequence[PromptRow], args: argparse.Namespace
 ) -> Iterator[Sequence[int]]:
-    """Yield the token ids of each prompt. Each chunk of prompts is tokenized on all cores.
+    """Yield the token ids of each prompt. Each chunk is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt cannot be tokenized. The message names its line.
+      MarsError: a prompt cannot be tokenized; the message names its line.
     """
+    options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
     with activity.doing("tokenizing") as going:
-        pace = Pace(len(rows))
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
-            texts = [text for row in chunk if (text := row.prompt or row.messages) is not None]
-            options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
+            texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
             try:
                 encoded = iter(target.encode_many(texts, **options) if texts else ())
             except MarsError:
-                # Encode the rows one by one, to name the one that fails.
-                encoded = None
+                encoded = None  # encode one at a time, to name the prompt at fault
             for row in chunk:
-                yield row.tokens or _encode(target, row, encoded, options)
-            pace.done += len(chunk)
-            going.detail = f"{pace.describe()} prompts"
-
-
-def _encode(
-    target: Pretrained, row: PromptRow, encoded: Iterator[list[int]] | None, options: dict[str, Any]
-) -> list[int]:
-    if encoded is not None:
-        return next(encoded)
-    text = row.prompt or row.messages
-    assert text is not None
-    try:
-        return target.encode(text, **options)
-    except MarsError as error:
-        raise row.error(error) from None
+                if row.tokens is not None:
+                    yield row.tokens
+                elif encoded is not None:
+                    yield next(encoded)
+                else:
+                    try:
+                        yield target.encode(row.prompt or row.messages or "", **options)
+                    except MarsError as error:
+                        raise row.error(error) from None
+            going.detail = f"{first + len(chunk)} of {len(rows)} prompts"

@@ -1,4 +1,4 @@
-"""Read prompts: text, one a line, or JSON lines, parquet and datasets, whose rows have settings of their own."""
+"""Prompts from text files, JSON lines, parquet files and datasets. Rows of the last three may have settings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import specs
-from mars_jax.cli import extras, remote
+from mars_jax.cli import remote
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.core.home import check_path
@@ -24,8 +22,10 @@ from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
-"""Keys that constrain the text, at most one per row."""
+"""Keys of constraints, at most one in a row."""
 SPANS = ("relax_in", "strict_in")
+_PIPES = ("/dev/stdin", "/dev/fd/")
+"""Open files; shells replace <(...) by /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (
     "prompt", "messages", "prompt_tokens", "id", *_PER_REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
@@ -34,7 +34,7 @@ _KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRow:
-    """One prompt, as text or as token ids, with its own settings."""
+    """One prompt, as text, messages or token ids, with its own settings."""
 
     where: str  # for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
     prompt: str | None = None
@@ -77,10 +77,12 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
       MarsError: no such file, no prompts in it, or a line that is not a prompt.
     """
     name = "stdin" if path == "-" else path
-    stream = path == "-" or remote.is_url(path) or _descriptor(path) is not None
+    stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
     if not stream:
         check_path(path, "the prompts file")
-    columns = None if stream or Path(path).is_file() else extras.call("--prompts-file", path)
+    columns = None
+    if not (stream or Path(path).is_file()):
+        columns = specs.factory("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
     if columns is not None:
         rows = list(_of_dataset(path, columns, rule))
     elif path.lower().endswith(".parquet"):
@@ -92,27 +94,17 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     return rows
 
 
-def _descriptor(path: str) -> int | None:
-    """Return the open file that a path such as /dev/fd/63 names, which a shell makes of <(...); else None."""
-    if path == "/dev/stdin":
-        return 0
-    numbered = re.fullmatch(r"/dev/fd/(\d{1,9})", path)
-    return None if numbered is None else int(numbered[1])
-
-
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
     """Open a prompts file: stdin, an object in a store, an inherited pipe, or a regular file."""
-    descriptor = _descriptor(path)
     try:
         if path == "-":
             yield sys.stdin.buffer
             return
         if remote.is_url(path):
-            opened: IO[bytes] = io.BytesIO(remote.read(path))
-        else:
-            opened = open_file(path) if descriptor is None else os.fdopen(os.dup(descriptor), "rb")
-        with opened:
+            yield io.BytesIO(remote.read(path))
+            return
+        with open(path, "rb") if path.startswith(_PIPES) else open_file(path) as opened:
             yield opened
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
@@ -141,7 +133,7 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
 def _of_dataset(
     path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
 ) -> Iterator[PromptRow]:
-    """Yield the rows of a dataset. Only prompts and ids are read, and a note names the other columns."""
+    """Yield the prompts and ids of a dataset, and print the names of its other columns."""
     other: dict[str, None] = {}
     for where, values in columns:
         found = [key for key in _PROMPTS if values.get(key) is not None]
@@ -161,14 +153,14 @@ def _of_dataset(
 
 
 def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
-    # Drop the index that pandas writes. Pandas also turns integers into floats if a value of the column is null.
+    # pandas writes an index column, and stores integers as floats if a column has nulls.
     given = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
     whole = {key: int(x) for key, x in given.items() if isinstance(x, float) and x.is_integer()}
     return _checked(_from_fields(given | whole, PromptRow(where=where), rule))
 
 
 def _given(value: Any) -> Any:
-    """Remove nulls, since every row of a table has all columns and every struct all fields."""
+    """Remove nulls. Tables have them for missing keys."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -196,7 +188,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 jsonl = text.lstrip().startswith("{")
             try:
                 row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
-            except RecursionError:  # in the parser or in a check of the values
+            except RecursionError:  # in the JSON parser or in the checks
                 raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
             yield _checked(row)
 
@@ -294,7 +286,7 @@ def _constraints(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """Return an object of token ids, whose keys JSON has as texts; "-inf" bans one."""
+    """Return biases by token id from a JSON object with string keys."""
     try:
         return {int(token): float(x) for token, x in value.items()}
     except (AttributeError, TypeError, ValueError):

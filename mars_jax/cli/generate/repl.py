@@ -1,7 +1,7 @@
-"""`generate` without prompts on a terminal: it asks for them, and answers each as it is decided.
+"""`generate` without prompts on a terminal: ask for lines, and stream an answer to each.
 
-With --chat the lines are turns of one conversation, else each is a prompt of its own. Either way one row decodes them
-all (`serve.running`), so that of a line only what is new is read.
+With --chat the lines are turns of one conversation, otherwise each is a separate prompt. One running row decodes them
+all (`serve.running`), so that only the new tokens of a line are prefilled.
 """
 
 from __future__ import annotations
@@ -51,26 +51,21 @@ COMMANDS = {
 _CHOSEN = {
     "/rule": (*map(flag_of, RULE_FLAGS), "--rule-option"),
     "/draft": (
-        "--draft",
-        "--tree",
-        "--num-draft-tokens",
-        "--draft-stop",
-        "--draft-size",
-        "--any-rule",
+        *("--draft", "--tree", "--num-draft-tokens", "--draft-stop", "--draft-size", "--any-rule"),
         "--head-embed",
     ),
 }
-"""Flags that a command sets again, its own first."""
+"""Flags that a command replaces; the first one takes its NAME."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
-"""Row to compile for; it also stands for the coming prompts where flags are checked."""
+"""Row to compile for, and to check flags with before there is a prompt."""
 
 
 def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
-    """Ask for lines and answer them, up to the end of the input.
+    """Answer lines until the input ends.
 
     Args:
-      argv: the flags as they were given, to which /set adds.
-      args: what they say.
+      argv: flags as given; /set adds to them.
+      args: the parsed flags.
       out: the terminal.
 
     Raises:
@@ -92,7 +87,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 
 
 class Talk:
-    """The lines of one session and what they get."""
+    """One interactive session."""
 
     def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
@@ -108,7 +103,7 @@ class Talk:
         self._count = 0  # of answers
 
     def compile(self) -> None:
-        """Compile the pair's step, and time a plain one, so that no answer waits for either."""
+        """Compile the step of the pair and time a plain one before the first answer."""
         with busy("compiling"):
             self.running.compile(self._job.requests[0])
             if self._job.drafts:
@@ -118,7 +113,7 @@ class Talk:
         return f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
 
     def greet(self) -> None:
-        """Say which pair answers, and how to leave."""
+        """Print the pair, and how to leave."""
         self._tell(f"{self._pair()}; /help lists commands, Ctrl-D leaves", "dim")
         self._legend()
 
@@ -127,18 +122,18 @@ class Talk:
             self._screen.print(legend(self._screen.width, trusts=self._job.trusts))
 
     def _tell(self, sentence: str, style: str = "") -> None:
-        """Print a sentence beside the text: on stderr, no word cut at the terminal's edge."""
+        """Print a sentence on stderr, wrapped between words."""
         self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Any) -> bool:
-        """Ask for one line and answer it; False at the end."""
+        """Ask for one line and answer it. Return False at the end of the input."""
         try:
             with signals.raising():
                 line = ask(PROMPT)
         except EOFError:
             self._out.file.write("\n")
             return False
-        except KeyboardInterrupt:  # the line is dropped, as shells do it
+        except KeyboardInterrupt:  # drop the line, as shells do
             self._out.file.write("\n")
             return True
         if not line.strip():
@@ -220,10 +215,11 @@ class Talk:
         self._answer(self._last)
 
     def _request(self, row: PromptRow) -> Request:
-        """Return a line as a request; line i draws with the seed --seed + i, as in a file of prompts."""
+        """Return the request of a line. Line i uses the seed --seed + i, as in a prompts file."""
         seed = ((self._args.seed or 0) + self._count) % 2**32
-        [made] = make_requests(self._job.session.target, _with(self._args, seed=seed), [row])
-        return made
+        args = argparse.Namespace(**(vars(self._args) | {"seed": seed}))
+        [request] = make_requests(self._job.session.target, args, [row])
+        return request
 
     def _show(self) -> None:
         run = dict(self._job.run) | self._choices.rule.as_json()
@@ -234,7 +230,7 @@ class Talk:
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
-        """Parse the flags once more, with this one at their end: what is wrong with it is told as it is of a flag."""
+        """Parse the flags again with this one at the end, so that errors are those of the flag."""
         options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
         known = [*SAMPLING, *options]
         if len(words) != 2:
@@ -254,7 +250,7 @@ class Talk:
         self._argv, self._args, self._choices = argv, args, choices
 
     def _choose(self, name: str, words: list[str]) -> None:
-        """Open the job again with another rule or draft, over the target that is loaded."""
+        """Open the job again with another rule or draft, and with the loaded target."""
         own, known = _CHOSEN[name], RULES if name == "/rule" else DRAFTERS
         if not words or words[0].startswith("-"):
             raise MarsError(
@@ -267,10 +263,7 @@ class Talk:
                 )
         argv = without(self._argv, own)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
-            argv += [
-                "--verify",
-                self._choices.rule.spec,
-            ]  # the rule stays, whatever is the default of a draft
+            argv += ["--verify", self._choices.rule.spec]  # keep the rule, whatever the default of the draft
         argv += [own[0], *words]
         args, choices = _parsed(argv)
         if args.prompts != self._args.prompts:
@@ -293,7 +286,3 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Choices]:
 
 def _conversation(turns: Sequence[Turn]) -> PromptRow:
     return PromptRow(where="", messages=tuple(dict(turn) for turn in turns))
-
-
-def _with(args: argparse.Namespace, **changed: Any) -> argparse.Namespace:
-    return argparse.Namespace(**(vars(args) | changed))

@@ -1,4 +1,4 @@
-"""Text, statistics and progress for people. Colours go to terminals only, and never where NO_COLOR is set."""
+"""Text and statistics for terminals. NO_COLOR turns colours off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Leave it to `main`, where rich would exit by itself."""
+        """Raise the error, which rich would handle by exiting."""
         raise BrokenPipeError
 
 
@@ -50,12 +50,8 @@ class TextPrinter:
 
     def __init__(self, out: Console, *, colours: bool):
         self._out = out
-        self._colours = colours and out.color_system is not None
+        self.colours = colours and out.color_system is not None
         self._last = ""
-
-    @property
-    def colours(self) -> bool:
-        return self._colours
 
     def prompt(self, text: str, *, chat: bool) -> None:
         """Begin a prompt: its own text, which the continuation follows (on a line of its own in a chat)."""
@@ -63,7 +59,7 @@ class TextPrinter:
 
     def piece(self, kind: str, text: str) -> None:
         """Print some more of the continuation."""
-        self._write(text, STYLES[kind] if self._colours else "")
+        self._write(text, STYLES[kind] if self.colours else "")
 
     def end(self) -> None:
         """End the continuation with a newline."""
@@ -97,7 +93,7 @@ def legend(width: int | None = None, *, trusts: bool = False) -> Text:
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
-    """Describe an answer in one line. `read` of its prompt's tokens were read, and the others were held."""
+    """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were cached."""
     metrics, tokens = completion.metrics, len(completion.tokens)
     said = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:
@@ -107,7 +103,7 @@ def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
 
 
 def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:
-    """Return a few lines about how the decoding went; those about drafts only where there were any."""
+    """Return the totals of a run as lines of text."""
     speed = metrics.emitted / max(seconds, 1e-9)
     lines = [
         f"{metrics.emitted} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, {metrics.steps} steps, "

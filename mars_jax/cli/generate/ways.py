@@ -1,34 +1,31 @@
-"""The ways of running a job: streamed text, whole rows, rows into a file, and the comparison."""
+"""The outputs of a job: streamed text, finished text, JSON rows, rows in a file, and the comparison."""
 
 from __future__ import annotations
 
 import collections
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import IO
-
-from rich.console import Console
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import Count, busy, counted, passing_bars, progress_bar
+from mars_jax.cli.progress import Show, busy, progress, speed
+from mars_jax.core.errors import say
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.session import Batch
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decided. The first prompt of a batch streams, and the others follow."""
+    """Print text as it is decoded. The first prompt of a batch streams, then the others follow."""
     printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
-    with counted(len(job.requests)) as count:
-        for batch in job.batches():
-            with busy("compiling"):
-                events = job.stream(batch)
-            done.append(_show(job, printer, batch, clock.timed(events), chat=chat))
-            count.advance(done[-1], _seconds(done))
+    with progress("prompts", bar=False) as show:
+        for batch in job.session.batches(job.requests):
+            done.append(_show(job, printer, batch, clock.timed(job.stream(batch)), chat=chat))
+            show(sum(map(len, done)), len(job.requests), "")
     everyone = [completion for batch in done for completion in batch]
     with busy("timing a step without a draft, for comparison"):
         said = worth(job, everyone, clock)
@@ -43,7 +40,7 @@ def _show(
     *,
     chat: bool,
 ) -> list[Completion]:
-    # Print a prompt with its first tokens, so that stdout stays empty if the model gives none.
+    # Print a prompt with its first tokens, so that failed prompts print nothing.
     shown, done = None, []
     for event in _row_by_row(events):
         if event.completion is not None and not event.completion.tokens:
@@ -57,18 +54,13 @@ def _show(
         if event.completion is not None:
             printer.end()
             done.append(event.completion)
-    _stop_if_all_failed(job, done)
+    if all(completion.finish_reason == "failed" for completion in done):
+        job.check_finite()  # the next batch would fail as well
     return done
 
 
-def _stop_if_all_failed(job: Job, done: list[Completion]) -> None:
-    """Raise MarsError if the whole batch failed, because the next batch would fail too."""
-    if all(completion.finish_reason == "failed" for completion in done):
-        job.check_finite()
-
-
 class StepClock:
-    """The number of streamed steps and their time, from the first to the last step of each batch."""
+    """Number and seconds of streamed steps, from the first to the last of each batch."""
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
@@ -86,15 +78,14 @@ class StepClock:
 
 
 def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
-    """Describe the speed of drafting relative to plain decoding. Return "" if nothing was drafted.
+    """Compare the speed with plain decoding in a sentence, which suggests what to try if drafting was slower.
 
-    A step gives tau tokens and a plain step gives one. Both are timed while they stream. On a busy machine the timing
-    may be wrong, so the message suggests --compare before --draft none.
+    A step emits tau tokens and a plain step one; both are timed while streaming. Return "" without drafts.
     """
     if not (job.drafts and clock.steps and clock.seconds):
         return ""
     plain = job.plain_step
-    # A step with a draft cannot be shorter than a plain one. Only noise makes it appear so.
+    # A step with a draft takes at least as long as a plain one; other timings are noise.
     ratio = total(done).tau * min(1.0, plain * clock.steps / clock.seconds)
     said = f"{ratio:.2f}x the speed of plain decoding, whose step takes {1e3 * plain:.3g} ms here"
     if ratio >= 0.97:
@@ -119,9 +110,9 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
-    with counted(len(job.requests)) as count:
-        decoding = _decoding(job)
-        for completion in _each(decoding, count):
+    decoding = job.decode()
+    with progress("prompts", bar=False) as show:
+        for completion in _each(decoding, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
             printer.piece("exact", completion.text)
             printer.end()
@@ -129,36 +120,37 @@ def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     _report(job, done, decoding.seconds)
 
 
-def _decoding(job: Job, order: Sequence[int] | None = None, *, hold: bool = True) -> Decoding:
-    with busy("compiling"):
-        return job.decode(order, hold=hold)
-
-
-def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
-    """Yield the completions, and count them."""
-    for completion in decoding:
-        count.advance([completion], decoding.seconds)
+def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
+    """Yield the completions, and show how many of `count` prompts are done; `first` were done before."""
+    tokens = steps = 0
+    show(first, count, "")
+    for done, completion in enumerate(decoding, start=first + 1):
+        tokens += completion.metrics.emitted
+        steps += completion.metrics.steps
+        show(done, count, speed(tokens, steps, decoding.seconds))
         yield completion
 
 
 def print_json(job: Job, out: IO[str]) -> None:
     """Print each row when it and those before it are done."""
-    with counted(len(job.requests)) as count:
-        for index, completion in enumerate(_each(_decoding(job, hold=False), count)):
-            _print_row(job, index, completion, out)
+    decoding = job.decode()
+    with progress("prompts", bar=False) as show:
+        for index, completion in enumerate(_each(decoding, show, len(job.requests))):
+            _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
 
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     """Decode the rows that the file lacks and append them, with a progress bar. Print them too if `json`."""
     missing, total_rows = missing_rows(file, job.requests), len(job.requests)
     if not missing:
-        _errors().print(f"the --output has all {total_rows} rows already: nothing to do.")
+        say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
     done = []
-    with progress_bar(total_rows, total_rows - len(missing)) as count:
-        decoding = _decoding(job, missing)
+    decoding = job.decode(missing)
+    with progress("prompts") as show:
+        completions = _each(decoding, show, total_rows, total_rows - len(missing))
         # If the first batch fails, iteration stops before the end of `missing`.
-        for index, completion in zip(missing, _each(decoding, count), strict=False):
+        for index, completion in zip(missing, completions, strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
                 _print_line(file.rows[-1], out)
@@ -168,14 +160,8 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one object."""
-    with passing_bars("comparing") as (going, bars):
-        task = bars.add_task("comparing")
-
-        def progress(done: int, of: int) -> None:
-            going.detail = f"{done} of {of} runs"
-            bars.update(task, completed=done, total=of)
-
-        comparison = compare(job, progress)
+    with progress("runs") as show:
+        comparison = compare(job, show)
     if json:
         _print_line(comparison, out)
         return
@@ -188,17 +174,9 @@ def _text(job: Job, request: Request) -> str:
     return job.session.target.decode(request.prompt_tokens) if request.prompt is None else request.prompt
 
 
-def _print_row(job: Job, index: int, completion: Completion, out: IO[str]) -> None:
-    _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
-
-
 def _print_line(row: dict, out: IO[str]) -> None:
     out.write(to_line(row) + "\n")
     out.flush()
-
-
-def _errors() -> Console:
-    return console(sys.stderr)
 
 
 def _report(
@@ -209,9 +187,9 @@ def _report(
     colours: bool = False,
     worth: str = "",
 ) -> None:
-    """Print totals and the speed of the draft on stderr, so that stdout holds only text."""
+    """Print totals on stderr, and `worth`, the comparison with plain decoding."""
     seconds = max(seconds, 1e-9)
-    screen = _errors()
+    screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))

@@ -104,7 +104,8 @@ def training(
         return jnp.mean(optax.sigmoid_binary_cross_entropy(score, batch.accepted)), {"right": right}
 
     count, size = examples.hidden.shape
-    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat().batch(rows)
+    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat()
+    numbers = numbers.batch(rows, drop_remainder=True)
     return Training(
         init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
         loss=loss,

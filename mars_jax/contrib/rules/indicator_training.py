@@ -46,7 +46,8 @@ def training(
         return jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, batch.changed)), {"right": right}
 
     count, size = examples.hidden.shape
-    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat().batch(rows)
+    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat()
+    numbers = numbers.batch(rows, drop_remainder=True)
     return Training(
         init=lambda: indicator.init_params(size, jax.random.key(seed)),
         loss=loss,

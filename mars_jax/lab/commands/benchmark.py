@@ -13,11 +13,11 @@ from mars_jax import specs
 from mars_jax.cli import signals
 from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
 from mars_jax.cli.program import Parser, command
+from mars_jax.cli.progress import progress
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import plain, settings_of, thetas_of
-from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
 Measure speed, acceptance and quality of a pair of models under a rule (default: mars),
@@ -250,7 +250,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     if args.refine is not None:
         samples = any(temperature > 0 for temperature in args.temperatures)
         refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
-    with ticking("decodes") as tick:
+    with progress("decodes") as show:
         summary = evaluate(
             target,
             drafter,
@@ -264,7 +264,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             | ({} if args.refine is None else {"refine": args.refine}),
             refiner=refiner,
             part=args.part,
-            progress=tick,
+            progress=show,
             **{name: getattr(args, name) for name in shared},
         )
     if args.part is not None:
@@ -295,7 +295,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             head_embed=args.head_embed or "own",
         )
         kinds[not sampled] = other._replace(params=drafter.params)
-    with ticking("decodes") as tick:
+    with progress("decodes") as show:
         made = tuned.tuned(
             target,
             kinds,
@@ -304,7 +304,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             lengths=args.tune,
             cost=args.draft_cost,
             names={name: getattr(args, name) for name in ("draft", "dtype", "mesh")} | pair.given(args),
-            progress=tick,
+            progress=show,
             **{name: getattr(args, name) for name in ("rule", "thetas", "temperatures", "max_new_tokens")},
             **{name: getattr(args, name) for name in ("batch_size", "seed", "chat")},
         )

@@ -13,12 +13,12 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
+from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
-from mars_jax.lab.ticking import ticking
 from mars_jax.specs import RuleChoice
 from mars_jax.specs.own import factory
 
@@ -233,7 +233,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         "rule_source": specs.source_digest(args.rule.spec),
         "judge_source": None if args.judge is None else specs.source_digest(args.judge),
     }
-    with contextlib.closing(open_rows(work, decides)) as rows, ticking("answers") as tick:
+    with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
         found = calibration.calibrate(
             decoding,
             problems,
@@ -244,7 +244,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             judge=None if args.judge is None else factory(args.judge, "judge"),
             temperature=args.temperature,
             seed=args.seed,
-            progress=tick,
+            progress=show,
             rows=rows,
         )
         theta = found["value"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mars_jax import __version__, assets, specs
+from mars_jax import assets, specs
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.core.errors import MarsError
@@ -108,6 +108,16 @@ _DFLASH = (
 )
 
 
+_GROUPS = {
+    "data": (*_DATA, "--work", "--write"),
+    "training": (
+        *("--tokens", "--step-tokens", "--length", "--learning-rate", "--loss", "--seed"),
+        *("--mesh", "--dtype"),
+    ),
+}
+"""Flags by their group in the help. All others are in the group `method`."""
+
+
 class Kind(NamedTuple):
     """A kind of result of `distill`, and its flags, of `_FLAGS`."""
 
@@ -147,7 +157,6 @@ def parser() -> Parser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     kinds = made.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND", prog=made.prog)
     names = [_FLAGS[flag].get("dest") or flag[2:].replace("-", "_") for flag in _FLAGS]
     for name, kind in KINDS.items():
@@ -158,8 +167,12 @@ def parser() -> Parser:
             description=f"{kind.help[0].upper()}{kind.help[1:]}.",
         )
         subparser.set_defaults(**dict.fromkeys((*names, *HOSTS)))
+        groups = {}
         for flag in kind.flags:
-            subparser.add_argument(flag, **_FLAGS[flag])
+            title = next((title for title, flags in _GROUPS.items() if flag in flags), "method")
+            if title not in groups:
+                groups[title] = subparser.add_argument_group(title)
+            groups[title].add_argument(flag, **_FLAGS[flag])
         if "--mesh" in kind.flags:
             add_host_flags(subparser)
     return made

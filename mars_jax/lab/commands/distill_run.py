@@ -92,7 +92,8 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
     spec = "eagle" if args.kind in ("eagle1", "eagle3") else args.kind
-    say(f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}")
+    figures = "figures" if args.kind in SYSTEMS else "figures and plot"
+    say(f"{args.output}: draft with --draft {spec}:{args.output}; {figures} in {work}")
 
 
 def _train(

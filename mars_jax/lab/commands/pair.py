@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection
 from typing import Any
 
-from mars_jax import __version__, assets, specs
+from mars_jax import assets, specs
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
@@ -57,7 +57,6 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
         description=description,
         epilog=epilog,
     )
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     group = made.add_argument_group("models")
     group.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
     group.add_argument(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import __version__, specs
+from mars_jax import specs
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
@@ -45,9 +45,8 @@ _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 def parser() -> Parser:
     """Return the parser. It leaves numbers as strings."""
-    made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
-    group = made.add_argument_group("models")
+    plan_parser = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
+    group = plan_parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
     group.add_argument(
         "--draft",
@@ -63,8 +62,8 @@ def parser() -> Parser:
         help="compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. "
         "The last one holds for all deeper levels (default for a mixture of experts: 0.75)",
     )
-    add_rule_flags(made.add_argument_group("rule"))
-    group = made.add_argument_group("slice")
+    add_rule_flags(plan_parser.add_argument_group("rule"))
+    group = plan_parser.add_argument_group("slice")
     group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
     group.add_argument(
         "--mesh",
@@ -85,7 +84,7 @@ def parser() -> Parser:
         default="bfloat16",
         help="dtype of the weights; int8, int4: bits of the target's matrices (default: %(default)s)",
     )
-    group = made.add_argument_group("output")
+    group = plan_parser.add_argument_group("output")
     group.add_argument(
         "--dump",
         type=Path,
@@ -94,7 +93,7 @@ def parser() -> Parser:
         "it (decode.hlo.txt)",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return made
+    return plan_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +115,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     rule = rule_of(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
-            f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan has not: choose another rule."
+            f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
     keep = None if args.dump is None else _keeper(args.dump)
@@ -172,7 +171,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     if not plan.fits:
         with busy("looking for what fits"):
             attempts = advice.advise(attempt, args.dtype, larger(place.name))
-    asked = {
+    inputs = {
         "target": args.target,
         "draft": args.draft,
         "batch": batch,
@@ -182,9 +181,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     }
     if args.json:
         lists = {"tried": [one._asdict() for one in attempts], "drafts": [one._asdict() for one in drafts]}
-        print(json.dumps(asked | plan.as_json() | lists), file=out)
+        print(json.dumps(inputs | plan.as_json() | lists), file=out)
     else:
-        print_table(asked, plan, attempts, drafts, out)
+        print_table(inputs, plan, attempts, drafts, out)
     return plan.fits
 
 

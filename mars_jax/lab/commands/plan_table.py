@@ -35,7 +35,7 @@ def _speeds(step: dict[str, float], tokens: int) -> str:
 
 
 def print_table(
-    asked: dict[str, Any], made: Any, tried: Sequence[Any], drafts: Sequence[Any], out: IO[str]
+    inputs: dict[str, Any], plan: Any, attempts: Sequence[Any], drafts: Sequence[Any], out: IO[str]
 ) -> None:
     """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.Draft`)."""
     from rich.console import Console
@@ -44,32 +44,40 @@ def print_table(
     def gib(count: int) -> str:
         return f"{count / 2**30:.2f} GiB"
 
-    mesh = ",".join(f"{name}={size}" for name, size in made.mesh.items())
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
     table = Table(
-        title=f"{asked['target']} with {asked['draft']} on {made.topology}, {mesh}", show_header=False
+        title=f"{inputs['target']} with {inputs['draft']} on {plan.topology}, {mesh}", show_header=False
     )
-    used = f"{gib(made.held_bytes)} of {gib(made.hbm_bytes)}"
-    table.add_row("fits", "yes" if made.fits else "no")
-    table.add_row("memory of a device", used if made.held_bytes else "more than there is")
-    table.add_row("  weights", gib(made.weight_bytes))
-    table.add_row("  caches and state", gib(made.cache_bytes))
-    table.add_row("read in a step, at least", gib(made.read_bytes))
-    table.add_row("a step, at least", f"{1e3 * made.floor_seconds:.2f} ms")
-    table.add_row("  without a draft", f"{1e3 * made.autoregressive_floor_seconds:.2f} ms")
-    for row in _step_rows(made, asked["batch"]):
+    used = f"{gib(plan.held_bytes)} of {gib(plan.hbm_bytes)}"
+    table.add_row("fits", "yes" if plan.fits else "no")
+    table.add_row("memory of a device", used if plan.held_bytes else "more than there is")
+    table.add_row("  weights", gib(plan.weight_bytes))
+    table.add_row("  caches and state", gib(plan.cache_bytes))
+    table.add_row("read in a step, at least", gib(plan.read_bytes))
+    table.add_row("a step, at least", f"{1e3 * plan.floor_seconds:.2f} ms")
+    table.add_row("  without a draft", f"{1e3 * plan.autoregressive_floor_seconds:.2f} ms")
+    for row in _step_rows(plan, inputs["batch"]):
         table.add_row(*row)
-    table.add_row("compiled in", f"{made.compile_seconds:.0f} s")
-    for name, count in made.collectives.items():
+    table.add_row("compiled in", f"{plan.compile_seconds:.0f} s")
+    for name, count in plan.collectives.items():
         table.add_row("collective", f"{count} x {name}")
-    for one in drafts:
-        name = "draft with" if one is drafts[0] else "  rather than"
-        times = f"{1e3 * one.low_seconds:.2f} to {1e3 * one.high_seconds:.2f} ms, pays above tau "
-        times += f"{one.pays_above[0]:.2f} to {one.pays_above[1]:.2f}, {one.gain:.2f} x at tau {one.tau:.2f}"
-        table.add_row(name, f"{one.flags} ({times})")
-    for note in made.notes:
+    for draft in drafts:
+        name = "draft with" if draft is drafts[0] else "  rather than"
+        times = f"{1e3 * draft.low_seconds:.2f} to {1e3 * draft.high_seconds:.2f} ms, pays above tau "
+        times += f"{draft.pays_above[0]:.2f} to {draft.pays_above[1]:.2f}, {draft.gain:.2f} x at tau {draft.tau:.2f}"
+        table.add_row(name, f"{draft.flags} ({times})")
+    for note in plan.notes:
         table.add_row("note", note)
-    for one in tried:
-        flag = f"--topology {one.topology}" if one.topology != made.topology else f"--dtype {one.dtype}"
-        of = f"{gib(one.held_bytes)} of {gib(one.hbm_bytes)}" if one.held_bytes else "more than there is"
-        table.add_row("try" if one.fits else "fits neither", f"{flag} ({of})")
+    for attempt in attempts:
+        flag = (
+            f"--topology {attempt.topology}"
+            if attempt.topology != plan.topology
+            else f"--dtype {attempt.dtype}"
+        )
+        memory = (
+            f"{gib(attempt.held_bytes)} of {gib(attempt.hbm_bytes)}"
+            if attempt.held_bytes
+            else "more than there is"
+        )
+        table.add_row("try" if attempt.fits else "fits neither", f"{flag} ({memory})")
     Console(file=out, soft_wrap=True, highlight=False).print(table)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import drafters
+from mars_jax.cli.progress import progress
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.ticking import ticking
 from mars_jax.lab.training import data
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, write_whole
@@ -20,10 +20,10 @@ from mars_jax.serve.rows import RowFile, write_whole
 def training_text(
     target: Pretrained, documents: Sequence[str], work: Path, *, write: int | None, length: int, seed: int
 ) -> data.Stream:
-    """The tokens to train on: of documents, or of `write` texts that the target writes, which stay in `work`.
+    """Return the tokens of documents, or of `write` texts that the target writes and that are kept in `work`.
 
     Raises:
-      MarsError: as `write_texts`, or there is no text.
+      MarsError: see `write_texts`; or there is no text.
     """
     tokenize = target.tokenizer.backend_tokenizer
     if write is None:
@@ -37,7 +37,7 @@ def training_text(
 
 
 GROUP = 4
-"""Batches of texts that are written between two looks at the file."""
+"""Batches of texts between two writes to the file."""
 
 
 def write_answers(
@@ -73,14 +73,14 @@ def write_texts(
     rows: Path,
     batch_size: int = 32,
 ) -> list[str]:
-    """`count` texts of up to `length` tokens that the target writes from the first 16 tokens of documents.
+    """Return `count` texts of up to `length` tokens, with which the target continues the first 16 tokens of documents.
 
-    Each is kept in the file `rows`, so that a run that was killed goes on.
+    The file `rows` keeps them, so that a killed run continues.
 
     Raises:
-      MarsError: no document is long enough to begin with, or `rows` holds something else.
+      MarsError: no document has 16 tokens, or `rows` is the file of another run.
     """
-    # Long documents are cut before they are tokenized: 16 tokens are never 2,000 characters of a text.
+    # Cut long documents before they are tokenized: 16 tokens have fewer than 2,000 characters.
     begun = (target.encode(text[:2000])[:16] for text in documents)
     prompts = [ids for ids in begun if len(ids) == 16][:count]
     if not prompts:
@@ -104,12 +104,12 @@ def write_texts(
             for i, prompt, ids in zip(numbers, chosen, result.tokens, strict=True)
         ]
 
-    with contextlib.closing(RowFile(rows, {}, flag="--work")) as file, ticking("texts") as tick:
+    with contextlib.closing(RowFile(rows, {}, flag="--work")) as file, progress("texts") as show:
         file.start()
-        # Some batches at a time, so that a row that ends is begun again with the next text.
+        # Decode several batches at a time, so that rows refill.
         for first in range(0, count, GROUP * batch_size):
             numbers = range(first, min(first + GROUP * batch_size, count))
             keys = [{"number": i} for i in numbers]
             texts += [row["text"] for row in file.batch(keys, functools.partial(write, numbers))]
-            tick("writing", len(texts), count)
+            show(len(texts), count, "")
     return texts

@@ -14,7 +14,7 @@ from mars_jax.specs import BITS, Dynamic
 
 
 class Attempt(NamedTuple):
-    """Whether a pair of models fits on a slice. Bytes are of one device."""
+    """An attempt to fit a pair of models on a slice. Bytes are of one device."""
 
     topology: str
     dtype: str
@@ -29,7 +29,7 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
     """Compile the decode loop, unless its weights alone exceed the memory, and return whether it fits."""
     held, fits = local_bytes(pair.params), False
     if held <= topology.hbm_bytes:
-        state, lowered = pair.lower(pair.drafter, pair.params)
+        state, lowered = pair.lower()
         held += local_bytes(state)
         try:
             held = held_bytes(compile_program(lowered))

@@ -41,14 +41,14 @@ _DEEP = {
     4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
     1024: "8x8x16", 2048: "8x16x16",
 }  # fmt: skip
-"""Shapes by chips, as Google's Cloud gives them out."""
+"""Shapes of Google Cloud by number of chips."""
 
 
 class Type(NamedTuple):
     """The form of accelerator types, such as v5litepod-8, that name slices of a generation."""
 
     generation: str
-    unit: int  # that a type counts, in a chip: cores of v4, v5p and tpu7x, chips of the others
+    unit: int  # units of a chip that a type counts: 2 cores for v4, v5p and tpu7x, 1 chip for the others
     shapes: dict[int, str]  # by chips
 
 
@@ -63,7 +63,7 @@ TYPES = {
 
 
 def slice_of(name: str) -> str:
-    """The generation and shape of an accelerator type; any other name is given back.
+    """Return the generation and shape of an accelerator type, and any other name unchanged.
 
     Raises:
       MarsError: the type has no slice of that size.
@@ -86,7 +86,7 @@ def slice_of(name: str) -> str:
 
 
 def larger(name: str) -> list[str]:
-    """The slices of the same generation with more chips, the next one first.
+    """List the slices of the same generation with more chips, the smallest first.
 
     >>> larger("v5e:4x8")
     ['v5e:8x8', 'v5e:8x16', 'v5e:16x16']
@@ -97,7 +97,7 @@ def larger(name: str) -> list[str]:
 
 
 class Topology(NamedTuple):
-    """A slice: its name, and the devices the compiler sees in it."""
+    """A slice and its devices."""
 
     name: str
     chip: Chip
@@ -126,7 +126,7 @@ class Topology(NamedTuple):
 
 
 def topology(name: str) -> Topology:
-    """The slice that `name`, such as "v5e:4x4", "v5p:2x2x2" or "v5litepod-16", stands for; no TPU is needed.
+    """Look up a slice, such as "v5e:4x4", "v5p:2x2x2" or "v5litepod-16". No TPU is needed.
 
     Raises:
       MarsError: no such generation or shape, or libtpu is not installed.
@@ -158,7 +158,7 @@ def topology(name: str) -> Topology:
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=name, chips_per_host_bounds=host
         ).devices
-    except Exception as error:  # of whatever type jaxlib finds fit
+    except Exception as error:  # jaxlib raises several types
         text = str(error)
         if "libtpu" in text.lower() or isinstance(error, ImportError):
             raise MarsError(

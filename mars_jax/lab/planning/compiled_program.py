@@ -1,4 +1,4 @@
-"""Compile a program for devices that are not there, and read off what the compiler says of it."""
+"""Compile a program for absent devices, and read the compiler's report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 class OutOfMemory(Exception):
-    """The program does not fit: `used` and `capacity` are bytes of one device, 0 where they were not said."""
+    """The program does not fit: `used` and `capacity` are bytes of one device, 0 if unknown."""
 
     def __init__(self, used: int, capacity: int):
         super().__init__(f"{used} of {capacity} bytes")
@@ -27,14 +27,14 @@ class OutOfMemory(Exception):
 def compile_program(
     lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None
 ) -> dict[str, Any]:
-    """Compile and report: seconds, what the compiler counts, and the collectives in the program.
+    """Compile and report the seconds, the counts of the compiler, and the collectives of the program.
 
     Args:
       lowered: for abstract arguments that carry shardings of the devices to compile for.
       read: of the program's text, for the report's entry "read".
 
     Raises:
-      OutOfMemory: the compiler says that it does not fit.
+      OutOfMemory: it does not fit.
     """
     started = time.perf_counter()
     try:
@@ -61,7 +61,7 @@ def compile_program(
 
 
 def _out_of_memory(text: str) -> OutOfMemory:
-    """From "... Used 20.95G of 15.75G hbm ..."."""
+    """Parse a message such as "... Used 20.95G of 15.75G hbm ..."."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
     if found is None:
@@ -71,14 +71,14 @@ def _out_of_memory(text: str) -> OutOfMemory:
 
 
 def collectives(program: str) -> dict[str, int]:
-    """Each collective of an HLO text with the shape of its result, and how often it occurs."""
+    """Count the collectives of an HLO text, by kind and shape of the result."""
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
     found = (pattern.search(line) for line in program.splitlines())
     return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in found if hit))
 
 
 def held_bytes(report: dict[str, Any]) -> int:
-    """Bytes that a program holds at once on a device: arguments, results that reuse none of them, and temporaries."""
+    """Return the peak bytes of a program on a device: arguments, results that reuse none of them, and temporaries."""
     return (
         report["argument_bytes"]
         + report["output_bytes"]

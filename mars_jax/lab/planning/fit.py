@@ -15,14 +15,12 @@ from mars_jax.core.types import Params, PyTree
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.estimate import StepBytes, StepTime, Work, step_time
-from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, draft_of, local_bytes
+from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, local_bytes
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.weights import weights
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
-
-__all__ = ["Plan", "count_work", "draft_of", "make_plan", "planned_time", "step_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,17 +35,17 @@ class Plan:
     hbm_bytes: int
     # Weights, caches and temporaries of the compiled program.
     held_bytes: int
-    # Of both models.
+    # Weights of both models.
     weight_bytes: int
-    # Of both models, and the rest of the state.
+    # Caches of both models, and the rest of the state.
     cache_bytes: int
     # Least bytes that a step reads, with full contexts.
     read_bytes: int
     # The longer of the read bytes over the bandwidth and the operations over the peak.
     floor_seconds: float
-    # Of a step without a draft.
+    # The same for a step without a draft.
     autoregressive_floor_seconds: float
-    # Of the loop, by kind and shape.
+    # Number of collectives in the loop, by kind and shape.
     collectives: dict[str, int]
     compile_seconds: float
     # low_seconds and high_seconds, None if the table of overheads does not cover the step.
@@ -71,7 +69,7 @@ def make_plan(
       topology: from `topology(name)`.
       keep: called with a file's name and the text of the program, before XLA compiles it and after.
     """
-    _, lowered = pair.lower(pair.drafter, pair.params)
+    _, lowered = pair.lower()
     if keep is not None:
         keep("decode.stablehlo.txt", lowered.as_text())
     try:
@@ -96,7 +94,7 @@ def make_plan(
         hbm_bytes=topology.hbm_bytes,
         held_bytes=held,
         weight_bytes=local_bytes(pair.params),
-        cache_bytes=local_bytes(pair.state(pair.drafter, pair.params)),
+        cache_bytes=local_bytes(pair.state()),
         read_bytes=work.bytes.total,
         floor_seconds=time.floor_seconds,
         autoregressive_floor_seconds=alone_time.floor_seconds,
@@ -130,7 +128,7 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
 def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
-    state = pair.state(drafter, pair.params)
+    state = pair.state()
     cache, draft_cache = local_bytes(state.cache), local_bytes(state.draft)
     devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows = pair.batch * devices // pair.mesh.size

@@ -48,7 +48,7 @@ def draft_of(
     dtype: str = "bfloat16",
     mixture: bool = False,
 ) -> PlannedDraft:
-    """The drafter of a config, or "none" or "ngram", with the defaults of `drafters.load`.
+    """Return the drafter of a config, or of "none" or "ngram", with the defaults of `drafters.load`.
 
     Args:
       config: of a small model or of a head.
@@ -87,7 +87,7 @@ def draft_of(
 
 
 def kind_of(config: AnyConfig | str) -> str:
-    """The name of the row of `specs.DRAFTERS` for what `draft_of` takes.
+    """Return the name in `specs.DRAFTERS` of the first argument of `draft_of`.
 
     >>> kind_of("ngram")
     'ngram'
@@ -98,8 +98,10 @@ def kind_of(config: AnyConfig | str) -> str:
 
 
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
-    """Axes for so many devices: as many as the key-value heads divide over go to `model`, the rest to `data` where
-    the batch divides, and else to `model` as well.
+    """Return the axes of a mesh of `count` devices.
+
+    `model` gets as many devices as the key-value heads divide over. The others go to `data` if the batch divides over
+    them, and otherwise to `model` too.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
@@ -128,17 +130,19 @@ class Programs:
     # Abstract, with shardings.
     params: Params
 
-    def state(self, drafter: Drafter, params: Params) -> DecodeState:
+    def state(self) -> DecodeState:
         """Return the abstract state of a batch."""
-        decoder = speculative_decoder(self.model, drafter, self.verify)
+        decoder = speculative_decoder(self.model, self.drafter, self.verify)
         return _abstract_state(
-            decoder, params, self.verify, self.mesh, batch=self.batch, context=self.context
+            decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
-    def lower(self, drafter: Drafter, params: Params) -> tuple[DecodeState, jax.stages.Lowered]:
+    def lower(self) -> tuple[DecodeState, jax.stages.Lowered]:
         """Return the abstract state of a batch, and the decode loop lowered for it."""
-        decoder = speculative_decoder(self.model, drafter, self.verify)
-        return lower_loop(decoder, params, self.verify, self.mesh, batch=self.batch, context=self.context)
+        decoder = speculative_decoder(self.model, self.drafter, self.verify)
+        return lower_loop(
+            decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
+        )
 
 
 def programs(

@@ -36,7 +36,7 @@ FLAGS: Mapping[str, Any] = {"task": TASKS, "problems": 80, "max-new-tokens": 102
 """Flags of a recipe that names no others: 80 problems of a task, as many as MT-Bench has."""
 SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
 OWN = {
-    "paper": ("--controls", "--simulated-taus", "--refine", *SHAPES),
+    "paper": ("--controls", "--refine", *SHAPES),
     "tuned": ("--tune", "--draft-cost"),
 }
 """Flags of one part alone."""

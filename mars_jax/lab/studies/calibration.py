@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax import verify
+from mars_jax.cli.progress import Show
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.lab.evaluate.answers import Decoding
@@ -21,7 +22,6 @@ from mars_jax.lab.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.certify import choose, fewest
-from mars_jax.lab.ticking import Speed
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.specs import RuleChoice
 
@@ -50,7 +50,7 @@ def calibrate(
     judge: Judge | None = None,
     temperature: float = 0.0,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Show | None = None,
     rows: RowFile | None = None,
 ) -> dict[str, Any]:
     """Decode held-out problems with looser and looser thresholds, as long as the risk is certified.
@@ -67,7 +67,7 @@ def calibrate(
         chosen, at the rule's own theta.
       judge: the judge of the risk "judge".
       temperature, seed: problem i draws with seed + i under every rule.
-      progress: `(what, done, of)`, called after every batch.
+      progress: `(done, total, text)`, called after every batch.
       rows: file that keeps the rows, so that a run with the same arguments continues after a kill.
 
     Returns:
@@ -87,7 +87,7 @@ def calibrate(
 
     def decode(rule: LoadedRule, name: str) -> list[Row]:
         arm = Arm(name=name, rule=rule, drafts=True, meaning="")
-        found, size, speed = [], decoding.group, Speed()
+        found, size = [], decoding.group
         for first in range(0, len(problems), size):
             group = problems[first : first + size]
             seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
@@ -97,14 +97,13 @@ def calibrate(
                 arm,
                 group,
                 seeds,
-                speed,
                 temperature=temperature,
                 risk=risk,
                 judge=judge,
             )
             found += make() if rows is None else rows.batch([_key(arm, problem) for problem in group], make)
             if progress is not None:
-                progress(f"{name}, {speed.describe()}", len(found), len(problems))
+                progress(len(found), len(problems), f"{name}, tau {_tau(found):.2f}")
         return found
 
     alone = decode(strict, facts(strict.rule).name)
@@ -157,7 +156,6 @@ def _rows(
     arm: Arm,
     problems: Sequence[Problem],
     seeds: Sequence[int],
-    speed: Speed,
     *,
     temperature: float,
     risk: str,
@@ -168,7 +166,6 @@ def _rows(
     answers = decoding.answer(arm, problems, seeds, temperature=temperature)
     for problem, answer in zip(problems, answers, strict=True):
         metrics = answer.metrics
-        speed.add(emitted=metrics.emitted, steps=metrics.steps, seconds=answer.seconds)
         if risk == "regret":
             worth = -metrics.regret_per_token
         elif judge is not None:

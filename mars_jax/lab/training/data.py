@@ -83,8 +83,8 @@ class _Rows:
     def __len__(self) -> int:
         return (len(self._stream.tokens) - 1) // self._length
 
-    def __getitem__(self, record_key: Any) -> Batch:
-        first = record_key * self._length
+    def __getitem__(self, index: Any) -> Batch:
+        first = index * self._length
         part = slice(first, first + self._length + 1)
         return Batch(self._stream.tokens[part].astype(np.int32), self._stream.segments[part])
 
@@ -115,7 +115,9 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
             )
         dataset = grain.MapDataset.source(_Rows(one, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
-    return grain.MapDataset.mix(datasets, weights=[one.weight for one in streams]).batch(rows)
+    mixed = grain.MapDataset.mix(datasets, weights=[one.weight for one in streams])
+    # With a remainder, batches of one row have a length above sys.maxsize, which grain cannot handle.
+    return mixed.batch(rows, drop_remainder=True)
 
 
 def draft_vocabulary(

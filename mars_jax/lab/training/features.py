@@ -133,10 +133,10 @@ class _Rows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, record_key: Any) -> Recorded:
-        which = int(np.searchsorted(self._ends, record_key, side="right"))
+    def __getitem__(self, index: Any) -> Recorded:
+        which = int(np.searchsorted(self._ends, index, side="right"))
         shard = self._shards[which]
-        return Recorded(*(np.asarray(x[record_key - self._ends[which]]) for x in shard))
+        return Recorded(*(np.asarray(x[index - self._ends[which]]) for x in shard))
 
 
 def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
@@ -160,7 +160,9 @@ def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any,
         rows = _Rows(folders[1:])
         length = rows[0].tokens.shape[-1]
         size = max(1, step_tokens // length)
-        datasets.append(grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat().batch(size))
+        dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()
+        # With a remainder, batches of one row have a length above sys.maxsize, which grain cannot handle.
+        datasets.append(dataset.batch(size, drop_remainder=True))
         counts.append(len(rows) / size)
         sizes.append(size * length)
         first = read_shard(folders[0])

@@ -18,8 +18,8 @@ import numpy as np
 import optax
 from jax import Array
 
+from mars_jax.cli.progress import progress
 from mars_jax.contrib.teaching import Loss, Training
-from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.placement import hosts
@@ -133,7 +133,6 @@ def fit(
       MarsError: `directory` holds the checkpoint of another training.
     """
     import grain
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     directory = Path(directory).absolute()
     refuse_version_0_1(directory)
@@ -143,16 +142,11 @@ def fit(
     # Batches are small and come from memory, so that threads which read ahead would not pay.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with (
-        activity.doing(description) as going,
-        Checkpoints(directory, training.steps) as checkpoints,
-        Progress(*columns, TextColumn("{task.fields[figures]}")) as bar,
-    ):
+    with progress(description) as show, Checkpoints(directory, training.steps) as checkpoints:
         done, state = checkpoints.restore(state)
         params, opt_state = state["params"], state["opt_state"]
         batches.set_state(jax.tree.map(int, state["data"]))
-        task = bar.add_task(description, total=training.steps, completed=done, figures="")
+        show(done, training.steps, "")
         step = make_step(training.loss, training.optimizer)
         with _log(directory / "log.jsonl", done) as log:
             for i in range(done + 1, training.steps + 1):
@@ -162,8 +156,7 @@ def fit(
                 figures = {name: float(value) for name, value in figures.items()}
                 rate = round(training.step_tokens / (time.perf_counter() - began))
                 log.write(json.dumps({"step": i, "tokens_per_s": rate, **figures}) + "\n")
-                going.detail = f"{i} of {training.steps} steps, {rate:,} tokens/s, loss {figures['loss']:.3f}"
-                bar.update(task, advance=1, figures=f"{rate:,} tokens/s  loss {figures['loss']:.3f}")
+                show(i, training.steps, f"{rate:,} tokens/s, loss {figures['loss']:.3f}")
                 if i % save_every and i != training.steps:
                     continue
                 state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
@@ -213,7 +206,7 @@ class Checkpoints:
         """Return the number of steps done and the state after them, placed as `state` is, or 0 and `state` itself.
 
         Raises:
-          MarsError: the checkpoint is of another training.
+          MarsError: the checkpoint is damaged or of another training.
         """
         step = None if self._manager is None else self._manager.latest_step()
         done = hosts.broadcast(step or 0)
@@ -244,11 +237,11 @@ class Checkpoints:
         template = ocp.args.StandardRestore({**state, "steps": 0})  # pyright: ignore
         try:
             restored = self._manager.restore(step, args=template)
-        except (ValueError, KeyError, TypeError) as error:  # other names or shapes
+        except (ValueError, KeyError, TypeError, OSError) as error:
             reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise MarsError(
-                f"the checkpoint in '{self._directory}' is of another training ({reason[:200].rstrip('.:')}): "
-                "remove that directory, or train in another."
+                f"the checkpoint in '{self._directory}' is damaged or of another training "
+                f"({reason[:200].rstrip('.:')}): remove that directory, or train in another."
             ) from error
         steps = int(restored["steps"])
         if steps != self._steps:

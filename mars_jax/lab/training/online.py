@@ -49,7 +49,7 @@ class Refined(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """How a kind of draft learns and how its acceptance is measured."""
+    """The loss and the measured acceptance of a kind of draft."""
 
     loss: Callable[..., Array]  # of (params, ids, target params, tokens i32[B, T], wanted bool[B, T])
     # (params, ids, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from mars_jax.lab.commands import benchmark
 from mars_jax.lab.commands.benchmark import main
 from mars_jax.lab.evaluate import answers
-from mars_jax.lab.ticking import Ticker
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]
@@ -68,7 +69,7 @@ class Folder(NamedTuple):
     path: Path
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
-    ticks: Sequence[tuple[str, int, int, float | None]] = ()  # what its progress said
+    progress: Sequence[tuple[int, int, str]] = ()  # (done, total, text) of each call
 
 
 def read_folder(path: Path) -> Folder:
@@ -81,8 +82,10 @@ def finished(flags, tmp_path_factory):
     """One uninterrupted run."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("evaluate") / "finished"
-    ticks = []
+    calls = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Ticker, "__call__", lambda self, *told: ticks.append(told))
+        patched.setattr(
+            benchmark, "progress", lambda name: contextlib.nullcontext(lambda *call: calls.append(call))
+        )
         assert main([*map(str, flags), "--output", str(path)]) == 0
-    return read_folder(path)._replace(ticks=ticks)
+    return read_folder(path)._replace(progress=calls)

@@ -60,6 +60,14 @@ def test_an_epoch_has_every_row_but_those_held_out(tmp_path):
     assert [batch.tokens[0, 0] for batch in held_out] == [0, 200]
 
 
+def test_a_batch_may_be_one_row(tmp_path):
+    for number in range(2):
+        shard(tmp_path, number)
+    batches, _, size = features.batches([tmp_path], step_tokens=8, seed=0)
+    assert size == 8
+    assert next(iter(batches.to_iter_dataset())).tokens.shape == (1, 8)
+
+
 def test_too_few_features_are_a_sentence(tmp_path):
     shard(tmp_path, 0)
     with pytest.raises(MarsError, match="too few features to train on: give it two shards at least"):

@@ -45,7 +45,6 @@ _SETTINGS = (
 def parser() -> Parser:
     """Return the command's parser."""
     found = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
-    found.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     found.add_argument("--output", type=Path, metavar="FILE", help="write that object into a file as well")
     return found

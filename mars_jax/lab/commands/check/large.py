@@ -23,8 +23,9 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.given import begun
 from mars_jax.core.rule import Rule, for_rows
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.lab.planning.fit import draft_of, step_bytes
+from mars_jax.lab.planning.fit import step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.lab.planning.pair_programs import draft_of
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mars_jax.cli.progress import Show, speed
+from mars_jax.core import activity
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row, place_of
@@ -17,7 +18,6 @@ from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import read_json, write_json
-from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve import likelihood
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.specs import RuleChoice
@@ -75,8 +75,10 @@ class Evaluation:
     def _seed(self, task: str, problem: Problem) -> int:
         return (self._settings["seed"] + self._numbers[task, problem.id]) % 2**32
 
-    def decode(self, progress: Progress) -> None:
-        work = Work(self._planned(), progress)
+    def decode(self, show: Show) -> None:
+        done, total = 0, 0
+        for task, temperature in self._places():
+            total += turns_of(self._tasks[task], self._decoding.chat) * len(self.arms(temperature))
         for task, temperature in self._places():
             for group in self._batches(task):
                 for arm in self.arms(temperature):
@@ -85,24 +87,10 @@ class Evaluation:
                     rows = self._file.batch(keys, make)
                     self.rows += rows
                     sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
-                    said = f"{place_of(task, temperature)}, {arm.name}, {Speed(**sums).describe()}"
-                    work.add(arm.name, self._turns(group), said, sums["seconds"])
+                    done += turns_of(group, self._decoding.chat)
+                    show(done, total, f"{place_of(task, temperature)}, {arm.name}, {speed(**sums)}")
             if not self._is_part:
-                self._keep_texts(task, temperature, work)
-
-    def _planned(self) -> Counter[str]:
-        """Count the decoded turns of each arm, including those on file."""
-        planned: Counter[str] = Counter()
-        for task, temperature in self._places():
-            for arm in self.arms(temperature):
-                planned[arm.name] += self._turns(self._tasks[task])
-            if place_of(task, temperature) not in self.texts and not self._is_part:
-                for arm in self._shown(temperature):
-                    planned[arm.name] += len(self._tasks[task][:SHOWN])
-        return planned
-
-    def _turns(self, problems: Sequence[Problem]) -> int:
-        return turns_of(problems, self._decoding.chat)
+                self._keep_texts(task, temperature)
 
     def _shown(self, temperature: float) -> list[Arm]:
         """Return the arms whose texts the page shows: the strict rule, and the first arm of the measured rule."""
@@ -122,7 +110,8 @@ class Evaluation:
             )
         ]
 
-    def _keep_texts(self, task: str, temperature: float, work: Work) -> None:
+    @activity.doing("texts for the page")
+    def _keep_texts(self, task: str, temperature: float) -> None:
         """Decode the first turn of the first problems again, step by step, and write each token's text and kind."""
         place, arms, problems = (
             place_of(task, temperature),
@@ -144,7 +133,6 @@ class Evaluation:
                 for text, of_row in zip(texts[first : first + len(pieces)], pieces, strict=True):
                     text["arms"][arm.name] = of_row
                 first += len(pieces)
-                work.add(arm.name, len(batch.requests), f"{place}, texts")
         self.texts[place] = texts
         write_json(self._folder / TEXTS, self.texts)
 

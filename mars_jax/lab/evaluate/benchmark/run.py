@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters, specs, verify
+from mars_jax.cli.progress import Show
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
@@ -25,7 +26,6 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows
 from mars_jax.lab.pictures import check_installed
 from mars_jax.lab.provenance import provenance
-from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
@@ -50,7 +50,7 @@ def evaluate(
     refiner: Refiner | None = None,
     part: slice | None = None,
     names: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Show | None = None,
 ) -> dict[str, Any]:
     """Decode and score every arm, and write rows, summary, table and plots under `output`.
 
@@ -78,7 +78,7 @@ def evaluate(
       part: decode only `problems[part]`, and write only their rows. A run without a part then takes them from the
         rows.jsonl of all parts, one after the other. It takes no refiner, whose updates depend on all problems.
       names: other settings that identify the run, such as the draft's name.
-      progress: called after every group of decodes.
+      progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:
       The content of summary.json, or {} for a part.
@@ -114,7 +114,7 @@ def evaluate(
     decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
     with contextlib.closing(open_rows(folder, settings)) as file:
         evaluation = Evaluation(decoding, folder, file, problems, settings, rule, part)
-        evaluation.decode(progress or (lambda what, done, of, left: None))
+        evaluation.decode(progress or (lambda done, total, text: None))
         if part is not None:
             return {}
         rows = samples.with_results(folder, problems, evaluation.rows)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax import verify
+from mars_jax.cli.progress import Show, speed
 from mars_jax.core.errors import MarsError
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.pretrained import Pretrained
@@ -34,7 +35,6 @@ from mars_jax.lab.evaluate.scoring.scores import METRICS
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
-from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.placement import hosts
 from mars_jax.serve.rows import Row, RowFile, write_whole
 from mars_jax.serve.session import Session
@@ -95,7 +95,7 @@ def tuned(
     seed: int = 0,
     chat: bool = False,
     names: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Show | None = None,
 ) -> dict[str, Any]:
     """Choose the length of every arm on some problems, score all arms on the others, and write rows and tables.
 
@@ -141,7 +141,7 @@ def tuned(
     }
     with contextlib.closing(open_rows(output, settings)) as file:
         run = _Run(target, drafters, file, output, settings)
-        run.start(tasks, arms, progress or (lambda *told: None))
+        run.start(tasks, arms, progress or (lambda done, total, text: None))
         found = [
             run.table(task, group, temperature, arms[temperature])
             for task, group in tasks.items()
@@ -165,21 +165,19 @@ class _Run:
     settings: Mapping[str, Any]
 
     def start(
-        self, tasks: Mapping[str, Sequence[Problem]], arms: Mapping[float, Sequence[Arm]], progress: Progress
+        self, tasks: Mapping[str, Sequence[Problem]], arms: Mapping[float, Sequence[Arm]], show: Show
     ) -> None:
         """Count the turns of all decodes."""
         self._decodings: dict[tuple[bool, int], Decoding] = {}
-        turns = 0
+        self._show, self._done, self._total = show, 0, 0
         for group in tasks.values():
             split = _split(group)
             choosing, scoring = (
                 turns_of(part, self.settings["chat"]) for part in (group[:split], group[split:])
             )
             for arms_here in arms.values():
-                turns += choosing * len(arms_here) * len(self.settings["tuned"]) + scoring * (
-                    1 + len(arms_here)
-                )
-        self._work = Work({"turn": turns}, progress)
+                self._total += choosing * len(arms_here) * len(self.settings["tuned"])
+                self._total += scoring * (1 + len(arms_here))
 
     def table(
         self, task: str, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]
@@ -276,8 +274,9 @@ class _Run:
                 all_rows[arm.name, n] += rows
                 sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
                 drafts = f", drafts of {n}" if n else ""
-                text = f"{task}, temperature {temperature:g}, {arm.name}{drafts}, {Speed(**sums).describe()}"
-                self._work.add("turn", turns_of(group, self.settings["chat"]), text, sums["seconds"])
+                text = f"{task}, temperature {temperature:g}, {arm.name}{drafts}, {speed(**sums)}"
+                self._done += turns_of(group, self.settings["chat"])
+                self._show(self._done, self._total, text)
         return all_rows
 
     def _rows(
