@@ -15,7 +15,7 @@ from mars_jax.serve.rows import RowFile, plain
 
 
 class Answered(Exception):
-    """The end of a part, whose answers are not enough for a score. The message says what the file holds."""
+    """The end of a part, which has no score. The message has the number of rows on file."""
 
 
 class Answers:
@@ -40,10 +40,10 @@ class Answers:
           kind: of the requests.
           requests: of the call.
           answer: answers the requests with some indices, in their order. Each answer is written at once.
-          other: stands for the answers that belong to other parts.
+          other: placeholder for the answers of other parts.
 
         Raises:
-          MarsError: the file answers other requests, or the disk takes no more.
+          MarsError: the file answers other requests, or cannot be written.
         """
         if self._ended:
             raise MarsError(f"the run of '{self._file.path}' has ended: make another model for another run.")

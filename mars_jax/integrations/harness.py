@@ -197,16 +197,16 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """0, as no process knows of others. The harness asks again when all is answered, where the file is closed."""
+        """0. The harness reads this property again after the last answer, and the file of rows is then closed."""
         if self._answers is not None:
             self._answers.end()
         return super().rank
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse the harness's own cache beside rows, as it would keep answers that belong to other parts.
+        """Refuse the harness's own cache if there is a file of rows: it would keep the placeholders of other parts.
 
         Raises:
-          MarsError: there are rows.
+          MarsError: there is a file of rows.
         """
         if self._answers is not None:
             raise MarsError("--use_cache does not apply with rows, which keep the answers too: leave it out.")
@@ -353,7 +353,7 @@ class MarsJax(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Decode with the draft and the rule, up to the first of a request's stop strings.
 
-        Tau and tokens per second are said on stderr.
+        Tau and tokens per second are printed on stderr.
         """
         return self._each("generate_until", requests, lambda numbers: self._generate(requests, numbers), "")
 
@@ -377,7 +377,7 @@ class MarsJax(TemplateLM):
             )
         if not made:
             return
-        # A row is on file when those before it are: where there is one, the first requests begin first.
+        # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
         queue = self._session.queue(made, order=longest_first(made) if self._answers is None else numbers)
         began, ended, waiting = time.perf_counter(), {}, iter(numbers)
         tokens = steps = 0

@@ -1,4 +1,4 @@
-"""A name for weights, by which a run that goes on knows them again."""
+"""Fingerprints of weights, by which a resumed run recognises them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.placement.hosts import fetch
 
 ROWS = 16
-"""Rows of a weight that its fingerprint looks at: training changes nearly all, and one takes next to no time."""
+"""Rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
 
 
 def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
-    """Return a name for weights: a hash over each one's name, shape, type and `ROWS` rows, first and last included.
+    """Return a hash of the name, shape, dtype and `ROWS` rows of each weight, first and last row included.
 
-    It does not depend on the mesh. Where there are several processes, all call it.
+    It does not depend on the mesh. In a run of several processes, all of them must call it.
 
     Args:
       params: arrays.
-      checkpoints: directories or GGUF files whose config counts too: it decides what the weights mean.
+      checkpoints: directories or GGUF files whose configs are hashed too.
 
     >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
     False
@@ -55,11 +55,11 @@ def _some_rows(weight: Any) -> Any:
     places = np.unique(np.linspace(0, math.prod(outer) - 1, ROWS).round().astype(np.int64))
     index = tuple(axis.astype(np.int32) for axis in np.unravel_index(places, outer))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # Types say how arrays are divided, and so how these rows are to be.
+        # Explicit axes need the sharding of the result.
         return weight.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
     return weight[index]
 
 
 def digest(data: bytes) -> str:
-    """Return a short name for bytes."""
+    """Return a short hash of bytes."""
     return hashlib.sha256(data).hexdigest()[:16]

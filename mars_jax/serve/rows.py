@@ -144,7 +144,7 @@ class RowFile:
         """Write one row, and return when it is on disk. NaN and infinities become null.
 
         Raises:
-          MarsError: the disk does not take it.
+          MarsError: the file cannot be written.
         """
         line = to_line({**row, "fingerprint": self.fingerprint})
         with self._writing:

@@ -69,8 +69,8 @@ class Decoding:
         refining = self._job.refining
         for index, completion in self._queue:
             if refining is not None:
-                assert isinstance(self._queue, Queue)  # a draft made elsewhere does not learn: `applies`
-                # Its time counts: it is time that the next prompt waits.
+                assert isinstance(self._queue, Queue)  # `applies` refuses --refine with --draft-device
+                # Training time counts, because the next prompt waits for it.
                 completion = refining.see(completion, self._queue)
             early[index] = completion
             self.seconds += time.perf_counter() - began
@@ -123,7 +123,7 @@ class Job:
 
     @functools.cached_property
     def plain_step(self) -> float:
-        """Seconds of a step without a draft over the first batch's rows, measured once."""
+        """Seconds of a step without a draft for the first batch, measured once."""
         batch = next(self.session.batches(self.requests))
         return batch.session.plain_step_seconds(batch.requests)
 
@@ -134,16 +134,16 @@ def open_job(
     rows: Sequence[PromptRow],
     target: Pretrained | None = None,
 ) -> Job:
-    """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
+    """Check prompts and vocabularies with configs and tokenizers only, then load the weights.
 
     Args:
       args: the flags.
-      choices: of the flags.
+      choices: the resolved defaults of the flags.
       rows: the prompts.
-      target: of an earlier job of the same flags, which is then not loaded again.
+      target: the target of an earlier job with the same flags, to avoid loading it again.
 
     Raises:
-      MarsError: anything wrong with the checkpoints, the rule or the prompts.
+      MarsError: the checkpoints, the rule or the prompts are invalid.
     """
     sketch = target or hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
@@ -156,12 +156,13 @@ def open_job(
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = target or open_target(args, sketch)
     if target.mesh is not None:
-        rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
+        # Place the weights of the rule on the target's mesh.
+        rule = load_rule(choices.rule, target, rows)
     varies = choices.draft_size == "auto"
     length = args.num_draft_tokens
     if choices.draft_size == "usual" and jax.default_backend() == "cpu":
         varies, length = True, length or SHORT
-    asked: dict[str, Any] = {"num_draft_tokens": length, "dtype": args.dtype}
+    options: dict[str, Any] = {"num_draft_tokens": length, "dtype": args.dtype}
     size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
     if args.draft_device is None:
         drafter = drafters.load(
@@ -172,11 +173,11 @@ def open_job(
             draft_size="auto" if varies else "fixed",
             any_rule=bool(args.any_rule),
             head_embed=args.head_embed or "own",
-            **asked,
+            **options,
         )
     else:
         open_elsewhere = specs.factory("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
-        drafter = open_elsewhere(args.draft, target, args.draft_device, **asked)
+        drafter = open_elsewhere(args.draft, target, args.draft_device, **options)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
     if draft.row.copies and not (choices.rule.row.lossless or args.compare) and hosts.is_first():
@@ -213,25 +214,25 @@ def open_job(
 
 
 def _dtype(params: Any) -> str:
-    """Return the dtype of the weights: int8 or int4 where matrices are in so many bits, else that of the numbers."""
+    """Return the narrowest dtype of the weights: int4, int8 or a floating-point type."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
-    found = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
-    return next((name for name in specs.DTYPES[::-1] if name in found), "")
+    dtypes = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
+    return next((name for name in specs.DTYPES[::-1] if name in dtypes), "")
 
 
 def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
-    """Return the rule, the numbers that rows choose for themselves as one for each prompt."""
+    """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
     chosen = dict.fromkeys(name for row in rows for name in row.numbers)
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
-    own = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
-    for name, values in own.items():
+    per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
+    for name, values in per_row.items():
         if None in values:
             raise rows[values.index(None)].error(f"it has no {name}, which other rows have: give it one too.")
-    return verify.load(choice.spec, target, **{**choice.settings, **own})
+    return verify.load(choice.spec, target, **{**choice.settings, **per_row})
 
 
 def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
-    """Check that tau is within the tokens that a draft gives a step at most."""
+    """Check that tau is at most the number of tokens that a step can give."""
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > most:
@@ -240,13 +241,13 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
-    """Tokenize requests. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
+    """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
 
-    All of them before weights are loaded, and not as they are decoded: a prompt that is too long is to be named in the
-    first seconds, and not after hours of work.
+    This happens before weights are loaded, so that a prompt that is too long is reported in the first seconds and not
+    after hours of work.
 
     Raises:
-      MarsError: a prompt that the model cannot take, by its line.
+      MarsError: the model cannot take a prompt, whose line the message names.
     """
     names = [
         *(name for name, setting in specs.REQUEST.items() if setting.per_row),
@@ -261,20 +262,21 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     numbers = range(first, first + step * len(rows), step)
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
-        if own := [name for name in CONSTRAINTS if name in row.settings]:
-            settings |= {name: None for name in CONSTRAINTS if name not in own}
+        if row_constraints := [name for name in CONSTRAINTS if name in row.settings]:
+            # The constraint of a row replaces that of the flags.
+            settings |= {name: None for name in CONSTRAINTS if name not in row_constraints}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
             settings["relax_constrained"] = True
         try:
             chat = bool(args.chat or row.messages)
-            [made] = request.make_requests(
+            [made_request] = request.make_requests(
                 target, [tokens], chat=chat, ignore_eos=args.ignore_eos, **settings
             )
-            request.check_request(target, made)
+            request.check_request(target, made_request)
         except MarsError as error:
             raise row.error(error) from None
         name = number if row.id is None else row.id
-        requests.append(dataclasses.replace(made, prompt=row.prompt, messages=row.messages, id=name))
+        requests.append(dataclasses.replace(made_request, prompt=row.prompt, messages=row.messages, id=name))
     return requests
 
 

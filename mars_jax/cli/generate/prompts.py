@@ -41,8 +41,8 @@ class PromptRow:
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation
     tokens: tuple[int, ...] | None = None
     id: str | int | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the request
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the rule
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the request
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the rule
 
     @property
     def given(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            # JSON can name half of a surrogate pair, which no file and no terminal takes.
+            # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
         except TypeError:  # a date or bytes, of a table
             raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None

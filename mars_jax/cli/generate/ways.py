@@ -166,7 +166,7 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
         _print_line(comparison, out)
         return
     screen = console(out)
-    # A pipe has no width, and must not cut the table to that of some terminal.
+    # A pipe has no width, so use a fixed one.
     screen.print(to_table(comparison), width=None if screen.is_terminal else 100)
 
 

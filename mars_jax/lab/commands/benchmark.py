@@ -46,14 +46,14 @@ examples:
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, plots as PNG, SVG
-and PDF, and report.html, one page with all of it and the texts side by side. After a kill,
-the same command goes on where it was. The table goes to stdout, progress to stderr; bad
-input ends with exit code 2.
+and PDF, and report.html, one page with all of it and the completions side by side. After a
+kill, run the same command again to continue. The table goes to stdout, progress to stderr;
+bad input ends with exit code 2.
 """
 
 
 def parser() -> Parser:
-    """The parser; numbers are still texts."""
+    """Return the parser. Numbers remain strings."""
     made = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
     made.add_argument(
         "--recipe",
@@ -98,16 +98,16 @@ def parser() -> Parser:
         help="with --tune, cost of a drafted token in forwards of the target, used in place of the clock",
     )
     group = made.add_argument_group("output")
-    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
+    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to continue")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
     return made
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags as values, in range and of use.
+    """Return the flags as values, checked one by one and against each other.
 
     Raises:
-      MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
+      MarsError: an unknown flag, a value out of range, or a flag that does not apply with the others.
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
@@ -131,7 +131,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespace:
-    """The flags with `parts`, those of both parts of a recipe, each in a folder of its own below the output."""
+    """Return the flags, with `parts` added: the flags of both parts of a recipe, each with its own output folder."""
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--part"], "with --recipe: leave one of them out")

@@ -39,13 +39,13 @@ examples:
 {pair.TASKS}
 generate takes the file as --theta FILE, and benchmark among --thetas; they refuse it for
 another pair, other weights, another rule or temperature. If no threshold is certified, it
-holds inf, which is strict. During the run answers are in OUTPUT-rows: after a kill, the same
-command goes on where it was.
+holds inf, which is strict. During the run, answers are in OUTPUT-rows. After a kill, run the
+same command again to continue.
 """
 
 
 def parser() -> Parser:
-    """The parser; numbers are still texts."""
+    """Return the parser. Numbers remain strings."""
     made = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG)
     group = made.add_argument_group("calibration")
     group.add_argument(
@@ -77,10 +77,10 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags as values, in range and of use.
+    """Return the flags as values, checked one by one and against each other.
 
     Raises:
-      MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
+      MarsError: an unknown flag, a value out of range, or a flag that does not apply with the others.
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
@@ -130,10 +130,10 @@ def _share(name: str, text: str) -> float:
 
 
 def _judge(spec: str) -> str:
-    """The spec of a judge, whose file has run.
+    """Import the judge that a spec names, and return the spec.
 
     Raises:
-      MarsError: it is none.
+      MarsError: the spec names no judge.
     """
     if not specs.is_own(spec):
         raise MarsError(f"--risk is {spec}: expected regret, accuracy, or a judge as FILE.py:NAME.")
@@ -154,7 +154,7 @@ def _check_prefixes(args: argparse.Namespace) -> None:
 
 
 def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
-    """Thresholds go from strict to loose, whichever way that is; the table knows it of its own rules."""
+    """Check that thresholds go from strict to loose. A user's rule may define either direction as strict to loose."""
     setting, structure = rule.setting("theta")
     grid = setting.range(**structure).grid
     rising, falling = sorted(set(thetas)), sorted(set(thetas), reverse=True)
@@ -266,10 +266,10 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         except OSError as error:
             raise MarsError(
                 f"--output '{args.output}' cannot be written ({error.strerror}): fix that, then run the same command "
-                "again, which goes on from its rows."
+                "again to continue."
             ) from None
         if hosts.is_first():
-            # The file has everything.
+            # The output file contains all results.
             shutil.rmtree(work)
     print(_table(found | {"trials": made["trials"]}, searched, args), file=out)
 

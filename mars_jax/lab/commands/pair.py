@@ -1,4 +1,4 @@
-"""Flags that commands share which evaluate a pair of models on tasks. Nothing here imports jax."""
+"""The flags shared by commands that evaluate a pair of models on tasks. Nothing here imports jax."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ DRAFTS = tuple(name for name in specs.DRAFTERS if name != "none")
 
 
 def make_parser(prog: str, description: str, epilog: str, *, instead: Collection[str] = ()) -> Parser:
-    """A parser with the flags of the pair, of its rule and of its tasks; numbers are still texts.
+    """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
 
     Args:
-      prog, description, epilog: of the command.
-      instead: settings of the rule that the command gives otherwise; see `add_rule_flags`.
+      prog, description, epilog: texts of the command's help.
+      instead: settings of the rule for which the command has other flags; see `add_rule_flags`.
     """
     made = Parser(
         prog=f"mars-jax {prog}",
@@ -120,7 +120,7 @@ def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleC
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Texts of the shared flags into values.
+    """Convert the shared flags from strings to values.
 
     Raises:
       MarsError: a value out of range.
@@ -133,11 +133,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags for how the target is computed and how long drafts are, where they are given.
-
-    They are part of what tells a run from others. Flags that are not given are left out, so that folders of runs from
-    before these flags can go on.
-    """
+    """Return the flags for the computation of the target and the size of drafts, without those at their defaults."""
     return {
         name: getattr(args, name)
         for name in ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
@@ -154,7 +150,7 @@ def value_of(flag: str, name: str, text: str) -> Any:
 
 
 def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
-    """Raise MarsError for shared flags that contradict each other, or that name nothing to do.
+    """Raise MarsError if shared flags contradict each other, or if a required one is missing.
 
     Args:
       args: after `convert`.

@@ -32,7 +32,7 @@ RISKS = {
 }
 """Risks by name. Both compare with the strict rule on the same prompt and seed."""
 Judge = Callable[[str, str], float]
-"""(prompt, answer) -> a number from 0 to 1, of which more is better."""
+"""(prompt, answer) -> a number from 0 to 1; higher is better."""
 CLIP = 1.0
 """Nats per token at which the loss of one text is clipped: a test needs bounded losses."""
 
@@ -53,29 +53,28 @@ def calibrate(
     progress: Show | None = None,
     rows: RowFile | None = None,
 ) -> dict[str, Any]:
-    """Decode held-out problems under looser and looser thresholds, as long as the risk is certified.
+    """Decode held-out problems with looser and looser thresholds, as long as the risk is certified.
 
     Args:
-      decoding: the pair, and how its answers are made.
-      problems: held out, and of the kind that the threshold is for: the promise is about problems drawn as these are.
+      decoding: the pair of models and the settings of its answers.
+      problems: held-out problems. The bound holds for problems from the same distribution.
       risk: one of `RISKS`.
-      bound: of the risk, in nats per token or as a share.
-      confidence: with which the bound shall hold.
-      rule: whose theta is calibrated, with its other settings.
-      thetas: from strict to loose; default: those of its row in `specs.RULES`.
-      prefixes: of strict first tokens, falling, in the place of thetas: the shortest that is certified is taken, at
-        the rule's own theta.
-      judge: of the risk "judge".
+      bound: bound of the risk, in nats per token or as a share.
+      confidence: confidence with which the bound holds.
+      rule: the rule whose theta is calibrated, with its other settings.
+      thetas: thresholds from strict to loose. Default: the grid of the rule's row in `specs.RULES`.
+      prefixes: decreasing numbers of strict first tokens, to try in place of thetas. The shortest certified prefix is
+        chosen, at the rule's own theta.
+      judge: the judge of the risk "judge".
       temperature, seed: problem i draws with seed + i under every rule.
       progress: `(done, total, text)`, called after every batch.
       rows: file that keeps the rows, so that a run with the same arguments continues after a kill.
 
     Returns:
-      `value`, the theta or the prefix, inf where nothing is certified, `tau` there and of the strict rule, and
-      `trials`.
+      `value`, the chosen theta or prefix, or inf if none is certified; its `tau`, the `strict_tau`, and `trials`.
 
     Raises:
-      MarsError: a risk that the problems cannot measure.
+      MarsError: the problems cannot measure the risk.
     """
     setting = "theta" if prefixes is None else "exact_prefix"
     values = list(prefixes if prefixes is not None else grid(rule) if thetas is None else thetas)
@@ -125,10 +124,10 @@ def calibrate(
 
 
 def grid(rule: RuleChoice) -> tuple[float, ...]:
-    """Thresholds worth trying, from strict to loose. Chosen before anything is seen, as the test asks.
+    """Return the thresholds to try, from strict to loose. They are fixed in advance, as the test requires.
 
     Raises:
-      MarsError: a rule without a threshold, or of the user's, who knows what its thresholds are.
+      MarsError: the rule has no threshold, or no grid, as a user's rule.
 
     >>> grid(MARS)[:3]
     (0.98, 0.96, 0.94)
@@ -162,7 +161,7 @@ def _rows(
     risk: str,
     judge: Judge | None,
 ) -> list[Row]:
-    """A batch of answers and what each is worth: the score, or the regret per token, with its sign turned."""
+    """Decode a batch, and return its rows. `worth` is the score, or the negated regret per token."""
     made = []
     answers = decoding.answer(arm, problems, seeds, temperature=temperature)
     for problem, answer in zip(problems, answers, strict=True):
@@ -204,7 +203,7 @@ def _judged(judge: Judge, problem: Problem, answer: str) -> float:
 
 
 def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: float) -> None:
-    """Raise MarsError where the problems cannot measure the risk, or are too few to certify it."""
+    """Raise MarsError if the problems cannot measure the risk, or are too few to certify it."""
     if not 0 < bound < 1:
         raise MarsError(f"--bound is {bound:g}: expected a number between 0 and 1.")
     if not 0 < confidence < 1:

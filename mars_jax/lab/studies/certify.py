@@ -1,4 +1,4 @@
-"""Which threshold keeps a risk below a bound, with a stated confidence: the statistics alone.
+"""The statistics of calibration: the loosest threshold whose risk is below a bound with a stated confidence.
 
 n problems, each with one loss per threshold. Learn then Test (Angelopoulos et al. 2110.01052): a threshold is taken
 only if the hypothesis that its risk exceeds the bound is rejected; thresholds are tested from the strictest to the
@@ -34,10 +34,11 @@ class Trial:
 
 
 def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
-    """P-value of the hypothesis that the mean loss is above `bound`; small speaks against it.
+    """Return the p-value of the hypothesis that the mean loss is above `bound`.
 
-    It is one over the most that a gambler ever had who began with 1 and bet, loss by loss, on means below the bound.
-    Under the hypothesis that capital is a supermartingale, so Ville's inequality bounds how often it grows large.
+    It is the inverse of the largest capital of a gambler who starts with 1 and bets on each loss that the mean is below
+    the bound. Under the hypothesis this capital is a supermartingale, so Ville's inequality bounds how often it grows
+    large.
 
     Args:
       losses: f64[n] in [-1, 1], in an order that does not depend on them.
@@ -53,7 +54,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     count = np.arange(1, len(x) + 1)
     mean = (0.5 + np.cumsum(x)) / (1 + count)
     variance = (0.25 + np.cumsum((x - mean) ** 2)) / (1 + count)
-    # What is bet on a loss depends on those before it alone.
+    # A bet on a loss depends only on earlier losses.
     before = np.concatenate([[0.25], variance[:-1]])
     bets = np.minimum(np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * before)), BET / (1 - r))
     capital = np.cumsum(np.log1p(-bets * (x - r)))
@@ -61,7 +62,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
 
 
 def fewest(bound: float, confidence: float) -> int:
-    """Problems without which the test cannot pass, even if no loss is ever seen.
+    """Return the number of problems that the test needs to pass if all losses are 0.
 
     >>> fewest(0.02, 0.95)
     204
@@ -85,13 +86,13 @@ def choose(
     bound: float,
     confidence: float,
 ) -> tuple[float, list[Trial]]:
-    """The loosest threshold that is certified, inf where none is, and what was tested.
+    """Return the loosest certified threshold, or inf if there is none, and the trials.
 
     Args:
-      thetas: from strict to loose, fixed beforehand.
-      losses_at: theta -> (losses f64[n] in [-1, 1], tau); asked only as far as testing goes.
-      bound: of the mean loss.
-      confidence: with which it shall hold, over the choice of the calibration problems.
+      thetas: thresholds from strict to loose, fixed in advance.
+      losses_at: theta -> (losses f64[n] in [-1, 1], tau). It is not called after the first threshold that fails.
+      bound: bound of the mean loss.
+      confidence: confidence with which the bound holds, over the choice of the calibration problems.
 
     >>> choose([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]
     0.9

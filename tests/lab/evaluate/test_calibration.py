@@ -158,6 +158,7 @@ def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, t
     work = tmp_path / "theta.json-rows"
     work.mkdir()
     (work / "settings.json").write_text(f'{{"version": "{__version__}", "seed": 8}}')
+    (work / "rows.jsonl").write_text("{}\n")
     assert call(*flags, "--output", output) == 2
     assert "rows.jsonl' was begun with " in capsys.readouterr().err
     for place in (output / "x", Path("/proc/theta.json")):

@@ -1,4 +1,4 @@
-"""The loops of a run: batches are the outer one and arms the inner one, so that a slow spell strikes all arms alike."""
+"""The loops of a run. Arms alternate within each group of problems, so that a slow spell affects all arms alike."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Evaluation:
         self.rows: list[Row] = []
         self._arms: dict[float, list[Arm]] = {}
         self._tasks = by_task(problems if part is None else problems[part])
-        # Of all problems, so that seeds do not depend on the part.
+        # Number all problems, so that seeds do not depend on the part.
         self._numbers = {
             (task, p.id): i for task, group in by_task(problems).items() for i, p in enumerate(group)
         }
@@ -138,7 +138,7 @@ class Evaluation:
 
 
 def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
-    """Problems by their task, in order of appearance."""
+    """Group problems by task, in order of appearance."""
     tasks: dict[str, list[Problem]] = {}
     for problem in problems:
         tasks.setdefault(problem.task, []).append(problem)
@@ -146,17 +146,17 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def turns_of(problems: Sequence[Problem], chat: bool) -> int:
-    """Count of the turns that are asked, of all problems."""
+    """Return the number of turns that the problems ask."""
     return sum(len(turns_asked(problem, chat)) for problem in problems)
 
 
 def scored(
     decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer]
 ) -> list[list[float] | None]:
-    """Scores of the last turn of each problem of a task, by its metric; a likelihood is of all turns.
+    """Score the last turn of each problem of a task by the task's metric. A likelihood covers all turns.
 
     Args:
-      decoding: that gave the answers.
+      decoding: the decoding that gave the answers.
       problems, answers: in the same order.
     """
     if problems[0].metric != "likelihood":
@@ -176,7 +176,7 @@ def scored(
 def score_answers(
     target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """The sum of the log-likelihoods of each answer's tokens in nats, and how many tokens it has."""
+    """Return each answer's total log-likelihood in nats and its number of tokens."""
     texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
     scored = likelihood.score(target, texts, rows=max(1, min(likelihood.ROWS, len(texts))))
     return [

@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 def place_of(task: str, temperature: float) -> str:
-    """The name of a task at a temperature, in files and in what progress says."""
+    """Return the name of a task at a temperature, for files and progress."""
     return f"{task}, temperature {temperature:g}"
 
 
@@ -37,7 +37,7 @@ def make_row(
     score: list[float] | None,
     stop_tokens: Sequence[int],
 ) -> Row:
-    """The row of one answer. `score` is what `scores.score` gave."""
+    """Return the row of one answer. `score` is the result of `scores.score`."""
     metrics = answer.metrics
     return {
         "task": problem.task,

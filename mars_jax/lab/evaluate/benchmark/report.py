@@ -14,11 +14,11 @@ from typing import Any
 from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import plots, tables
-from mars_jax.lab.evaluate.benchmark.arm_rows import Row
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
+from mars_jax.serve.rows import Row
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 TEMPLATE = "report.html.jinja"
@@ -41,12 +41,12 @@ def summarize(
     rows: Sequence[Row],
     arms_at: Callable[[float], list[dict[str, str]]],
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """Return the content of summary.json.
 
     Args:
       settings, environment, rows: of the run.
-      metrics: by task, in the order of the tables.
-      told: what `notes` says.
+      metrics: metrics by task, in the order of the tables.
+      told: the result of `notes`.
       arms_at: maps a temperature to the legends of its arms.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
@@ -86,7 +86,7 @@ def summarize(
 
 
 def latest(rows: Sequence[Row]) -> dict[str, Any]:
-    """When the last row was decoded, and of which commit: a run that finds them all decodes nothing."""
+    """Return the date and the commit of the last decoded row, which may be from an earlier process."""
     last = max(rows, key=lambda row: row.get("date", ""), default={})
     return {name: last.get(name) for name in ("date", "commit", "dirty")} if last else {}
 
@@ -96,7 +96,7 @@ def _days(rows: Sequence[Row]) -> list[str]:
 
 
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Facts about some rows, as `notes`."""
+    """Return notes on the rows; see `notes`."""
     told = []
     if full := sum(row["finish_reason"] == "context" for row in rows):
         told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
@@ -116,7 +116,7 @@ def _notes_of_programs(metrics: Mapping[str, str], rows: Sequence[Row]) -> list[
 
 
 def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]:
-    """Facts about settings and problems that a reader needs and that the figures do not show."""
+    """Return facts about settings and problems that the figures do not show."""
     told = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")

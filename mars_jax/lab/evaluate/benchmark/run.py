@@ -1,4 +1,4 @@
-"""Evaluate a pair of models: all arms on the same prompts with the same seeds, in one run that a kill does not harm."""
+"""Evaluation of a pair of models: all arms decode the same prompts with the same seeds, in one resumable run."""
 
 from __future__ import annotations
 
@@ -54,34 +54,34 @@ def evaluate(
 ) -> dict[str, Any]:
     """Decode and score every arm, and write rows, summary, table and plots under `output`.
 
-    Run again with the same arguments, it goes on where it was killed, and all files come out as of one run, but for
-    the times.
+    Call it again with the same arguments to continue after a kill. The files are then those of an uninterrupted run,
+    except for times.
 
     Args:
       target: from `mars_jax.load`.
-      drafter: from `mars_jax.drafters.load`, with `sample=True` where the rule is over rejection and it has weights.
+      drafter: from `mars_jax.drafters.load`, with `sample=True` if the rule is based on `rejection` and it has weights.
       problems: from `tasks.read`.
-      output: a folder, new, empty, or of the run to go on with.
-      rule: that is measured, by name, such as `specs.RuleChoice("mars", {"margin": "gap"})` or
+      output: a folder: new, empty, or of the run to continue.
+      rule: the rule to measure, by name, such as `specs.RuleChoice("mars", {"margin": "gap"})` or
         `specs.RuleChoice("gates.py:entropy_gate", {"entropy": 1.5})`, whose file is run.
       thetas: thresholds of the rule, one arm each; controls use the first. Default: the rule's own threshold, or none
         for a rule without one and for a user's rule.
       temperatures: all arms run at each.
       controls: what the rule is compared with besides the target alone: "none"; "paper" for the strict rule; "all" for
         the strict rule and the target sampling from the tokens that the rule lets a draft choose from.
-      max_new_tokens: of a turn.
-      batch_size: problems decoded side by side.
+      max_new_tokens: limit for each turn.
+      batch_size: number of problems that decode at the same time.
       seed: problem i of a task draws with seed + i, in every arm.
-      chat: put questions through the target's chat template, with all their turns.
-      refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
-        from there, and its tokens are the same.
+      chat: format questions, with all their turns, with the target's chat template.
+      refiner: adds an arm whose draft learns from its rejected tokens. After a kill, the draft learns only from the
+        remaining problems, and the tokens stay the same.
       part: decode only `problems[part]`, and write only their rows. A run without a part then takes them from the
         rows.jsonl of all parts, one after the other. It takes no refiner, whose updates depend on all problems.
-      names: whatever else tells this run from others, such as the draft's name.
+      names: other settings that identify the run, such as the draft's name.
       progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:
-      The summary, as it is in summary.json; {} for a part.
+      The content of summary.json, or {} for a part.
 
     Raises:
       MarsError: problems that do not fit the target, an output of another run, a package that is missing.

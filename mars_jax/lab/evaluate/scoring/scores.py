@@ -1,6 +1,6 @@
-"""Score one answer, from 0 to 1, and add up answers to the score of a task.
+"""Scores of single answers, from 0 to 1, and of tasks.
 
-A metric turns an answer into a row of numbers, and a task's score is a function of the sum of these rows, so that
+A metric maps an answer to a row of numbers, and a task's score is a function of the sum of these rows, so that
 the bootstrap resamples sums. R resamples, n answers, k numbers of an answer. Oracles: `rouge-score` and `sacrebleu`
 themselves, and hand-made cases, in tests/lab/evaluate/test_scores.py.
 """
@@ -64,10 +64,10 @@ def check_metrics(problems: Sequence[Problem]) -> None:
 
 
 def total(metric: str, counts: np.ndarray) -> np.ndarray:
-    """The score of a task, f64[R] in [0, 1], from summed rows of `score`, f64[R, k + 1].
+    """Return the score of a task, f64[R] in [0, 1], from summed rows of `score`, f64[R, k + 1].
 
-    The last column is the number of answers; the score is a mean but for BLEU, whose counts are pooled, and for the
-    likelihood, whose mean is over tokens.
+    The last column is the number of answers. The score is their mean, except that BLEU pools counts and the likelihood
+    is a mean over tokens.
 
     >>> total("pass@1", np.asarray([[3.0, 4.0]])).tolist()
     [0.75]
@@ -93,9 +93,9 @@ def final_answer(text: str) -> int | None:
 
 
 def last_number(text: str) -> int | None:
-    """The number after `####` where that is, else the last whole number of a text, or None.
+    """Return the number after `####` if there is one, else the last whole number of a text, or None.
 
-    Source: "flexible-extract" of lm-evaluation-harness, for prompts that ask for no form.
+    Source: "flexible-extract" of lm-evaluation-harness, for prompts that do not ask for a format.
 
     >>> last_number("3 boxes of 4 make 12 pencils."), last_number("So $1,200.00."), last_number("None.")
     (12, 1200, None)
@@ -119,7 +119,7 @@ def _rouge() -> Any:
 
 
 def rouge_l(text: str, references: Sequence[str]) -> float:
-    """F1 of the longest common subsequence of words, against the best of the references.
+    """Return the F1 of the longest common subsequence of words, against the best reference.
 
     Source: Lin 2004, by `rouge-score`. Raises: MarsError where that is not installed.
     """
