@@ -214,6 +214,8 @@ class _Header:
         values = {self._text().decode(): self._value(self._number("I")) for _ in range(num_values)}
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"its general.alignment is {alignment!r} in place of a positive integer")
         data = -(-self._at // alignment) * alignment
         tensors = {}
         for name, shape, kind, offset in entries:

@@ -89,3 +89,10 @@ def test_heads_without_a_width_divide_the_hidden_size(tmp_path, case):
     key = f"{case}.attention.key_length".encode()
     path.write_bytes(path.read_bytes().replace(key, key[:-6] + b"absent"))
     assert hub.read_config(str(path)).head_dim == 64 // 4
+
+
+@pytest.mark.parametrize("alignment", [-1.0, 32.0, 0, True])
+def test_an_alignment_that_is_no_positive_integer_is_refused(tmp_path, alignment):
+    path = write(tmp_path / "model.gguf", "llama", values={"general.alignment": alignment})
+    with pytest.raises(MarsError, match=f"its general.alignment is {alignment!r} in place of"):
+        hub.read_config(str(path))
