@@ -16,7 +16,7 @@ from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import Prompts, keys_from_seeds
-from mars_jax.drafters.sized import forced, sized
+from mars_jax.drafters.sized import sized, with_size
 from tests.helpers import committed, draft_input, every_drafter
 from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, check_same, made_of
 
@@ -37,7 +37,7 @@ def drafter_of(name):
         loaded = sized(
             drafters.LoadedDrafter(drafter, params.draft, resized=lambda _: drafter), [0, drafter.max_depth]
         )
-        longest, none = (params._replace(draft=forced(loaded, size).params) for size in (1, 0))
+        longest, none = (params._replace(draft=with_size(loaded, size).params) for size in (1, 0))
         return target, loaded, longest, none, vocab
     target, drafter, params, vocab = made_of("ngram" if name == "replay" else name)
     if name == "replay":
