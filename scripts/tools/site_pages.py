@@ -204,7 +204,7 @@ REFERENCE = {
 def promised() -> dict[str, list[str]]:
     """Return the names that docs/stability.md promises, by purpose."""
     text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
-    rows = text[text.index("| what for | names |") :].split("\n\n")[0].splitlines()[2:]
+    rows = text[text.index("| use | names |") :].split("\n\n")[0].splitlines()[2:]
     cells = (row.strip("| ").split(" | ") for row in rows)
     return {purpose: re.findall(r"`([\w.]+)`", names) for purpose, names in cells}
 
