@@ -28,6 +28,7 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
+from mars_jax.hub.values import of_its_kind
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
@@ -88,24 +89,19 @@ def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
     Sources: vllm-project/compressed-tensors `transform/transform_args.py`, ModelCloud/GPTQModel
     `quantization/rotation/rotation.py`.
     """
-    rotations = [f"rotation {config['rotation']!r}"] if config.get("rotation") else []
-    if transforms := config.get("transform_config"):
-        try:
-            rotations += [
-                f"transform_config {name!r} at {use['location']!r}"
-                for name, scheme in transforms["config_groups"].items()
-                for use in scheme["apply"]
-                if use["location"] not in _FUSED
-            ]
-        except (AttributeError, KeyError, TypeError):
-            rotations.append("a transform_config without config_groups and their locations")
-    if rotations:
+    with of_its_kind(f"'{directory}' has a quantization_config with values", "download it again"):
+        uses = [
+            use["location"]
+            for scheme in (config.get("transform_config") or {"config_groups": {}})["config_groups"].values()
+            for use in scheme["apply"]
+        ]
+        stored = (config.get("sparsity_config") or {}).get("format")
+    if config.get("rotation") or not set(uses) <= set(_FUSED):
         raise MarsError(
-            f"'{directory}' rotates activations while it runs ({rotations[0]} in its quantization_config), which is "
-            "not supported: use a checkpoint without online rotations, or the one that it was made of."
+            f"'{directory}' rotates activations while it runs (rotation or transform_config in its "
+            "quantization_config), which is not supported: use a checkpoint without online rotations, or the one that "
+            "it was made of."
         )
-    sparsity = config.get("sparsity_config")
-    stored = sparsity.get("format") if isinstance(sparsity, dict) else None
     if stored not in (None, "dense"):
         raise MarsError(
             f"'{directory}' stores sparse weights (sparsity_config has the format {stored!r}), which are not read: "
