@@ -367,12 +367,6 @@ SIZES = {
             "ngram": mj.drafters.ngram,
             "replay": contrib.replay,
             "language_model": lambda count: mj.drafters.language_model(MODEL, count),
-            "self_draft": lambda count: contrib.self_draft(MODEL, count),
-            "sprinter": lambda count: contrib.sprinter(MODEL, count),
-            "cascade": lambda count: contrib.cascade(mj.drafters.ngram(4), MODEL, count),
-            "drafters.load": lambda count: mj.drafters.load(
-                "ngram", mj.load("tiny/target"), num_draft_tokens=count
-            ),
         }.items()
     },
 }

@@ -189,13 +189,6 @@ def test_a_panic_of_tokenizers_is_one_sentence(checkpoint, fields):
             call()
 
 
-def test_a_list_of_templates_without_a_default_gets_a_sentence(checkpoint):
-    (checkpoint / "chat_template.jinja").unlink()
-    edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "tools", "template": "x"}])
-    with pytest.raises(MarsError, match="cannot be applied"):
-        hub.outline(str(checkpoint)).encode("hello", chat=True)
-
-
 def test_a_conversation_without_a_template_is_refused_in_later_turns_too(checkpoint):
     (checkpoint / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((checkpoint / "tokenizer_config.json").read_text())
@@ -293,9 +286,3 @@ def test_a_chat_template_with_the_bos_token_gives_one(encoding_target, encode):
     for prompts, how in (([turns], {}), (["Once"], {"chat": True}), ([turns, turns], {"system": "Tell."})):
         for ids in encode(encoding_target, prompts, **how):
             assert ids[0] == 0 and ids[1] != 0
-
-
-def test_a_tokenizer_that_adds_no_bos_token_does_not_warn(checkpoint):
-    edit(checkpoint / "tokenizer.json", post_processor=None)
-    target = hub.outline(checkpoint)
-    assert target.encode(BOS + "Once")[:1] == [0] and target.encode(2 * BOS + "Once")[:2] == [0, 0]

@@ -101,9 +101,7 @@ def _read_manifest(directory: Path) -> Conversion:
     conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
     valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)
     if not valid_dtype or not isinstance(conversion.checksums, dict):
-        raise MarsError(
-            f"'{directory / MANIFEST}' is damaged, or of mars-jax 0.1: convert the checkpoint again."
-        )
+        raise MarsError(f"'{directory / MANIFEST}' is damaged: convert the checkpoint again.")
     return conversion
 
 

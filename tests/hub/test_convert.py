@@ -177,10 +177,8 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(converted, check, damage):
     "change, expected",
     [
         ({"checksums": {}}, "holds other weights than its config.json"),
-        ({"checksums": []}, "conversion.json' is damaged"),
         ({"dtype": "float3r"}, "conversion.json' is damaged"),
         ({"bits": "no"}, "conversion.json' is damaged"),
-        ({"blocks": {}}, "is a conversion by mars-jax 0.1, which is no longer read: convert"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(converted, change, expected):

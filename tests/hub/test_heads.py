@@ -311,44 +311,19 @@ MALFORMED = {
     "vocabulary": ({"vocab_size": 60}, {}, "a vocabulary of 60 tokens and the target has 61"),
     "target": ({"target_hidden_size": 64}, {}, "for a target 64 wide and this one is 32"),
     "fc": ({}, {"fc.weight": random(E, 64)}, "fc.weight reads 64 numbers, and 3 features .* 32 wide are 96"),
-    "fc norms": ({"fc_norm": True}, {}, r"missing \(fc_norm\.0\.weight"),
-    "embedding": (
-        {},
-        {"embed_tokens.weight": random(V, 16)},
-        r"embed_tokens.weight is \[61, 16\] .* \[61, 32\]",
-    ),
     "width": ({"hidden_size": 16}, {}, "the EAGLE head is 16 wide and the target 32"),
     "lm_head": (
         {},
         {"lm_head.weight": random(19, E)},
         "lm_head.weight has 19 rows and the draft vocabulary 20",
     ),
-    "no lm_head": ({}, {"lm_head.weight": None}, "drafts from 20 of 61 tokens: then it needs an lm_head"),
     "no d2t": ({}, {"d2t": None}, "drafts from 20 of 61 tokens and has no d2t"),
     "d2t length": ({}, {"d2t": shifted(0, 0)[1:]}, r"d2t has shape \[19\] and lm_head.weight 20 rows"),
     "d2t above": ({}, {"d2t": shifted(19, 50)}, r"maps draft token 19 to \d+ and the target has 61 tokens"),
-    "d2t below": ({}, {"d2t": shifted(2, -90)}, r"maps draft token 2 to -\d+ and the target has 61 tokens"),
     "d2t twice": ({}, {"d2t": shifted(1, IDS[0] - IDS[1])}, "d2t maps 20 draft tokens to 19 of the target's"),
-    "d2t dtype": ({}, {"d2t": np.zeros(W, np.float32)}, "d2t holds float32 and not whole numbers"),
-    "t2d length": ({}, {"t2d": np.isin(np.arange(60), IDS)}, r"t2d has shape \[60\] and the target 61 tokens"),
-    "t2d count": ({}, {"t2d": np.ones(V, bool)}, "t2d marks 61 tokens and the draft vocabulary has 20"),
-    "t2d": (
-        {},
-        {"t2d": np.roll(np.isin(np.arange(V), IDS), 1)},
-        r"d2t maps to token \d+, which t2d does not mark",
-    ),
     "layers": ({"num_hidden_layers": 2}, {}, "has 2 layers and the weights are of layers 0:"),
-    "a second layer": ({}, layer("layers.2", E), "has 1 layers and the weights are of layers 0, 2:"),
     "missing": ({}, {"norm.weight": None, "fc.weight": None}, r"missing \(fc.weight, norm.weight\): use the config"),
-    "extra": ({}, {"other_norm.weight": random(E)}, r"1 are not part of the architecture \(other_norm.weight\)"),
-    "a bias alone": ({}, {"midlayer.self_attn.q_proj.bias": random(E)}, r"missing \(midlayer.self_attn.k_proj.bias"),
-    "shape": ({"intermediate_size": 45}, {}, r"mlp.\w+_proj.weight is \[[0-9, ]+\] and not \[[0-9, ]+\]"),
     "twice": ({}, {"model.norm.weight": random(E)}, "two tensors norm.weight"),
-    "quantised": (
-        {},
-        {"norm.weight": np.ones(E, np.int8)},
-        "tensor norm.weight: it holds int8: quantised checkpoints are not supported",
-    ),
     "version 1": ({}, {"midlayer.hidden_norm.weight": None}, "EAGLE-3 head and the weights are those of EAGLE-1"),
     "version 3": (
         {"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": None},
@@ -361,14 +336,8 @@ MALFORMED = {
         "sliding window of 9, which is not supported",
     ),
     "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9 and the target has layers 0 to 8"),
-    "negative layer": ({LAYERS: [-1, 4, 8]}, {}, "reads layer -1 and the target has layers 0 to 8"),
-    "layers of what": ({LAYERS: "1, 2"}, {}, f"{LAYERS} is '1, 2': give a list"),
     "family": ({"architectures": ["BloomForCausalLMEagle3"]}, {}, "architecture BloomForCausalLM is not supported"),
-    "kind": ({"rms_norm_eps": "small"}, {}, "holds a value of the wrong kind"),
-    "words": ({"draft_vocab_size": "many"}, {}, "20 rows and the draft vocabulary many"),
     "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
-    "a number": ({}, {"fc.weight": np.ones((), np.float32)}, r"fc.weight is \[\] and not \[32, 96\]"),
-    "not an object": ({"eagle_config": [1]}, {}, "holds a value of the wrong kind"),
     "a permutation": (
         {"draft_vocab_size": V},
         {"lm_head.weight": random(V, E), "d2t": np.eye(V, dtype=np.int64)[0] - np.eye(V, dtype=np.int64)[1]},
@@ -388,21 +357,6 @@ def test_a_malformed_head_is_refused_by_what_is_wrong_with_it(tmp_path, name):
     tensors = {key: value for key, value in (eagle_3() | change).items() if value is not None}
     text = message(load, publish(tmp_path, tensors, FIELDS_3 | fields))
     assert re.search(expected, text) and str(tmp_path) in text
-
-
-def test_a_malformed_eagle_1_head_is_refused(tmp_path):
-    def text(**change):
-        tensors = eagle_1() | {name.replace("_", ".", 1): value for name, value in change.items()}
-        return message(load, publish(tmp_path, tensors, FIELDS_1))
-
-    assert "fc.weight reads 96 numbers, and an embedding and a feature of a target 32 wide are 64" in text(
-        fc_weight=random(E, 96)
-    )
-    assert "1 are not part of the architecture (norm.weight)" in text(norm_weight=random(E))
-    short = eagle_1() | {"lm_head.weight": random(W, E)}
-    assert "lm_head.weight has 20 rows and the draft vocabulary 61 tokens" in message(
-        load, publish(tmp_path, short, FIELDS_1)
-    )
 
 
 def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):

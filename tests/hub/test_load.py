@@ -203,8 +203,6 @@ def test_published_configs_mean_what_they_leave_out():
     [
         (GEMMA_2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         (GEMMA_2, {"sliding_window": None}, "sliding_window is null: set its size"),
-        (GEMMA_2, {"hidden_activation": "mish"}, "hidden_activation 'mish' is not supported"),
-        (GEMMA_2, {"final_logit_softcapping": -1.0}, "a soft cap is -1.0: it must be positive"),
         (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping means nothing in Gemma 3"),
         (GEMMA_3, {"layer_types": ["linear_attention"] * 7}, "layer type 'linear_attention' is not supp"),
         (QWEN_3_MOE, {"num_experts_per_tok": 129}, "experts_per_token is 129"),
@@ -261,38 +259,11 @@ def test_no_config_and_invalid_json_are_named(saved):
         ({"architectures": None, "model_type": "t5"}, "architecture t5 is not supported"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported: the supported ones are silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
-        (
-            {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": 2.0,
-                    "low_freq_factor": 4.0,
-                    "high_freq_factor": 4.0,
-                }
-            },
-            "rope low_freq_factor is 4 and high_freq_factor 4: expected the first below the second",
-        ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, "factor (1e-300) must be positive"),
-        (
-            {"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "of yarn the first is not 1",
-        ),
-        ({"model_type": "mistral", "architectures": None, "sliding_window": float("nan")}, "a window is nan"),
-        ({"model_type": "mistral", "architectures": None, "sliding_window": 2**31}, "a window is 2147483648"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "cannot share 3 key-value heads"),
         ({"num_attention_heads": 3, "head_dim": None}, "not divisible by 3 heads"),
-        ({"head_dim": 5}, "head_dim 5 is odd"),
-        ({"vocab_size": "many"}, "no number for vocab_size"),
-        ({"num_hidden_layers": 0}, "num_layers is 0"),
-        ({"rms_norm_eps": "small"}, "value of the wrong kind"),
-        (
-            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["linear_attention"] * 2},
-            "layer type 'linear_attention' is not supported",
-        ),
     ],
 )
 def test_a_config_that_is_not_supported_names_the_value(saved, fields, expected):
