@@ -337,7 +337,7 @@ class Pretrained:
                     encoded = self._encoded(list(prompts))
             except Exception:  # from the tokenizer; `encode` names the prompt
                 encoded = []
-        if not all(prompts) or not all(encoded) or len(encoded) != len(prompts):
+        if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
         self._warn_of_second_bos(prompts, encoded)
         return encoded

@@ -310,7 +310,7 @@ def shifted(where: int, by: int) -> np.ndarray:
 MALFORMED = {
     "vocabulary": ({"vocab_size": 60}, {}, "a vocabulary of 60 tokens and the target has 61"),
     "target": ({"target_hidden_size": 64}, {}, "for a target 64 wide and this one is 32"),
-    "fc": ({}, {"fc.weight": random(E, 64)}, "fc.weight reads 64 numbers, and 3 features .* 32 wide are 96"),
+    "fc": ({}, {"fc.weight": random(E, 64)}, r"fc.weight is \[32, 64\] and not \[32, 96\]"),
     "width": ({"hidden_size": 16}, {}, "the EAGLE head is 16 wide and the target 32"),
     "lm_head": (
         {},
@@ -324,12 +324,6 @@ MALFORMED = {
     "layers": ({"num_hidden_layers": 2}, {}, "has 2 layers and the weights are of layers 0:"),
     "missing": ({}, {"norm.weight": None, "fc.weight": None}, r"missing \(fc.weight, norm.weight\): use the config"),
     "twice": ({}, {"model.norm.weight": random(E)}, "two tensors norm.weight"),
-    "version 1": ({}, {"midlayer.hidden_norm.weight": None}, "EAGLE-3 head and the weights are those of EAGLE-1"),
-    "version 3": (
-        {"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": None},
-        {},
-        "EAGLE-1 head and the weights are those of EAGLE-3",
-    ),
     "window": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
         {},

@@ -110,7 +110,8 @@ def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) ->
     """
     nested = nested_layer(data)
     data = data if nested is None else flatten(data, nested)
-    version, layer = _version(data, shapes), layer_config(data, shapes)
+    version = 3 if "layers.0.hidden_norm.weight" in shapes else 1
+    layer = layer_config(data, shapes)
     said = data if version == 3 else data | {"draft_vocab_size": target.vocab_size}
     fields = shared_fields(EagleConfig.title, said, shapes, target, layer)
     fields["fc_bias"] = "fc.bias" in shapes
@@ -153,20 +154,6 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 def _said(data: dict[str, Any], key: str) -> Any:
     """Return the value of a key of EAGLE, from config.json itself or its `eagle_config`."""
     return given(data, key, (data.get("eagle_config") or {}).get(key))
-
-
-def _version(data: dict[str, Any], shapes: Iterable[str]) -> int:
-    """Return 1 or 3, on which config.json and the weights must agree; a config without any mark agrees with either."""
-    named = str(data.get("architectures") or "").lower()
-    marked = any(data.get(key) is not None for key in ("draft_vocab_size", "eagle_config", _LAYERS))
-    held = 3 if "layers.0.hidden_norm.weight" in shapes else 1
-    said = 3 if marked or re.search(r"eagle-?3", named) else 1 if "eagle" in named else held
-    if said != held:
-        raise MarsError(
-            f"config.json describes an EAGLE-{said} head and the weights are those of EAGLE-{held} "
-            f"({'with' if held == 3 else 'without'} a hidden_norm): use the config the weights came with."
-        )
-    return held
 
 
 def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:

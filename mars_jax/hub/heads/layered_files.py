@@ -56,24 +56,14 @@ def canonical(name: str) -> str:
 
 
 def checked(read: FromJson[Head]) -> FromJson[Head]:
-    """Wrap `read` to refuse in one sentence what is of the wrong kind, and an `fc` that reads other features."""
+    """Wrap `read` to refuse values of the wrong kind in one sentence."""
 
     @functools.wraps(read)
-    def made(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
+    def read_checked(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
         with of_its_kind("config.json holds a value", "correct it"):
-            config = read(data, shapes, target)
-        expected = next(row.shape[1] for row in config.weights() if row.name == "fc.weight")
-        found = next(reversed(shapes.get("fc.weight", ())), expected)
-        if found != expected:
-            count = len(config.feature_layers)
-            parts = f"{count} features" if count else "an embedding and a feature"
-            raise MarsError(
-                f"fc.weight reads {found} numbers, and {parts} of a target {target.hidden_size} wide are {expected}: "
-                f"{_OTHER}."
-            )
-        return config
+            return read(data, shapes, target)
 
-    return made
+    return read_checked
 
 
 def shared_fields(
