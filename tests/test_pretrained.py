@@ -136,13 +136,9 @@ def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with
 TEMPLATES = {
     "raises": "{{ raise_exception('roles must\nalternate') }}",
     "is malformed": "{% for m in messages %}{{ m",
-    "names what is not there": "{{ messages[0].content.nothing.more }}",
-    "divides by zero": "{{ 1 // 0 }}",
     "reaches for the interpreter": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "changes a list": "{{ messages.append(1) }}",
     "counts too far": "{% for i in range(10 ** 9) %}x{% endfor %}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "adds words to numbers": "{{ 1 + 'a' }}",
 }
 
 

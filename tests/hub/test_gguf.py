@@ -94,15 +94,6 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     )
 
 
-def file_of_300m(path):
-    """A file of 301 million weights in Q4_0, all zero."""
-
-    def data(name, shape):
-        return np.zeros((shape[0], shape[1] // 32 * 18), np.uint8), gguf.GGMLQuantizationType.Q4_0
-
-    return file_of(path, data, hidden=1024, inner=4096, layers=16, vocab=32000)
-
-
 def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
     """As Q4_K_M has it: values and half of the rest in Q6_K. The package has no quantiser for either, so the bytes are
     random."""
@@ -148,14 +139,11 @@ print(stay, (largest() - before) / stay)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", ["300m", "smollm2"])
-def test_loading_takes_little_more_than_the_weights_that_stay(tmp_path, name):
+def test_loading_takes_little_more_than_the_weights_that_stay():
     """Without what the imports take. Mapped or whole, files and tensors would come on top: it was 1.9 times."""
-    path = smollm2() if name == "smollm2" else file_of_300m(tmp_path / "model.gguf")
-    program = [sys.executable, "-c", _MEASURE, str(path)]
+    program = [sys.executable, "-c", _MEASURE, str(smollm2())]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     stay, ratio = map(float, done.stdout.split())
-    print(f"{name}: {ratio:.3f} of {stay / 1e6:.0f} MB")
     assert stay > 2.6e8 and 0.5 < ratio < 1.25
 
 

@@ -440,16 +440,6 @@ SAVED = {
         norm_output=True,
         own_unembed=False,
     ),
-    "of speculators": EagleConfig(
-        version=3,
-        layer=dataclasses.replace(LAYER, family="qwen3", head_dim=12, qk_norm=True),
-        target_hidden_size=E,
-        draft_vocab_size=W,
-        feature_layers=(1, 3, 5),
-        input_norm=True,
-        norm_output=True,
-        norm_before_residual=True,
-    ),
     "eagle-1": EagleConfig(
         version=1,
         layer=dataclasses.replace(LAYER, family="qwen2", qkv_bias=True),

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -211,24 +210,6 @@ def test_published_configs_mean_what_they_leave_out():
 def test_what_a_family_cannot_express_names_the_value(tmp_path, data, fields, expected):
     (tmp_path / "config.json").write_text(json.dumps(data | fields))
     assert expected in message(hub.read_config, tmp_path)
-
-
-@pytest.mark.slow
-def test_stories260k_tells_its_story():
-    sentencepiece = pytest.importorskip("sentencepiece")
-    shared = os.environ.get("MARS_JAX_SHARED")
-    if not shared:
-        pytest.skip("MARS_JAX_SHARED names no directory of checkpoints")
-    from tests.helpers import transformers_oracle
-
-    directory = Path(shared) / "checkpoints" / "stories260k"
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
-    ids = np.asarray([[1, *tokenizer.encode("Once upon a time")]])
-    _, greedy = transformers_oracle.logits_and_greedy(hub.load(directory), ids, 48)
-    text = tokenizer.decode([*ids[0].tolist(), *greedy[0].tolist()])
-    assert text.startswith(
-        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-    )
 
 
 # What bad input gets.
