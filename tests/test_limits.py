@@ -21,7 +21,6 @@ from mars_jax import assets, constraints, contrib, fake, hub, specs
 from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.cli.program import PATHS
-from mars_jax.contrib.drafters.dflash_files import load_dflash
 from mars_jax.contrib.drafters.medusa_files import load_medusa
 from mars_jax.core import limits
 from mars_jax.core.errors import MarsError
@@ -120,19 +119,14 @@ def python_calls():
     config: Any = target.config
     calls = {
         "load": mj.load,
-        "hub.outline": hub.outline,
-        "hub.read_config": hub.read_config,
         "hub.save": lambda path: hub.save(path, config, target.params),
         "hub.convert": lambda path: hub.convert("tiny/target", path),
-        "hub.convert from": lambda path: hub.convert(path, "made"),
         "hub.save_state": lambda path: hub.save_state(path, state),
         "hub.restore_state": lambda path: hub.restore_state(path, state),
         "hub.load_eagle": lambda path: hub.load_eagle(path, config, target.params),
         "contrib.load_medusa": lambda path: load_medusa(path, config),
-        "contrib.load_dflash": lambda path: load_dflash(path, config, target.params),
         "contrib.save": lambda path: contrib.save(path, {"inner": np.zeros((2, 2), np.float32)}),
         "constraints.json_schema": constraints.json_schema,
-        "constraints.json_schema of a Path": lambda path: constraints.json_schema(Path(path)),
     }
     for name, row in specs.DRAFTERS.items():
         if row.path:

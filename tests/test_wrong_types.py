@@ -73,6 +73,14 @@ def test_a_wrong_type_is_told_in_one_sentence(name):
                 function(*given)
 
 
+@pytest.mark.parametrize("value", ["x", object(), 0.5])
+def test_a_number_of_steps_that_is_no_number_is_named(value):
+    with pytest.raises(MarsError, match=r"^max_steps\b[^\n]*: [^\n]+\.$"):
+        mj.run(DECODER, PARAMS, usual()["state"], max_steps=value)
+    with pytest.raises(MarsError, match=r"^ahead\b[^\n]*: [^\n]+\.$"):
+        next(mj.stream(DECODER, PARAMS, usual()["state"], ahead=value))
+
+
 def test_a_state_that_was_given_away_is_told():
     prompts = usual()["prompts"]
     state = mj.decode.start(DECODER, PARAMS, prompts)
@@ -207,10 +215,6 @@ ARGUMENTS = {
     "speculative_decoder.prefill_chunk": argument(
         mj.speculative_decoder, "prefill_chunk", MODEL, DRAFTER, RULE
     ),
-    "run.max_steps": lambda x: (
-        mj.run(DECODER, PARAMS, usual()["state"], max_steps=x) if x is not None else None
-    ),
-    "stream.ahead": lambda x: next(mj.stream(DECODER, PARAMS, usual()["state"], ahead=x)),
     # Drafters, rules and constraints.
     **{f"ngram.{name}": argument(mj.drafters.ngram, name) for name in ("max_ngram", "min_ngram")},
     **{

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax.core.errors import MarsError
+from mars_jax.models import ModelConfig
 
 
 def edit_config(directory: Path, **fields) -> None:
@@ -56,6 +57,10 @@ def write(path: Path, tensors, kind: str, dtype: str = "float32") -> None:
         )
 
 
+MIXTRAL = ModelConfig(
+    family="mixtral", vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+    num_experts=4, experts_per_token=2, norm_eps=1e-5,
+)  # fmt: skip
 # Published config.json files, with fewer and smaller layers; what they leave out they mean all the same.
 GEMMA_3 = {  # google/gemma-3-4b-it
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],

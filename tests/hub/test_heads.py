@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mars_jax import contrib, hub
-from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax import hub
 from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.eagle_head import EagleConfig
@@ -30,18 +29,10 @@ NEAR = np.asarray(TARGET_PARAMS["embed"]) * 1.01  # the target's, but for more t
 IDS = np.sort(RNG.permutation(V)[:W])
 
 FIELDS_1 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": V,
-    "hidden_size": E,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V, "hidden_size": E,
+    "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+}  # fmt: skip
 FIELDS_3 = FIELDS_1 | {"rope_theta": 500000.0, "draft_vocab_size": W}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
@@ -210,32 +201,21 @@ def read_eagle(directory, embedding, **options):
     return load(publish(directory, tensors, FIELDS_3), **options)
 
 
-def read_dflash(directory, embedding, **options):
-    config = DFlashConfig.outline(TARGET)
-    config = dataclasses.replace(config, own_embed=embedding is not None)
-    params = params_of(config) | ({} if embedding is None else {"embed": jnp.asarray(embedding)})
-    path = contrib.save_dflash(directory / "head", config, params)
-    return contrib.load_dflash(path, TARGET, TARGET_PARAMS, **options)
-
-
-HEADS = {"eagle": read_eagle, "dflash": read_dflash}
-
-
-@pytest.mark.parametrize("read", HEADS.values(), ids=HEADS)
-def test_an_embedding_that_is_not_the_targets_warns_and_head_embed_replaces_it(tmp_path, read):
+def test_an_embedding_that_is_not_the_targets_warns_and_head_embed_replaces_it(tmp_path):
     with pytest.warns(MarsWarning, match="is not the target's.*head_embed='target'"):
-        config, params = read(tmp_path / "own", OTHER)
+        config, params = read_eagle(tmp_path / "own", OTHER)
     assert config.own_embed
     np.testing.assert_array_equal(params["embed"], OTHER)
-    replaced, without = read(tmp_path / "target", OTHER, head_embed="target")
+    replaced, without = read_eagle(tmp_path / "target", OTHER, head_embed="target")
     assert replaced == dataclasses.replace(config, own_embed=False) and "embed" not in without
 
 
 @pytest.mark.parametrize("head_embed", ["own", "target"])
-@pytest.mark.parametrize("read", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("embedding", [None, TARGET_PARAMS["embed"], NEAR], ids=["none", "equal", "near"])
-def test_the_targets_embedding_does_not_warn(tmp_path, read, embedding, head_embed):
-    config, _ = read(tmp_path, None if embedding is None else np.asarray(embedding), head_embed=head_embed)
+def test_the_targets_embedding_does_not_warn(tmp_path, embedding, head_embed):
+    config, _ = read_eagle(
+        tmp_path, None if embedding is None else np.asarray(embedding), head_embed=head_embed
+    )
     assert config.own_embed == (embedding is NEAR and head_embed == "own")
 
 
