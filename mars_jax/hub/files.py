@@ -286,18 +286,14 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
                 f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
             ) from None
     if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+        isinstance(name, str)
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_nested
+        for name, value in state.items()
     ):
-        raise MarsError(f"'{path}' is not a plain table of tensors: use a checkpoint with safetensors.")
-    for name, value in state.items():
-        if value.layout != torch.strided or value.device.type != "cpu" or value.is_nested:
-            kind = str(value.layout if value.device.type == "cpu" else value.device.type).removeprefix(
-                "torch."
-            )
-            raise MarsError(
-                f"tensor {name} of '{path}' is stored as {kind} and not as an ordinary array: save it with its "
-                "to_dense(), or use a checkpoint with safetensors."
-            )
+        raise MarsError(f"'{path}' is not a table of dense tensors: use a checkpoint with safetensors.")
 
     def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
         def rows(first: int, last: int) -> np.ndarray:

@@ -17,6 +17,7 @@ that these packages packed (tests/hub/packed_by_others.npz).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -147,40 +148,33 @@ def unpacked(
         yield plain
     read = _READERS[config["quant_method"]]
 
+    def refusing(name: str) -> contextlib.AbstractContextManager[None]:
+        return of_its_kind(f"'{directory}' has pieces of {name}", "download the checkpoint again")
+
     @functools.lru_cache(maxsize=1)  # all rows of a matrix are in each of its pieces
     def matrix(name: str) -> _Matrix:
-        try:
-            made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
-        except (ValueError, IndexError, ZeroDivisionError, AttributeError):
-            raise _unfit(name) from None
-        if not _fits(made):
-            raise _unfit(name)
-        return made
+        with refusing(name):
+            unpacked_matrix = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
+            _check_shapes(unpacked_matrix)
+        return unpacked_matrix
 
-    made = {}
-    for name, own in pieces.items():
-        try:
-            made[f"{name}.weight"] = _tensor(
-                functools.partial(matrix, name), own, _SHAPES[config["quant_method"]]
+    matrices = {}
+    for name, own_pieces in pieces.items():
+        with refusing(name):
+            matrices[f"{name}.weight"] = _tensor(
+                functools.partial(matrix, name), own_pieces, _SHAPES[config["quant_method"]]
             )
-        except KeyError as error:
-            raise MarsError(
-                f"'{directory}' lacks {name}.{error.args[0]}: download the checkpoint again."
-            ) from None
-        except (ValueError, IndexError, ZeroDivisionError):
-            raise MarsError(f"'{directory}': {_unfit(name)}") from None
-    yield made
+    yield matrices
 
 
-def _fits(made: _Matrix) -> bool:
-    """Tell whether pieces are of one matrix."""
-    (inputs, outputs), groups = made.q.shape, len(made.scale)
-    shapes = made.scale.shape == made.zero.shape == (groups, outputs) and made.group.shape == (inputs,)
-    return shapes and inputs % groups == 0 and bool(np.all((made.group >= 0) & (made.group < groups)))
-
-
-def _unfit(name: str) -> MarsError:
-    return MarsError(f"the pieces of {name} are of no one matrix: download the checkpoint again.")
+def _check_shapes(matrix: _Matrix) -> None:
+    """Raise ValueError if the pieces do not belong to one matrix."""
+    (inputs, outputs), groups = matrix.q.shape, len(matrix.scale)
+    shapes_fit = matrix.scale.shape == matrix.zero.shape == (groups, outputs)
+    if not shapes_fit or matrix.group.shape != (inputs,) or inputs % groups:
+        raise ValueError("their shapes do not fit")
+    if np.any((matrix.group < 0) | (matrix.group >= groups)):
+        raise ValueError("an input belongs to no group")
 
 
 def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
