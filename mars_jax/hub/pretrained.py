@@ -323,7 +323,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """Encode many prompts, as `encode`; texts on all cores.
+        """Encode many prompts like `encode`. Plain strings are encoded in parallel.
 
         Raises:
           MarsError: as `encode`, of the first prompt that it refuses.

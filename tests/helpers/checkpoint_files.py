@@ -61,7 +61,7 @@ MIXTRAL = ModelConfig(
     family="mixtral", vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
     num_experts=4, experts_per_token=2, norm_eps=1e-5,
 )  # fmt: skip
-# Published config.json files, with fewer and smaller layers; what they leave out they mean all the same.
+# Published config.json files with fewer layers. Readers must fill in the defaults of keys that they leave out.
 GEMMA_3 = {  # google/gemma-3-4b-it
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
     "text_config": {

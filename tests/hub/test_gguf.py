@@ -140,7 +140,7 @@ print(stay, (largest() - before) / stay)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_little_more_than_the_weights_that_stay():
-    """Without what the imports take. Mapped or whole, files and tensors would come on top: it was 1.9 times."""
+    """The peak excludes imports. Mapping the file, or reading it whole, took 1.9 times the weights."""
     program = [sys.executable, "-c", _MEASURE, str(smollm2())]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     stay, ratio = map(float, done.stdout.split())
