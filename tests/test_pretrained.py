@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import jax
@@ -136,13 +136,9 @@ def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with
 TEMPLATES = {
     "raises": "{{ raise_exception('roles must\nalternate') }}",
     "is malformed": "{% for m in messages %}{{ m",
-    "names what is not there": "{{ messages[0].content.nothing.more }}",
-    "divides by zero": "{{ 1 // 0 }}",
     "reaches for the interpreter": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "changes a list": "{{ messages.append(1) }}",
     "counts too far": "{% for i in range(10 ** 9) %}x{% endfor %}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "adds words to numbers": "{{ 1 + 'a' }}",
 }
 
 
@@ -187,13 +183,6 @@ def test_a_panic_of_tokenizers_is_one_sentence(checkpoint, fields):
             MarsError, match=r"tokenizer of '.*' breaks \(no entry found for key\): it contradicts itself"
         ):
             call()
-
-
-def test_a_list_of_templates_without_a_default_gets_a_sentence(checkpoint):
-    (checkpoint / "chat_template.jinja").unlink()
-    edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "tools", "template": "x"}])
-    with pytest.raises(MarsError, match="cannot be applied"):
-        hub.outline(str(checkpoint)).encode("hello", chat=True)
 
 
 def test_a_conversation_without_a_template_is_refused_in_later_turns_too(checkpoint):
@@ -257,11 +246,8 @@ def test_a_model_of_ones_own_decodes_as_a_loaded_one():
 
 BOS = "<|endoftext|>"
 ENCODERS = {
-    "encode": lambda target, prompts, **how: [target.encode(prompt, **how) for prompt in prompts],
-    "encode_many": lambda target, prompts, **how: target.encode_many(prompts, **how),
-    "make_requests": lambda target, prompts, **how: [
-        list(request.prompt_tokens) for request in mj.make_requests(target, prompts, **how)
-    ],
+    "encode": lambda target, prompts, **options: [target.encode(prompt, **options) for prompt in prompts],
+    "encode_many": lambda target, prompts, **options: target.encode_many(prompts, **options),
 }
 
 
@@ -276,26 +262,13 @@ def encoding_target(request, checkpoint):
 
 
 @pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
-def test_prompts_that_begin_with_the_bos_token_warn_once(encoding_target, encode):
+def test_prompts_that_begin_with_the_bos_token_warn(encoding_target, encode):
     [once] = encode(encoding_target, ["Once"])
-    assert once[0] == 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        assert encode(encoding_target, [BOS + "Once", "Once", BOS + "Once"]) == [[0, *once], once, [0, *once]]
-    assert [warning.category for warning in caught] == [MarsWarning]
-    assert f"begins with {BOS}, which the tokenizer of" in str(caught[0].message)
-    assert caught[0].filename == __file__
+    with pytest.warns(MarsWarning, match=re.escape(f"begins with {BOS}, which the tokenizer of")):
+        assert encode(encoding_target, [BOS + "Once", "Once"]) == [[0, *once], once]
 
 
 @pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
 def test_a_chat_template_with_the_bos_token_gives_one(encoding_target, encode):
-    turns = [{"role": "user", "content": "Once"}]
-    for prompts, how in (([turns], {}), (["Once"], {"chat": True}), ([turns, turns], {"system": "Tell."})):
-        for ids in encode(encoding_target, prompts, **how):
-            assert ids[0] == 0 and ids[1] != 0
-
-
-def test_a_tokenizer_that_adds_no_bos_token_does_not_warn(checkpoint):
-    edit(checkpoint / "tokenizer.json", post_processor=None)
-    target = hub.outline(checkpoint)
-    assert target.encode(BOS + "Once")[:1] == [0] and target.encode(2 * BOS + "Once")[:2] == [0, 0]
+    [ids] = encode(encoding_target, ["Once"], chat=True)
+    assert ids[0] == 0 and ids[1] != 0

@@ -73,25 +73,12 @@ def test_a_wrong_type_is_told_in_one_sentence(name):
                 function(*given)
 
 
-NUMBERS = {
-    "batch_size": lambda x: mj.generate(usual()["target"], "ngram", [[1]], batch_size=x),
-    "max_new_tokens": lambda x: mj.generate(usual()["target"], "ngram", [[1]], max_new_tokens=x),
-    "samples": lambda x: mj.generate(usual()["target"], "ngram", [[1]], samples=x),
-    "seed": lambda x: mj.generate(usual()["target"], "ngram", [[1]], seed=x),
-    "max_steps": lambda x: mj.run(DECODER, PARAMS, usual()["state"], max_steps=x),
-    "ahead": lambda x: next(mj.stream(DECODER, PARAMS, usual()["state"], ahead=x)),
-    "batch": lambda x: mj.make_controls(x, limit=8),
-    "batch of edits": lambda x: mj.make_edits(x),
-    "stop_tokens": lambda x: mj.make_controls(1, limit=8, stop_tokens=x),
-    "logit_bias": lambda x: mj.make_edits(2, logit_bias=x),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_setting_that_is_no_number_is_told_by_its_name(name):
-    for value in ("x", object(), 0.5, usual()["target"]):
-        with pytest.raises(MarsError, match=rf"^{name.split()[0]}\b[^\n]*: [^\n]+\.$"):
-            NUMBERS[name](value)
+@pytest.mark.parametrize("value", ["x", object(), 0.5])
+def test_a_number_of_steps_that_is_no_number_is_named(value):
+    with pytest.raises(MarsError, match=r"^max_steps\b[^\n]*: [^\n]+\.$"):
+        mj.run(DECODER, PARAMS, usual()["state"], max_steps=value)
+    with pytest.raises(MarsError, match=r"^ahead\b[^\n]*: [^\n]+\.$"):
+        next(mj.stream(DECODER, PARAMS, usual()["state"], ahead=value))
 
 
 def test_a_state_that_was_given_away_is_told():
@@ -313,23 +300,14 @@ MISTAKES = [
         {"logit_bias": {"x": 1}},
         "logit_bias has 'x': 1: expected one of the 4096 tokens of 'tiny/target' and a number",
     ),
-    ({"logit_bias": {4096: 1}}, "logit_bias has 4096: 1: expected one of the 4096 tokens"),
     ({"logit_bias": {1: True}}, "logit_bias has 1: True: expected one of the 4096 tokens"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to 4294967295"),
-    ({"seed": 2**32}, "seed is 4294967296: expected a whole number from 0 to 4294967295"),
-    ({"seed": [0, -1]}, "seed is -1: expected a whole number from 0 to 4294967295"),
-    ({"seed": True}, "seed is True: expected a whole number"),
     ({"stop_tokens": 4096}, "stop_tokens is .4096,.: expected token ids from 0 to 4095"),
-    ({"stop_tokens": [-1]}, "stop_tokens is .-1.: expected token ids from 0 to 4095"),
     ({"banned_tokens": [9999]}, "banned_tokens is .9999.: expected token ids from 0 to 4095"),
     ({"temperature": "hot"}, "temperature is 'hot': expected a finite number of at least 0"),
     ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number of at least 1"),
-    ({"samples": True}, "samples is True: expected a whole number from 1 to 65536"),
     ({"prompts": {"a": 1}}, "the prompts are of type dict: give a text, texts, token ids, or conversations"),
-    ({"prompts": b"ab"}, "the prompts are of type bytes: give a text"),
-    ({"prompts": None}, "the prompts are of type NoneType: give a text"),
     ({"prompts": "a\ud800"}, "the prompt is 'a.*ud800', which is not valid Unicode: give it as UTF-8"),
-    ({"prompts": [[1.5]]}, "prompt 0 is .1.5.: expected token ids, a sequence of whole numbers"),
     ({"prompts": [[1, 4096]]}, "prompt token 4096 is outside of the 4096 tokens of 'tiny/target'"),
 ]
 

@@ -15,7 +15,6 @@ from mars_jax.constraints.automaton import FIRST, Automaton, automaton
 from mars_jax.constraints.nodes import Either, text
 from mars_jax.constraints.pattern import parse
 from mars_jax.constraints.schema import parsed, schema_automaton, too_deep
-from mars_jax.constraints.stored import stored
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError, check_type, short_repr
@@ -46,7 +45,7 @@ class Constraint:
         return _automaton(without_relax(self))
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """Return the table for a vocabulary, from disk if it is there.
+        """Return the table for a vocabulary.
 
         Raises:
           MarsError: no text of the constraint can be said in these tokens, or its table would be too large.
@@ -79,8 +78,7 @@ def _automaton(constraint: Constraint) -> Automaton:
 def _table(constraint: Constraint, vocabulary: Vocabulary) -> TokenTable:
     if constraint.kind == "tokens":
         return _allow_list(constraint.content, len(vocabulary.tokens))
-    key = (constraint.kind, repr(constraint.content), str(constraint.compact), vocabulary.digest)
-    return stored(key, lambda: token_table(constraint.automaton, vocabulary))
+    return token_table(constraint.automaton, vocabulary)
 
 
 def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:

@@ -11,8 +11,7 @@ refused, and never ignored.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mars_jax.constraints.automaton import Automaton, automaton
@@ -27,12 +26,10 @@ from mars_jax.constraints.json_text import (
     string,
 )
 from mars_jax.constraints.nodes import (
-    MOST_PIECES,
     Budget,
     Either,
     Node,
     Repeat,
-    TooLarge,
     optional,
     sequence,
     text,
@@ -157,55 +154,7 @@ def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
     >>> made.matches('{"n": 12}'), made.matches("{}")
     (True, False)
     """
-    writer = _Writer(schema, compact)
-    try:
-        return automaton(writer.value(schema, "#", 0))
-    except TooLarge:
-        raise MarsError(
-            f"the schema has {_most_of(schema, writer.visits)}, too many for an automaton of all that it asks for: "
-            "ask for less, and check the rest afterwards."
-        ) from None
-
-
-_COUNTED = {
-    "properties": "properties in one object",
-    "required": "names in one list of what is required",
-    "prefixItems": "schemas in one prefixItems",
-    "anyOf": "schemas in one anyOf",
-    "allOf": "schemas in one allOf",
-    "enum": "values in one enum",
-    "type": "names in one type",
-    "minItems": "items in one array",
-    "maxItems": "items in one array",
-    "minLength": "characters in one string",
-    "maxLength": "characters in one string",
-    "{": "repeats in one pattern",
-}
-
-
-def _most_of(schema: Any, visits: int) -> str:
-    """Return the largest part of a schema, for a message."""
-    most, what = max(_sizes("", schema), key=lambda size: size[0], default=(0, ""))
-    if visits > 2 * most:
-        most, what = visits, "schemas, each $ref counted as what it stands for"
-    return f"{most:,} {what}" if most < 10**15 else f"more than 10^15 {what}"
-
-
-def _sizes(name: str, value: Any) -> Iterator[tuple[int, str]]:
-    """Yield the sizes of everything below a keyword that an automaton grows with, and their units."""
-    unit, inner = _COUNTED.get(name), []
-    if isinstance(value, dict):
-        inner = [(key, one) for key, one in value.items() if key not in _NOTES - {"$defs", "definitions"}]
-    elif isinstance(value, list) and len(value) < MOST_PIECES:  # more is enough to say
-        inner = [(name if name == "enum" else "", one) for one in value]
-    elif isinstance(value, str) and name in ("pattern", "const", "enum", "$ref"):
-        yield len(value), f"characters in one {name}"
-        numbers = re.findall(r"\d{1,9}", value) if name == "pattern" else ()
-        yield from ((int(number), "repeats in one pattern") for number in numbers)
-    if unit and type(value) in (dict, list, int):
-        yield (value if type(value) is int else len(value)), unit
-    for key, one in inner:
-        yield from _sizes(key, one)
+    return automaton(_Writer(schema, compact).value(schema, "#", 0))
 
 
 class _Writer:
@@ -215,7 +164,6 @@ class _Writer:
         self._comma, self._colon = map(text, self._separators)
         self._budget = Budget()
         self._any = [self._anything(depth) for depth in range(ANY_DEPTH + 1)]
-        self.visits = 0
 
     def value(self, schema: Any, where: str, depth: int) -> Node:
         if depth > DEEPEST:
@@ -224,7 +172,6 @@ class _Writer:
                 "that is wanted."
             )
         given = _keywords(schema, where)
-        self.visits += 1
         self._budget.spend(1 + sum(len(one) for one in given.values() if isinstance(one, dict | list)))
         _only(given, _KNOWN, "", where)
         if not given:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 from typing import Any
@@ -28,16 +27,6 @@ class Vocabulary:
     marks: tuple[tuple[int, bytes], ...] = ()  # of special tokens, what they are called
     # Text to token ids, as the tokenizer has them inside of a text; None spells by longest token.
     encode: Any = None
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Digest of all tokens, to tell vocabularies apart on disk."""
-        made = hashlib.sha256()
-        for token in self.tokens:
-            made.update(b"\xff" if token is None else len(token).to_bytes(4, "little") + token)
-        for number, mark in self.marks:
-            made.update(number.to_bytes(4, "little") + mark + b"\xfe")
-        return made.hexdigest()
 
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,7 @@ from mars_jax import specs
 from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
+from mars_jax.hub.stream import BITS
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import FORMS, Leaf
 from mars_jax.models.weights import Weight, build_rows, get, leaves
@@ -26,8 +27,6 @@ MANIFEST = "conversion.json"
 WEIGHTS = "weights"
 FIELDS = ("values", "scale", "offset")
 """Tensors in a file: `values`; in 8 bits also `scale`; in 4 bits all three."""
-_BITS = {1: None, 2: 8, 3: 4}
-"""Bits of a matrix by its number of fields."""
 
 
 class Conversion(NamedTuple):
@@ -99,10 +98,6 @@ def restore_params(
 
 def _read_manifest(directory: Path) -> Conversion:
     data = read_json(directory / MANIFEST)
-    if "blocks" in data:
-        raise MarsError(
-            f"'{directory}' is a conversion by mars-jax 0.1, which is no longer read: convert the checkpoint again."
-        )
     conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
     valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)
     if not valid_dtype or not isinstance(conversion.checksums, dict):
@@ -123,7 +118,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Any) -> Any:
 
     with safe_open(path, framework="np") as file:
         names = list(file.keys())
-        bits = _BITS[len(names)]
+        bits = BITS[len(names)]
         if bits is None:
             expected = [Leaf(array.shape, floating, sharding)]
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.rope_config import check_same_rope, read_rope
+from mars_jax.hub.rope_config import read_rope
 from mars_jax.hub.values import count
 from mars_jax.models.config import ModelConfig, Rope
 
@@ -252,6 +252,5 @@ def text_part(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("model_type") != "gemma3" or not isinstance(data.get("text_config"), dict):
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
-    # Its stop tokens are those of the whole: the text model's are the defaults of the config class.
-    check_same_rope(outer, data["text_config"], "text_config")
+    # The outer stop tokens are the model's: those of text_config are defaults of its config class.
     return data["text_config"] | outer | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}

@@ -181,20 +181,6 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
     return shards
 
 
-def _check_unambiguous(directory: Path, name: str, index: str, weight_map: dict[str, str]) -> None:
-    """Raise MarsError if shards that an index names are next to a whole file that it does not name.
-
-    transformers reads the file and vLLM the shards. An index whose shards are absent was left over, as in many
-    quantised checkpoints.
-    """
-    shard = next((shard for shard in weight_map.values() if os.path.isfile(directory / shard)), None)
-    if shard is not None:
-        raise MarsError(
-            f"'{directory}' has both {name} and {shard}, which {index} names: delete {name}, or the index and its "
-            "shards."
-        )
-
-
 def _is_within(name: str) -> bool:
     """Tell whether a path stays in the directory it is relative to. Links may lead out: the hub's cache has them."""
     path = PurePath(name)
@@ -204,26 +190,19 @@ def _is_within(name: str) -> bool:
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a checkpoint, file by file. They can be read in any order, and only headers are in memory.
 
-    If an index assigns a tensor to one of several shards that contain it, the other copies are left out.
+    As in transformers, a whole file takes precedence over an index and its shards. If an index assigns a tensor to one
+    of several shards that contain it, the other copies are left out.
 
     Raises:
-      MarsError: no weights, an absent shard, a file that cannot be read, or a whole file next to shards.
+      MarsError: no weights, an absent shard, or a file that cannot be read.
     """
     for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _bin)):
-        whole, index = (directory / name).is_file(), f"{name}.index.json"
-        weight_map: dict[str, str] = {}
-        if (directory / index).is_file():
-            try:
-                weight_map = _weight_map(directory, index)
-            except MarsError:
-                # A whole file does not need its index.
-                if not whole:
-                    raise
-        if whole and name not in weight_map.values():
-            _check_unambiguous(directory, name, index, weight_map)
+        index = f"{name}.index.json"
+        if (directory / name).is_file():
             yield from read(directory / name)
             return
-        if weight_map:
+        if (directory / index).is_file():
+            weight_map = _weight_map(directory, index)
             shards = {shard: next(read(directory / shard)) for shard in _shards(directory, index, weight_map)}
             for shard, shard_tensors in shards.items():
                 yield {
@@ -307,18 +286,14 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
                 f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
             ) from None
     if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+        isinstance(name, str)
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_nested
+        for name, value in state.items()
     ):
-        raise MarsError(f"'{path}' is not a plain table of tensors: use a checkpoint with safetensors.")
-    for name, value in state.items():
-        if value.layout != torch.strided or value.device.type != "cpu" or value.is_nested:
-            kind = str(value.layout if value.device.type == "cpu" else value.device.type).removeprefix(
-                "torch."
-            )
-            raise MarsError(
-                f"tensor {name} of '{path}' is stored as {kind} and not as an ordinary array: save it with its "
-                "to_dense(), or use a checkpoint with safetensors."
-            )
+        raise MarsError(f"'{path}' is not a table of dense tensors: use a checkpoint with safetensors.")
 
     def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
         def rows(first: int, last: int) -> np.ndarray:

@@ -34,33 +34,18 @@ _27B = {"gemma2": 46, "gemma3": 62}
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
 """Layers from one without a sliding window to the next, as llama.cpp and `hub.families` have it."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "activation_sparsity_scale": (0,),
     "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.output_scale": (0, 1),
-    "attention.shared_kv_layers": (0,),
-    "attention.temperature_length": (0,),
-    "attention.temperature_scale": (0,),
-    "embedding_scale": (0, 1),
     "expert_used_count": (0,),
-    "logit_scale": (0, 1),
-    "nextn_predict_layers": (0,),
-    "residual_scale": (0, 1),
-    "rope.dimension_sections": (0,),
-    "rope.scaling.alpha": (0, 1),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,),
     "rope.scaling.yarn_beta_slow": (1,),
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_log_multiplier": (0,),
-    "router_logit_softcapping": (0,),
-    "swin_norm": (False,),
-    "use_parallel_residual": (False,),
 }
-"""Keys that change the forward pass and are not implemented, with the values that change nothing.
+"""Keys that change the forward pass of these architectures and are not implemented, with their neutral values.
 
-`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp.
+`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp, which
+reads other keys, such as `residual_scale`, for other architectures only.
 """
 
 

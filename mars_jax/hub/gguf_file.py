@@ -152,23 +152,16 @@ def read_gguf(path: Path) -> GGUFFile:
             "one folder."
         )
     headers = [_read_header(part) for part in parts]
-    for i, (part, (values, _)) in enumerate(zip(parts, headers, strict=True)):
-        number, count = values.get("split.no"), values.get("split.count")
-        whole = len(parts) == 1 and count in (None, 0, 1)
-        if not whole and (number, count) != (i, len(parts)):
-            kind = f"part {i + 1} of {len(parts)}" if len(parts) > 1 else "a whole file"
-            raise MarsError(
-                f"'{part}' is {kind} by its name, but its header has split.no {number} and split.count {count}: "
-                "restore the names that llama-gguf-split gave its parts, or join them with its --merge."
-            )
+    numbers = [(values.get("split.no", 0), values.get("split.count") or 1) for values, _ in headers]
     values = headers[0][0]
     tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
     total = sum(len(part_tensors) for _, part_tensors in headers)
     expected = values.get("split.tensors.count", total) if len(parts) > 1 else total
-    if not len(tensors) == total == expected:
+    if numbers != [(i, len(parts)) for i in range(len(parts))] or not len(tensors) == total == expected:
         raise MarsError(
-            f"the parts of '{path}' hold {total} tensors with {len(tensors)} names, and their split.tensors.count is "
-            f"{expected}: download all parts again, from one source."
+            f"'{path}' is split, and its parts do not fit each other or their names (split.no and split.count are "
+            f"{numbers}, {total} of {expected} tensors): put all parts of one source into one folder, under the names "
+            "that llama-gguf-split gave them."
         )
     return GGUFFile(path, values, tensors)
 

@@ -287,26 +287,6 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     return {name: held[name][0] for name in table}
 
 
-def kept_bits(
-    found: dict[str, tuple[str, Tensor]],
-    leaf: Weight,
-    rows: Sequence[Weight],
-    bits: int | None,
-    keep_packed: bool,
-) -> int | None:
-    """Return the bits that an array of params is kept in; None means its floating dtype.
-
-    With `bits` 4, matrices that a GGUF file holds in more bits than its others are kept in 8. With `keep_packed`,
-    no matrix is rounded again.
-    """
-    stored = [found[row.name][1] for row in rows]
-    if keep_packed:
-        packed = all(tensor.blocks is not None for tensor in stored)
-        return 4 if packed and bits_of(leaf, 4) == 4 else None
-    kept = bits_of(leaf, bits)
-    return 8 if kept == 4 and any(tensor.wider for tensor in stored) else kept
-
-
 def read_leaf(
     directory: Path,
     found: dict[str, tuple[str, Tensor]],
@@ -320,6 +300,8 @@ def read_leaf(
 ) -> list[HostArray]:
     """Read one array of params in host memory; see `stream.read_array`.
 
+    With `bits` 4, matrices that a GGUF file holds in more bits than its others are kept in 8.
+
     Args:
       directory: for errors.
       found: from `find_tensors`.
@@ -327,9 +309,14 @@ def read_leaf(
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
     parts = [found[row.name] for row in rows]
+    if keep_packed:
+        bits = 4 if all(tensor.blocks is not None for _, tensor in parts) and bits_of(leaf, 4) == 4 else None
+    else:
+        bits = bits_of(leaf, bits)
+        if bits == 4 and any(tensor.wider for _, tensor in parts):
+            bits = 8
     try:
-        kept = kept_bits(found, leaf, rows, bits, keep_packed)
-        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=kept)
+        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=bits)
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
 
@@ -360,9 +347,9 @@ def read_params(
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
-        read = read_leaf(
+        arrays = read_leaf(
             directory, found, leaf, rows, dtype, bits=bits, keep_packed=keep_packed, sharding=sharding
         )
-        made = to_params(read, dtype, kept_bits(found, leaf, rows, bits, keep_packed))
-        params[leaf] = jax.block_until_ready(made)  # until then the host has it too
+        # Wait, so that the host does not hold the next array as well.
+        params[leaf] = jax.block_until_ready(to_params(arrays, dtype))
     return build_rows(params, params.__getitem__)

@@ -17,6 +17,7 @@ that these packages packed (tests/hub/packed_by_others.npz).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
+from mars_jax.hub.values import of_its_kind
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
@@ -88,24 +90,19 @@ def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
     Sources: vllm-project/compressed-tensors `transform/transform_args.py`, ModelCloud/GPTQModel
     `quantization/rotation/rotation.py`.
     """
-    rotations = [f"rotation {config['rotation']!r}"] if config.get("rotation") else []
-    if transforms := config.get("transform_config"):
-        try:
-            rotations += [
-                f"transform_config {name!r} at {use['location']!r}"
-                for name, scheme in transforms["config_groups"].items()
-                for use in scheme["apply"]
-                if use["location"] not in _FUSED
-            ]
-        except (AttributeError, KeyError, TypeError):
-            rotations.append("a transform_config without config_groups and their locations")
-    if rotations:
+    with of_its_kind(f"'{directory}' has a quantization_config with values", "download it again"):
+        uses = [
+            use["location"]
+            for scheme in (config.get("transform_config") or {"config_groups": {}})["config_groups"].values()
+            for use in scheme["apply"]
+        ]
+        stored = (config.get("sparsity_config") or {}).get("format")
+    if config.get("rotation") or not set(uses) <= set(_FUSED):
         raise MarsError(
-            f"'{directory}' rotates activations while it runs ({rotations[0]} in its quantization_config), which is "
-            "not supported: use a checkpoint without online rotations, or the one that it was made of."
+            f"'{directory}' rotates activations while it runs (rotation or transform_config in its "
+            "quantization_config), which is not supported: use a checkpoint without online rotations, or the one that "
+            "it was made of."
         )
-    sparsity = config.get("sparsity_config")
-    stored = sparsity.get("format") if isinstance(sparsity, dict) else None
     if stored not in (None, "dense"):
         raise MarsError(
             f"'{directory}' stores sparse weights (sparsity_config has the format {stored!r}), which are not read: "
@@ -151,40 +148,33 @@ def unpacked(
         yield plain
     read = _READERS[config["quant_method"]]
 
+    def refusing(name: str) -> contextlib.AbstractContextManager[None]:
+        return of_its_kind(f"'{directory}' has pieces of {name}", "download the checkpoint again")
+
     @functools.lru_cache(maxsize=1)  # all rows of a matrix are in each of its pieces
     def matrix(name: str) -> _Matrix:
-        try:
-            made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
-        except (ValueError, IndexError, ZeroDivisionError, AttributeError):
-            raise _unfit(name) from None
-        if not _fits(made):
-            raise _unfit(name)
-        return made
+        with refusing(name):
+            unpacked_matrix = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
+            _check_shapes(unpacked_matrix)
+        return unpacked_matrix
 
-    made = {}
-    for name, own in pieces.items():
-        try:
-            made[f"{name}.weight"] = _tensor(
-                functools.partial(matrix, name), own, _SHAPES[config["quant_method"]]
+    matrices = {}
+    for name, own_pieces in pieces.items():
+        with refusing(name):
+            matrices[f"{name}.weight"] = _tensor(
+                functools.partial(matrix, name), own_pieces, _SHAPES[config["quant_method"]]
             )
-        except KeyError as error:
-            raise MarsError(
-                f"'{directory}' lacks {name}.{error.args[0]}: download the checkpoint again."
-            ) from None
-        except (ValueError, IndexError, ZeroDivisionError):
-            raise MarsError(f"'{directory}': {_unfit(name)}") from None
-    yield made
+    yield matrices
 
 
-def _fits(made: _Matrix) -> bool:
-    """Tell whether pieces are of one matrix."""
-    (inputs, outputs), groups = made.q.shape, len(made.scale)
-    shapes = made.scale.shape == made.zero.shape == (groups, outputs) and made.group.shape == (inputs,)
-    return shapes and inputs % groups == 0 and bool(np.all((made.group >= 0) & (made.group < groups)))
-
-
-def _unfit(name: str) -> MarsError:
-    return MarsError(f"the pieces of {name} are of no one matrix: download the checkpoint again.")
+def _check_shapes(matrix: _Matrix) -> None:
+    """Raise ValueError if the pieces do not belong to one matrix."""
+    (inputs, outputs), groups = matrix.q.shape, len(matrix.scale)
+    shapes_fit = matrix.scale.shape == matrix.zero.shape == (groups, outputs)
+    if not shapes_fit or matrix.group.shape != (inputs,) or inputs % groups:
+        raise ValueError("their shapes do not fit")
+    if np.any((matrix.group < 0) | (matrix.group >= groups)):
+        raise ValueError("an input belongs to no group")
 
 
 def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:

@@ -323,38 +323,24 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """Encode many prompts at once, as `encode`, on all cores where the tokenizer can.
+        """Encode many prompts like `encode`. Plain strings are encoded in parallel.
 
         Raises:
           MarsError: as `encode`, of the first prompt that it refuses.
         """
         check_type("prompts", prompts, (list, tuple), "a list of texts or conversations")
         check_switch("chat", chat)
-        found: list[list[int]] = []
-        turns: list[Any] = []
-        try:
-            turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
-            with on_all_cores(), told_of_panics(self.name):
-                if any(len(str(p)) > PREFIXES[0] for p in prompts):
-                    found = []  # encoded one by one, with `_check_length`
-                elif not any(turns):
-                    found = self._encoded(list(prompts))
-                elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
-                    with _bounded_templates():
-                        found = self.tokenizer.apply_chat_template(
-                            [as_conversation(t or (), system) for t in turns],
-                            add_generation_prompt=True,
-                            return_dict=True,
-                            **(template_args or {}),
-                        )["input_ids"]
-            complete = all(prompts) and all(found) and len(found) == len(prompts)
-        except Exception:  # from a template or a tokenizer; `encode` names the prompt
-            complete = False
-        if not complete:
+        encoded: list[list[int]] = []
+        if not chat and all(isinstance(prompt, str) and len(prompt) <= PREFIXES[0] for prompt in prompts):
+            try:
+                with on_all_cores(), told_of_panics(self.name):
+                    encoded = self._encoded(list(prompts))
+            except Exception:  # from the tokenizer; `encode` names the prompt
+                encoded = []
+        if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
-        if not any(turns):
-            self._warn_of_second_bos(prompts, found)
-        return found
+        self._warn_of_second_bos(prompts, encoded)
+        return encoded
 
     def _check_length(self, text: str) -> None:
         """Raise MarsError for a text that is far too long, before all of it is encoded."""

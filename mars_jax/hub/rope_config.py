@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -25,14 +23,16 @@ def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
+_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Settings that older configs have at the top level of config.json."""
+
+
 def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 10000.0) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
-    A setting may be repeated, as in `type` next to `rope_type`, if the values are equal.
-
     Args:
       data: contents of config.json.
-      base: key of the frequencies' base outside of `rope_scaling` and `rope_parameters`.
+      base: top-level key of the frequencies' base.
       theta: base if config.json has none.
 
     Raises:
@@ -41,60 +41,10 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
     >>> read_rope({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}).factor
     2.0
     """
-    keys = [key for key in ("rope_scaling", "rope_parameters") if data.get(key)] or ["rope_scaling"]
-    rope, *others = [_read(data, key, base, theta) for key in keys]
-    for other in others:
-        if rope != other:
-            names = ("kind", *(field.name for field in dataclasses.fields(Rope)))
-            name = next(name for name in names if getattr(rope, name) != getattr(other, name))
-            raise MarsError(
-                f"rope_scaling and rope_parameters differ in rope {name} ({getattr(rope, name)!r} and "
-                f"{getattr(other, name)!r}, defaults included): keep the one that the model was trained with."
-            )
-    return rope
-
-
-def check_same_rope(outer: dict[str, Any], inner: dict[str, Any], place: str) -> None:
-    """Raise MarsError if config.json repeats RoPE settings of its nested config `place` with other values."""
-    for key in ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"):
-        _agreed({key: outer.get(key), f"{place}.{key}": inner.get(key)}, None)
-
-
-def _agreed(values: dict[str, Any], default: Any) -> Any:
-    """Return the value of a setting that several keys may have; `default` if none has it.
-
-    Raises:
-      MarsError: two keys have different values.
-    """
-    present = {key: value for key, value in values.items() if value is not None}
-    for (key, value), (other, different) in itertools.pairwise(present.items()):
-        if value != different:
-            raise MarsError(
-                f"{key} is {value!r} and {other} is {different!r}: keep the one that the model was trained with."
-            )
-    return next(iter(present.values()), default)
-
-
-def _read(data: dict[str, Any], place: str, base: str, default_theta: float) -> Rope:
-    """Read the settings in `data[place]`, and those that older configs have outside of it."""
-    scaling = data.get(place) or {}
-    if not isinstance(scaling, dict):
-        raise MarsError(
-            f'{place} is {scaling!r}: expected an object, such as {{"rope_type": "linear", "factor": 2.0}}.'
-        )
-    if nested := [key for key in scaling if key.endswith("_attention")]:
-        raise MarsError(
-            f"{place} has settings for each layer type ({nested[0]}), and this model has one rope."
-        )
-
-    def setting(key: str, default: Any, outside: str | None = None) -> Any:
-        outside = outside or key
-        return _agreed({f"{place}.{key}": scaling.get(key), outside: data.get(outside)}, default)
-
-    types = {f"{place}.{key}": scaling.get(key) for key in ("rope_type", "type")}
-    kind = _agreed(types, "default")
-    theta = float(setting("rope_theta", default_theta, base))
-    if setting("partial_rotary_factor", 1.0) != 1.0:
+    scaling = _settings(data, base)
+    kind = scaling.get("rope_type", "default")
+    theta = float(scaling.get("rope_theta", theta))
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise MarsError("partial_rotary_factor is not supported: only heads that are rotated whole are.")
     if kind == "default":
         return Rope(theta=theta)
@@ -103,8 +53,7 @@ def _read(data: dict[str, Any], place: str, base: str, default_theta: float) -> 
             f"rope type '{kind}' is not supported: the supported ones are default, linear, llama3, yarn."
         )
     longest = count(data, "max_position_embeddings", 2048)
-    trained = "original_max_position_embeddings"
-    trained = count({trained: setting(trained, longest)}, trained, longest)
+    trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
     if factor is None and kind == "yarn":
         factor = longest / trained
@@ -129,6 +78,39 @@ def _read(data: dict[str, Any], place: str, base: str, default_theta: float) -> 
         attention_factor=yarn_attention_factor(scaling, float(factor)),
         truncate=bool(scaling.get("truncate", True)),
     )
+
+
+def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
+    """Return the rope settings of config.json, which may repeat each other.
+
+    Raises:
+      MarsError: two places give different values.
+    """
+    top_level = {key: data.get(base if key == "rope_theta" else key) for key in _OUTSIDE}
+    settings: dict[str, Any] = {}
+    for place, values in (
+        ("config.json", top_level),
+        ("rope_scaling", data.get("rope_scaling") or {}),
+        ("rope_parameters", data.get("rope_parameters") or {}),
+    ):
+        if not isinstance(values, dict):
+            raise MarsError(
+                f'{place} is {values!r}: expected an object, such as {{"rope_type": "linear", "factor": 2.0}}.'
+            )
+        if nested := [key for key in values if key.endswith("_attention")]:
+            raise MarsError(
+                f"{place} has settings for each layer type ({nested[0]}), and this model has one rope."
+            )
+        for key, value in values.items():
+            if value is None:
+                continue
+            other = settings.setdefault("rope_type" if key == "type" else key, value)
+            if value is not other and value != other:
+                raise MarsError(
+                    f"{place} sets {key} to {value!r}, and another setting is {other!r}: keep the one that the model "
+                    "was trained with."
+                )
+    return settings
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:

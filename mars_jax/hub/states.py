@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from mars_jax.core.errors import MarsError, first_line
@@ -35,6 +34,8 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
     Raises:
       MarsError: `path` exists or cannot be written.
     """
+    import orbax.checkpoint as ocp
+
     check_path(path)
     if Path(path).exists():
         raise MarsError(f"'{path}' exists: choose the name of a new folder.")
@@ -60,61 +61,51 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     Raises:
       MarsError: the checkpoint cannot be read, or is of another structure or of other shapes.
     """
+    import orbax.checkpoint as ocp
+
     check_path(path)
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
     leaves, structure = jax.tree.flatten(like)
-    shapes = jax.eval_shape(_named, like)
-    named = {
-        name: jax.ShapeDtypeStruct(
-            shapes[name].shape, shapes[name].dtype, sharding=getattr(old, "sharding", None) or default
-        )
-        for name, old in zip(_names(like), leaves, strict=True)
-    }
-    _check(path, named)
+    wanted = {}
+    for (name, shape), old in zip(jax.eval_shape(_named, like).items(), leaves, strict=True):
+        sharding = getattr(old, "sharding", None) or default
+        wanted[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    place = Path(path).absolute()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(Path(path).absolute(), named)
-    except (
-        Exception
-    ) as error:  # Orbax and TensorStore raise many types, ValueError, KeyError and OSError among them
-        raise MarsError(f"'{path}' cannot be read ({first_line(error)}): save the state again.") from error
-    back = [
-        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(old) else restored[name]
-        for name, old in zip(named, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, back)
-
-
-def _check(path: str | os.PathLike[str], named: dict[str, Any]) -> None:
-    """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.metadata(Path(path).absolute()).item_metadata
-        shapes = {name: tuple(x.shape) for name, x in dict(found).items()}
-    except Exception as error:  # Orbax raises many types, ValueError, KeyError and OSError among them
+            stored = dict(checkpointer.metadata(place).item_metadata)
+            _check_shapes(path, stored, wanted)
+            restored = checkpointer.restore(place, wanted)
+    except MarsError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError and OSError, among others
         raise MarsError(
-            f"'{path}' holds no state that can be read: give a folder that save_state wrote."
+            f"'{path}' cannot be read ({first_line(error)}): give a folder that save_state wrote."
         ) from error
-    wanted = {name: tuple(x.shape) for name, x in named.items()}
-    for name in [*wanted, *shapes]:
-        if wanted.get(name) != shapes.get(name):
+    arrays = [
+        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(old) else restored[name]
+        for name, old in zip(wanted, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _check_shapes(path: str | os.PathLike[str], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
+    for name in [*wanted, *stored]:
+        here, there = (tuple(arrays[name].shape) if name in arrays else None for arrays in (wanted, stored))
+        if here != there:
             raise MarsError(
-                f"'{path}' holds the state of another decoder or of other shapes ({name} is {shapes.get(name)} there "
-                f"and {wanted.get(name)} here): restore it with the rule, drafter, rows and buffer it was saved with."
+                f"'{path}' holds the state of another decoder or of other shapes ({name} is {there} there "
+                f"and {here} here): restore it with the rule, drafter, rows and buffer it was saved with."
             )
 
 
 def _named(state: PyTree) -> dict[str, Any]:
     """Return the leaves by their paths, and the words of random keys in place of the keys."""
-    words = [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(state)]
-    return dict(zip(_names(state), words, strict=True))
-
-
-def _names(state: PyTree) -> list[str]:
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="-")
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="-"): jax.random.key_data(x) if _is_key(x) else x
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 def _is_key(x: Any) -> bool:

@@ -27,6 +27,9 @@ from mars_jax.models.quantize import (
 BLOCK = 8 << 20
 """Bytes of the rows that are read at a time."""
 
+BITS = {1: None, 2: 8, 3: 4}
+"""Bits of a matrix by its number of fields: values, scale and offset; None is floating."""
+
 Box = tuple[tuple[int, int], ...]
 """First and last index of a part of an array along each axis."""
 
@@ -147,7 +150,8 @@ def _write_4(made: Sequence[HostArray], first: int, parts: Sequence[np.ndarray])
         array.place((*((0, n) for n in part.shape[:-1]), ends), part)
 
 
-def to_params(arrays: Sequence[HostArray], dtype: Any, bits: int | None = None) -> jax.Array | Quantized:
+def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Quantized:
     """Move the result of `read_array` to the devices."""
     placed = [array.to_devices() for array in arrays]
+    bits = BITS[len(arrays)]
     return placed[0] if bits is None else FORMS[bits](*placed, dtype=jnp.dtype(dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import random
 import time
@@ -51,25 +50,8 @@ def test_what_python_writes_can_be_said(schema, values):
         ({"type": "number", "maximum": 3}, "has maximum: only a minimum of 0 can be held to"),
         ({"type": "string", "format": "hostname"}, "format at # is 'hostname': expected one of date"),
         ({"type": "string", "maxLength": 1, "minLength": 2}, "less than minLength"),
-        ({"type": ["string", {}]}, r"type at # is \['string', {}\]: expected one of array"),
-        ({"type": 3}, "type at # is 3: expected one of array"),
-        ({"allOf": {"type": "null"}}, "allOf at # is {'type': 'null'}: expected a list"),
-        ({"type": "object", "properties": [1]}, r"properties at # is \[1\]: expected an object"),
-        (
-            {"type": "object", "properties": {"a": {}}, "required": "a"},
-            "required at # is 'a': expected a list",
-        ),
-        (
-            {"type": "object", "properties": {"a": {}}, "required": [["a"]]},
-            r"requires \['a'\], which no property",
-        ),
-        ({"type": "array", "prefixItems": 3}, "prefixItems at # is 3: expected a list"),
-        ({"type": "string", "pattern": 5}, "pattern at # is 5: expected a text"),
-        ({"type": "string", "format": ["date"]}, r"format at # is \['date'\]: expected one of date"),
         ({"const": "\ud800"}, "is not valid Unicode"),
         ({"type": "integer", "minimum": -(10**101)}, "expected a whole number of at most 100 digits"),
-        ({"type": "integer", "maximum": 10**1000}, "maximum at # is a number of 3322 bits"),
-        ({"type": "integer", "maximum": 10**5000}, "the schema cannot be written as JSON .*integer string"),
         ({"const": object}, "the schema cannot be written as JSON .*not JSON serializable"),
         ({"type": "object", "properties": {}, "required": ["a"]}, "requires 'a'"),
         ("{", "the schema is not JSON"),
@@ -169,16 +151,6 @@ def inside(rng, name, depth, alike):
     return rng.choice(VALUES[name])
 
 
-@pytest.mark.parametrize(("each", "least"), [(1, 15), pytest.param(99, 200, marks=pytest.mark.slow)])
-def test_all_keywords_beside_each_other_are_held_to_or_refused(each, least):
-    rng, held = random.Random(0), 0
-    for one, other in itertools.combinations(VALUES, 2):
-        values = list(itertools.product(VALUES[one], VALUES[other]))
-        for first, second in rng.sample(values, min(each, len(values))):
-            held += checked({one: first, other: second, "$defs": {"A": A, "B": B}}, rng, 3)
-    assert held >= least
-
-
 @pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_what_random_schemas_say_is_valid(count):
     rng = random.Random(count)
@@ -223,19 +195,17 @@ def test_keywords_say_together_what_each_says(schema, allowed, refused):
     assert [text for text in allowed + refused if made.matches(text)] == allowed
 
 
-BITS = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(10)}
+REFERENCES = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(10)} | {"d10": {}}
 
 
 @pytest.mark.parametrize(
-    ("schema", "sentence"),
+    ("make_schema", "sentence"),
     [
-        (lambda: {"properties": {f"property {i}": A for i in range(20_000)}}, "has 20,000 properties in one"),
-        (
-            lambda: {"$ref": "#/$defs/d0", "$defs": BITS | {"d10": {}}},
-            r"schemas, each \$ref counted as what it",
-        ),
-        (lambda: {**B, "minItems": 10**9}, "has 1,000,000,000 items in one array"),
-        (lambda: {"enum": ["a" * 10_000_000]}, "has 10,000,000 characters in one enum"),
+        (lambda: {"properties": {f"property {i}": A for i in range(20_000)}}, "the constraint is too large"),
+        (lambda: {"$ref": "#/$defs/d0", "$defs": REFERENCES}, "the constraint is too large"),
+        (lambda: {**B, "minItems": 10**9}, "the constraint is too large"),
+        (lambda: {"enum": ["a" * 10_000_000]}, "the constraint is too large"),
+        (lambda: {"pattern": "(a?){9999}"}, "the constraint is too large"),
         (lambda: '{"const": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 100 deep"),
         (
             lambda: functools.reduce(lambda inner, _: {"const": inner}, range(100_000), 1),
@@ -243,44 +213,10 @@ BITS = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(1
         ),
         (lambda: {"const": [[float("nan")]]}, "cannot be written as JSON .*not JSON compliant"),
         (lambda: '{"enum": [1, 1e999]}', "cannot be written as JSON .*not JSON compliant"),
-        pytest.param(
-            lambda: '{"anyOf": [' + "{}," * 3_300_000 + "{}]}",
-            "has 3,300,001 schemas",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda: {"pattern": "(a?){9999}"}, "has 9,999 repeats in one pattern", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda: {"pattern": "(?i)" + "".join(map(chr, range(0x4E00, 0x9E00))) * 6},
-            "characters in one pattern",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
-def test_a_schema_of_any_size_soon_gets_a_sentence(schema, sentence):
-    made, began = schema(), time.process_time()
-    with pytest.raises(MarsError, match=sentence) as found:
-        constraints.json_schema(made)
-    assert time.process_time() - began < 5 and len(str(found.value)) < 300
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda large: {"properties": {"a": large, "b": {"enum": [1, 2]}}, "required": ["a", "b"]},
-        lambda large: {"required": ["b"], "properties": {"b": {"type": ["null", "string"]}, "a": large}},
-        lambda large: {"prefixItems": [A, large, {"anyOf": [A, {"const": [1]}]}], "minItems": 2},
-        lambda large: {"anyOf": [{"$ref": "#/$defs/one"}, A], "$defs": {"one": large, "two": {"allOf": [A]}}},
-    ],
-)
-@pytest.mark.parametrize(
-    ("large", "sentence"),
-    [
-        ({**B, "minItems": 10**9}, "has 1,000,000,000 items in one array"),
-        ({"enum": ["a" * 10_000_000]}, "has 10,000,000 characters in one enum"),
-    ],
-)
-def test_the_sentence_finds_what_is_large_wherever_it_stands(wrap, large, sentence):
-    with pytest.raises(MarsError, match=sentence):
-        constraints.json_schema(wrap(large))
+def test_a_schema_of_any_size_is_refused_within_seconds(make_schema, sentence):
+    schema, start = make_schema(), time.process_time()
+    with pytest.raises(MarsError, match=sentence) as caught:
+        constraints.json_schema(schema)
+    assert time.process_time() - start < 5 and len(str(caught.value)) < 300

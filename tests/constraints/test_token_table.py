@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import importlib.util
-import json
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from mars_jax import constraints, hub
-from mars_jax.constraints import stored
 from mars_jax.constraints.automaton import automaton
 from mars_jax.constraints.pattern import parse
 from mars_jax.constraints.spans import Spans, names_of
@@ -57,19 +50,6 @@ def test_tokens_are_the_bytes_of_their_text(family, words):
         assert b"".join(made.tokens[i] for i in made.spell(text.encode())) == text.encode()
 
 
-@pytest.mark.slow
-def test_a_sentencepiece_checkpoint_has_the_bytes_of_its_text():
-    shared = os.environ.get("MARS_JAX_SHARED")
-    if not shared:
-        pytest.skip("MARS_JAX_SHARED names no folder")
-    tokenizer = hub.outline(str(Path(shared) / "checkpoints" / "stories260k")).tokenizer
-    made = vocabulary(tokenizer, len(tokenizer))
-    for text in TEXTS:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert b"".join(made.tokens[i] or b"?" for i in ids).decode().lstrip() == text.lstrip()
-        assert b"".join(made.tokens[i] for i in made.spell(text.encode())) == text.encode()
-
-
 @pytest.mark.parametrize(
     "pattern",
     [r'\{"name": "[^"\\\n]{0,12}", "age": [0-9]{1,3}\}', r"(.|\n){0,30}#### -?[0-9]{1,6}", r"[\w ]+\."],
@@ -102,54 +82,6 @@ def test_an_allow_list_is_the_pattern_of_its_letters(words):
         assert np.array_equal(
             table.allowed[here, table.classes][single], wanted.allowed[there, wanted.classes][single]
         )
-
-
-def test_a_real_vocabulary_of_131072_tokens():
-    """Every token of Mistral's leads where its bytes lead, and a table is small, where the package is installed."""
-    spec = importlib.util.find_spec("mistral_common")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("mistral-common, which ships the vocabulary, is not installed")
-    file = json.loads((Path(spec.submodule_search_locations[0]) / "data" / "tekken_240911.json").read_text())
-    size, special = file["config"]["default_vocab_size"], file["config"]["default_num_special_tokens"]
-    tokens = [None] * special + [base64.b64decode(row["token_bytes"]) for row in file["vocab"]]
-    words = Vocabulary(tokens=tuple(tokens[:size]))
-    assert len(words.tokens) == 131_072
-    made = automaton(parse(r'\{"name": "[^"\\\n]{0,20}", "age": [0-9]{1,3}\}'))
-    table = token_table(made, words)
-    assert table.next.shape[1] < 512 and table.next.nbytes < 1 << 20
-    states = np.arange(len(table.next))
-    for token in np.random.default_rng(0).integers(special, size, 4000).tolist():
-        to = states
-        for byte in words.tokens[token]:
-            to = made.next[to, made.classes[byte]]
-        assert np.array_equal(table.next[:, table.classes[token]], to), token
-
-
-def test_a_table_is_kept_and_read_again(tmp_path, monkeypatch, words):
-    monkeypatch.setenv("MARS_JAX_CONSTRAINTS", str(tmp_path))
-    builds = []
-
-    def build():
-        builds.append(1)
-        return token_table(automaton(parse("a[bc]+")), words)
-
-    first, second = stored.stored(("regex", "x"), build), stored.stored(("regex", "x"), build)
-    assert len(builds) == 1
-    for one, other in zip(first, second, strict=True):
-        assert np.array_equal(one, other) and one.dtype == other.dtype
-    [path] = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:50])  # cut short
-    stored.stored(("regex", "x"), build)
-    monkeypatch.setattr(stored, "MOST_FILES", 2)
-    for age, name in enumerate(("x", "y", "z")):  # the first is the oldest, whatever its file is called
-        stored.stored(("regex", name), lambda: first)
-        newest = max(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
-        os.utime(newest, (age, age))
-    stored.stored(("regex", "y"), lambda: pytest.fail("it is there")), stored.stored(("regex", "x"), build)
-    assert len(builds) == 3 and len([*tmp_path.iterdir()]) == 2
-    monkeypatch.setenv("MARS_JAX_CONSTRAINTS", "")
-    stored.stored(("regex", "x"), build)
-    assert len(builds) == 4
 
 
 def test_a_text_that_no_token_says_gets_a_sentence():

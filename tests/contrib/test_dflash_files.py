@@ -224,7 +224,6 @@ def changed(fields, **more):
             backbone,
             "reads layer 12 and the target has layers 0 to 11",
         ),
-        (ZLAB, lambda: backbone(features=2), "reads 64 numbers, and 3 features of a target 32 wide are 96"),
         (ZLAB, lambda: backbone(layers=2), r"tensors are missing \(layers\.2"),
         (ZLAB, lambda: backbone(layers=4), r"not part of the architecture \(layers\.3"),
         (changed(ZLAB, intermediate_size=40), backbone, r"is \[.*44.*\] and not \[.*40"),

@@ -9,7 +9,6 @@ import pytest
 
 from mars_jax.cli import commands
 from mars_jax.cli.generate.line_editor import editing
-from mars_jax.constraints import stored
 
 NOBODY = "~no-such-user/model"
 
@@ -39,14 +38,13 @@ def homeless(monkeypatch, tmp_path):
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "MARS_JAX_CONSTRAINTS"):
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_without_a_home_nothing_is_kept_and_no_folder_is_called_tilde(homeless):
-    assert stored.folder() is None
     with editing(sys.stderr, ()):
         pass
     assert not any(homeless.iterdir())

@@ -29,25 +29,9 @@ NUMBERS = (
     *(0.0, -0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
 )  # fmt: skip
 TEXTS = (
-    *(
-        "",
-        "0",
-        "1",
-        "x",
-        "true",
-        "null",
-        "inf",
-        "nan",
-        "-1",
-        "1e999",
-        "\0",
-        "\n",
-        "a\r\nb",
-        "\ud800",
-        "é\u2028\u202e",
-    ),
+    *("", "0", "1", "x", "true", "null", "inf", "nan", "-1", "1e999", "\0", "\n", "a\r\nb", "\ud800", "é\u2028\u202e"),
     *("../../etc/passwd", "/etc/passwd", "..", ".", "~", "a" * 300, "{{", "%s", "\x1b[31m"),
-)
+)  # fmt: skip
 DEEP = tuple(
     Raw(b * n + "1" + e * n) for n in (100, 900, 980, 100_000) for b, e in (("[", "]"), ('{"a":', "}"))
 )

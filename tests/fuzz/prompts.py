@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 from hypothesis import strategies as st
 
+import mars_jax as mj
+from mars_jax import drafters
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, read_prompts
 from mars_jax.constraints.spans import names_of
+from mars_jax.core import fake
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.serve.constrained import with_constraints
 from mars_jax.specs import RuleChoice
 from tests.fuzz.damage import TEXTS, damaged, damaged_bytes, damaged_json, to_text
@@ -53,6 +58,27 @@ def lines(case: tuple[bytes, RuleChoice], folder: Path) -> None:
     _read(folder / "in" / "prompts.jsonl", *case)
 
 
+def replayed(case: bytes, folder: Path) -> None:
+    """Read a corpus to draft from: the tokens of its rows, in their order, and none that the target lacks."""
+    path = folder / "in" / "rows.jsonl"
+    path.write_bytes(case)
+    corpus = drafters.load(f"replay:{path}", _target()).params.tolist()
+    rows = [json.loads(line) for line in case.decode().splitlines() if line.strip()]
+    expected = [token for row in rows for token in (*row.get("prompt_tokens", []), *row["tokens"])]
+    assert [token for token in corpus if token != NO_TOKEN] == expected
+    assert all(0 <= token < VOCAB for token in expected)
+
+
+@functools.cache
+def _target() -> mj.Pretrained:
+    return mj.Pretrained.from_parts(fake.hash_model(vocab_size=VOCAB), (), max_positions=64)
+
+
+VOCAB = 11
+CORPUS = ({"tokens": [1, 2, 3, 10]}, {"prompt_tokens": [4, 5], "tokens": [6, 0], "text": "a"})
+_CORPUS_LINE = st.one_of(
+    *(damaged_json(row) for row in CORPUS), st.sampled_from(CORPUS).map(lambda row: json.dumps(row).encode())
+)
 _TEXTS = st.one_of(
     damaged_bytes(TEXT),
     st.binary(max_size=40),
@@ -70,6 +96,7 @@ def _empty(folder: Path) -> None:
 
 SURFACES = {
     "prompts file, plain": Surface(_TEXTS, plain, 1500, _empty),
+    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replayed, 1500, _empty),
     "prompts file, JSON lines": Surface(
         st.tuples(st.one_of(_LINE, _LINE, _TWO), st.sampled_from(RULES)), lines, 4000, _empty
     ),

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mars_jax import __version__, specs, verify
+from mars_jax.cli.commands import parser_of
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.output_file import missing_rows, sampling
 from mars_jax.core.errors import MarsError
@@ -22,18 +23,7 @@ from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, d
 from tests.fuzz.harness import Surface
 
 _NAMES = sorted({name for row in specs.RULES.values() for name in row.settings} | {"block", "x", "theta "})
-_WORDS = (
-    *TEXTS,
-    *map(str, NUMBERS),
-    "ratio",
-    "gap",
-    "exact",
-    "rejection",
-    "false",
-    "0.9",
-    "٣",
-    "1_0",
-)
+_WORDS = (*TEXTS, *map(str, NUMBERS), "ratio", "gap", "exact", "rejection", "false", "0.9", "٣", "1_0")
 _SPECS = st.one_of(
     st.sampled_from(sorted(specs.RULES)),
     st.sampled_from(
@@ -71,66 +61,7 @@ def drafts(case: tuple[str, str], folder: Path) -> None:
     specs.parse_tree(case[1])
 
 
-_FLAGS = (
-    *(
-        "--draft",
-        "--num-draft-tokens",
-        "--tree",
-        "--draft-device",
-        "--draft-size",
-        "--head-embed",
-        "--refine-every",
-    ),
-    *(
-        "--draft-stop",
-        "--dtype",
-        "--attention",
-        "--cache-dtype",
-        "--mesh",
-        "--verify",
-        "--theta",
-        "--margin",
-        "--base",
-    ),
-    *(
-        "--block",
-        "--max-relaxed-run",
-        "--exact-prefix",
-        "--rule-option",
-        "--temperature",
-        "--top-k",
-        "--top-p",
-    ),
-    *("--min-p", "--repetition-penalty", "--presence-penalty", "--seed", "--max-new-tokens", "--logit-bias"),
-    *(
-        "--samples",
-        "--ignore-eos",
-        "--stop-string",
-        "--regex",
-        "--json-schema",
-        "--choice",
-        "--relax-constrained",
-    ),
-    *("--relax-in", "--strict-in", "--prompts-file", "--chat", "--system", "--template-arg", "--batch-size"),
-    *(
-        "--prefill-chunk",
-        "--stream",
-        "--no-stream",
-        "--log-probs",
-        "--json",
-        "--resume",
-        "--compare",
-    ),
-    *(
-        "--list-rules",
-        "--list-drafters",
-        "--help",
-        "--version",
-        "--coordinator",
-        "--num-processes",
-        "--process-id",
-    ),
-)
+_FLAGS = tuple(flag for flag in parser_of("generate")._option_string_actions if flag.startswith("--"))
 _GOOD = {
     "--draft": ("none", "ngram", "model:nowhere", "eagle:nowhere"),
     "--tree": ("2-1", "dynamic", "dynamic:2-2-4"),

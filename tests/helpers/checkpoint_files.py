@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax.core.errors import MarsError
+from mars_jax.models import ModelConfig
 
 
 def edit_config(directory: Path, **fields) -> None:
@@ -56,64 +57,31 @@ def write(path: Path, tensors, kind: str, dtype: str = "float32") -> None:
         )
 
 
-# Published config.json files, with fewer and smaller layers; what they leave out they mean all the same.
+MIXTRAL = ModelConfig(
+    family="mixtral", vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
+    num_experts=4, experts_per_token=2, norm_eps=1e-5,
+)  # fmt: skip
+# Published config.json files with fewer layers. Readers must fill in the defaults of keys that they leave out.
 GEMMA_3 = {  # google/gemma-3-4b-it
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "model_type": "gemma3",
-    "eos_token_id": [1, 106],
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
     "text_config": {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 7,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
     },
-    "torch_dtype": "bfloat16",
-    "vision_config": {"model_type": "siglip_vision_model"},
-}
+    "torch_dtype": "bfloat16", "vision_config": {"model_type": "siglip_vision_model"},
+}  # fmt: skip
 GEMMA_2 = {  # google/gemma-2-2b
-    "architectures": ["Gemma2ForCausalLM"],
-    "attn_logit_softcapping": 50.0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma2",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "vocab_size": 256000,
-}
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "bos_token_id": 2, "eos_token_id": 1,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2304,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 9216,
+    "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 3, "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
 QWEN_3_MOE = {  # Qwen/Qwen3-30B-A3B
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_window_layers": 2,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "eos_token_id": 151645, "head_dim": 128,
+    "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_window_layers": 2, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 2,
+    "num_key_value_heads": 4, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip

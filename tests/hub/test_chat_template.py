@@ -78,14 +78,11 @@ OPERATIONS = {
     "usual": "{% for m in messages %}{% if m.role == 'user' and loop.index0 < messages | length %}"
     "{{ '<|user|>\\n' + m.content | trim + '<|end|>\\n' }}{% else %}"
     "{{ '<|assistant|>\\n' ~ m['content'].split('</think>')[-1].strip() ~ '<|end|>\\n' }}{% endif %}{% endfor %}",
-    "selectattr": "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}",
     "replace": "{% for m in messages %}{{ m.content | replace('<|im_end|>', '&lt;im_end&gt;') }}{% endfor %}",
     "join": "{{ messages | map(attribute='content') | join('\\n<|end|>\\n') }}",
     "format": "{% for m in messages %}{{ '<{}>{{}}{:>9}'.format(m.content, 1) }}{% endfor %}",
-    "operator %": "{% for m in messages %}{{ '%s * %s: 100%% *' % (m.content, 1) }}{% endfor %}",
     "searches": "{% for m in messages %}{{ m.content.rstrip('\\n ').rsplit('</think>', 1)[-1] }}"
     "{{ m.content.rfind('</s>', 3) if '<tool>' not in m.content }}{% endfor %}",
-    "tojson": "{{ messages | tojson(indent=4) }}",
 }
 
 

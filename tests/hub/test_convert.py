@@ -19,20 +19,10 @@ from mars_jax import hub
 from mars_jax.cli.convert import main
 from mars_jax.core import mesh
 from mars_jax.core.errors import MarsError
-from mars_jax.models import ModelConfig, init_params
+from mars_jax.models import init_params
 from mars_jax.placement import shardings as sharding
+from tests.helpers.checkpoint_files import MIXTRAL as CONFIG
 
-CONFIG = ModelConfig(
-    family="mixtral",
-    vocab_size=24,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_experts=4,
-    experts_per_token=2,
-    norm_eps=1e-5,
-)
 convert = hub.convert
 
 
@@ -122,14 +112,10 @@ def test_only_conversions_are_replaced(saved, converted, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["made", "other"]
 
 
-@pytest.mark.parametrize("write", ["convert", "save"])
-def test_a_url_is_refused_before_anything_is_written(saved, tmp_path, monkeypatch, write):
+def test_a_url_is_refused_before_anything_is_written(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MarsError, match="'gs://bucket/made' is a URL: name a local directory"):
-        if write == "convert":
-            convert(saved, "gs://bucket/made")
-        else:
-            hub.save("gs://bucket/made", CONFIG, {})
+        convert(saved, "gs://bucket/made")
     assert not list(tmp_path.iterdir())
 
 
@@ -177,10 +163,8 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(converted, check, damage):
     "change, expected",
     [
         ({"checksums": {}}, "holds other weights than its config.json"),
-        ({"checksums": []}, "conversion.json' is damaged"),
         ({"dtype": "float3r"}, "conversion.json' is damaged"),
         ({"bits": "no"}, "conversion.json' is damaged"),
-        ({"blocks": {}}, "is a conversion by mars-jax 0.1, which is no longer read: convert"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(converted, change, expected):

@@ -187,27 +187,31 @@ def rotated(location):
     return {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": [use]}}}}
 
 
-@pytest.mark.parametrize("method", HOW)
+@pytest.mark.parametrize("config", [HOW["awq"], scaled_files.HOW["channels"]], ids=["packed", "scaled"])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *[
-            (rotated(place), f"transform_config 'R4' at '{place}'")
-            for place in ("input", "output", "k_cache", "q_attn")
-        ],
-        ({"transform_config": ["R4"]}, "a transform_config without config_groups"),
-        ({"rotation": "hadamard"}, "rotation 'hadamard'"),
+        (rotated("input"), "rotates activations while it runs"),
+        ({"transform_config": ["R4"]}, "has a quantization_config with values of the wrong kind"),
+        ({"rotation": "hadamard"}, "rotates activations while it runs"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "the format 'sparse-24-bitmask'"),
     ],
 )
-def test_settings_that_change_the_forward_are_refused_by_name(method, settings, message, tmp_path):
-    for folder, config in (("packed", HOW[method]), ("scaled", scaled_files.HOW["channels"])):
-        save(tmp_path / folder, CONFIG, init_params(CONFIG, jax.random.key(0)))
-        data = json.loads((tmp_path / folder / "config.json").read_text())
-        data["quantization_config"] = config | settings
-        (tmp_path / folder / "config.json").write_text(json.dumps(data))
-        with pytest.raises(MarsError, match=message):
-            mj.load(tmp_path / folder)
+def test_settings_that_change_the_forward_are_refused(config, settings, message, tmp_path):
+    save(tmp_path / "model", CONFIG, init_params(CONFIG, jax.random.key(0)))
+    data = json.loads((tmp_path / "model" / "config.json").read_text())
+    data["quantization_config"] = config | settings
+    (tmp_path / "model" / "config.json").write_text(json.dumps(data))
+    with pytest.raises(MarsError, match=message):
+        mj.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("method", HOW)
+def test_with_dtype_float32_packed_matrices_are_dequantised_exactly(method, tmp_path):
+    meant, _ = write_packed(tmp_path / "packed", method)
+    params = mj.load(tmp_path / "packed", dtype="float32").params
+    for leaf in leaves(CONFIG):
+        np.testing.assert_allclose(get(params, leaf.path), meant[leaf.name], rtol=1e-6, err_msg=leaf.name)
 
 
 @pytest.mark.parametrize("location", ["weight_input", "weight_output"])

@@ -78,18 +78,6 @@ def test_a_download_whose_connection_breaks_goes_on_where_it_was(server, small, 
     assert asked == [None, f"bytes={len(content) // 2 // 4096 * 4096}-"]
 
 
-def test_a_connection_that_does_not_come_back_leaves_nothing_to_be_taken_for_the_file(
-    server, small, monkeypatch
-):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    server.breaks = 99
-    with pytest.raises(MarsError, match="RemoteProtocolError: peer closed connection"):
-        resolve("small")
-    assert not is_here("small")
-    server.breaks = 0
-    assert digest_of(resolve("small").read_bytes()) == small.sha256
-
-
 def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monkeypatch):
     monkeypatch.setitem(MODELS, "small", dataclasses.replace(small, sha256="0" * 64))
     with pytest.raises(

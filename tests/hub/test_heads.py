@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mars_jax import contrib, hub
-from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax import hub
 from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.eagle_head import EagleConfig
@@ -30,18 +29,10 @@ NEAR = np.asarray(TARGET_PARAMS["embed"]) * 1.01  # the target's, but for more t
 IDS = np.sort(RNG.permutation(V)[:W])
 
 FIELDS_1 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": V,
-    "hidden_size": E,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "float32",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V, "hidden_size": E,
+    "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+}  # fmt: skip
 FIELDS_3 = FIELDS_1 | {"rope_theta": 500000.0, "draft_vocab_size": W}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
@@ -210,32 +201,21 @@ def read_eagle(directory, embedding, **options):
     return load(publish(directory, tensors, FIELDS_3), **options)
 
 
-def read_dflash(directory, embedding, **options):
-    config = DFlashConfig.outline(TARGET)
-    config = dataclasses.replace(config, own_embed=embedding is not None)
-    params = params_of(config) | ({} if embedding is None else {"embed": jnp.asarray(embedding)})
-    path = contrib.save_dflash(directory / "head", config, params)
-    return contrib.load_dflash(path, TARGET, TARGET_PARAMS, **options)
-
-
-HEADS = {"eagle": read_eagle, "dflash": read_dflash}
-
-
-@pytest.mark.parametrize("read", HEADS.values(), ids=HEADS)
-def test_an_embedding_that_is_not_the_targets_warns_and_head_embed_replaces_it(tmp_path, read):
+def test_an_embedding_that_is_not_the_targets_warns_and_head_embed_replaces_it(tmp_path):
     with pytest.warns(MarsWarning, match="is not the target's.*head_embed='target'"):
-        config, params = read(tmp_path / "own", OTHER)
+        config, params = read_eagle(tmp_path / "own", OTHER)
     assert config.own_embed
     np.testing.assert_array_equal(params["embed"], OTHER)
-    replaced, without = read(tmp_path / "target", OTHER, head_embed="target")
+    replaced, without = read_eagle(tmp_path / "target", OTHER, head_embed="target")
     assert replaced == dataclasses.replace(config, own_embed=False) and "embed" not in without
 
 
 @pytest.mark.parametrize("head_embed", ["own", "target"])
-@pytest.mark.parametrize("read", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("embedding", [None, TARGET_PARAMS["embed"], NEAR], ids=["none", "equal", "near"])
-def test_the_targets_embedding_does_not_warn(tmp_path, read, embedding, head_embed):
-    config, _ = read(tmp_path, None if embedding is None else np.asarray(embedding), head_embed=head_embed)
+def test_the_targets_embedding_does_not_warn(tmp_path, embedding, head_embed):
+    config, _ = read_eagle(
+        tmp_path, None if embedding is None else np.asarray(embedding), head_embed=head_embed
+    )
     assert config.own_embed == (embedding is NEAR and head_embed == "own")
 
 
@@ -310,65 +290,22 @@ def shifted(where: int, by: int) -> np.ndarray:
 MALFORMED = {
     "vocabulary": ({"vocab_size": 60}, {}, "a vocabulary of 60 tokens and the target has 61"),
     "target": ({"target_hidden_size": 64}, {}, "for a target 64 wide and this one is 32"),
-    "fc": ({}, {"fc.weight": random(E, 64)}, "fc.weight reads 64 numbers, and 3 features .* 32 wide are 96"),
-    "fc norms": ({"fc_norm": True}, {}, r"missing \(fc_norm\.0\.weight"),
-    "embedding": (
-        {},
-        {"embed_tokens.weight": random(V, 16)},
-        r"embed_tokens.weight is \[61, 16\] .* \[61, 32\]",
-    ),
+    "fc": ({}, {"fc.weight": random(E, 64)}, r"fc.weight is \[32, 64\] and not \[32, 96\]"),
     "width": ({"hidden_size": 16}, {}, "the EAGLE head is 16 wide and the target 32"),
-    "lm_head": (
-        {},
-        {"lm_head.weight": random(19, E)},
-        "lm_head.weight has 19 rows and the draft vocabulary 20",
-    ),
-    "no lm_head": ({}, {"lm_head.weight": None}, "drafts from 20 of 61 tokens: then it needs an lm_head"),
     "no d2t": ({}, {"d2t": None}, "drafts from 20 of 61 tokens and has no d2t"),
     "d2t length": ({}, {"d2t": shifted(0, 0)[1:]}, r"d2t has shape \[19\] and lm_head.weight 20 rows"),
     "d2t above": ({}, {"d2t": shifted(19, 50)}, r"maps draft token 19 to \d+ and the target has 61 tokens"),
-    "d2t below": ({}, {"d2t": shifted(2, -90)}, r"maps draft token 2 to -\d+ and the target has 61 tokens"),
     "d2t twice": ({}, {"d2t": shifted(1, IDS[0] - IDS[1])}, "d2t maps 20 draft tokens to 19 of the target's"),
-    "d2t dtype": ({}, {"d2t": np.zeros(W, np.float32)}, "d2t holds float32 and not whole numbers"),
-    "t2d length": ({}, {"t2d": np.isin(np.arange(60), IDS)}, r"t2d has shape \[60\] and the target 61 tokens"),
-    "t2d count": ({}, {"t2d": np.ones(V, bool)}, "t2d marks 61 tokens and the draft vocabulary has 20"),
-    "t2d": (
-        {},
-        {"t2d": np.roll(np.isin(np.arange(V), IDS), 1)},
-        r"d2t maps to token \d+, which t2d does not mark",
-    ),
-    "layers": ({"num_hidden_layers": 2}, {}, "has 2 layers and the weights are of layers 0:"),
-    "a second layer": ({}, layer("layers.2", E), "has 1 layers and the weights are of layers 0, 2:"),
     "missing": ({}, {"norm.weight": None, "fc.weight": None}, r"missing \(fc.weight, norm.weight\): use the config"),
-    "extra": ({}, {"other_norm.weight": random(E)}, r"1 are not part of the architecture \(other_norm.weight\)"),
-    "a bias alone": ({}, {"midlayer.self_attn.q_proj.bias": random(E)}, r"missing \(midlayer.self_attn.k_proj.bias"),
-    "shape": ({"intermediate_size": 45}, {}, r"mlp.\w+_proj.weight is \[[0-9, ]+\] and not \[[0-9, ]+\]"),
     "twice": ({}, {"model.norm.weight": random(E)}, "two tensors norm.weight"),
-    "quantised": (
-        {},
-        {"norm.weight": np.ones(E, np.int8)},
-        "tensor norm.weight: it holds int8: quantised checkpoints are not supported",
-    ),
-    "version 1": ({}, {"midlayer.hidden_norm.weight": None}, "EAGLE-3 head and the weights are those of EAGLE-1"),
-    "version 3": (
-        {"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": None},
-        {},
-        "EAGLE-1 head and the weights are those of EAGLE-3",
-    ),
     "window": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
         {},
         "sliding window of 9, which is not supported",
     ),
     "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9 and the target has layers 0 to 8"),
-    "negative layer": ({LAYERS: [-1, 4, 8]}, {}, "reads layer -1 and the target has layers 0 to 8"),
-    "layers of what": ({LAYERS: "1, 2"}, {}, f"{LAYERS} is '1, 2': give a list"),
     "family": ({"architectures": ["BloomForCausalLMEagle3"]}, {}, "architecture BloomForCausalLM is not supported"),
-    "kind": ({"rms_norm_eps": "small"}, {}, "holds a value of the wrong kind"),
-    "words": ({"draft_vocab_size": "many"}, {}, "20 rows and the draft vocabulary many"),
     "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
-    "a number": ({}, {"fc.weight": np.ones((), np.float32)}, r"fc.weight is \[\] and not \[32, 96\]"),
-    "not an object": ({"eagle_config": [1]}, {}, "holds a value of the wrong kind"),
     "a permutation": (
         {"draft_vocab_size": V},
         {"lm_head.weight": random(V, E), "d2t": np.eye(V, dtype=np.int64)[0] - np.eye(V, dtype=np.int64)[1]},
@@ -388,21 +325,6 @@ def test_a_malformed_head_is_refused_by_what_is_wrong_with_it(tmp_path, name):
     tensors = {key: value for key, value in (eagle_3() | change).items() if value is not None}
     text = message(load, publish(tmp_path, tensors, FIELDS_3 | fields))
     assert re.search(expected, text) and str(tmp_path) in text
-
-
-def test_a_malformed_eagle_1_head_is_refused(tmp_path):
-    def text(**change):
-        tensors = eagle_1() | {name.replace("_", ".", 1): value for name, value in change.items()}
-        return message(load, publish(tmp_path, tensors, FIELDS_1))
-
-    assert "fc.weight reads 96 numbers, and an embedding and a feature of a target 32 wide are 64" in text(
-        fc_weight=random(E, 96)
-    )
-    assert "1 are not part of the architecture (norm.weight)" in text(norm_weight=random(E))
-    short = eagle_1() | {"lm_head.weight": random(W, E)}
-    assert "lm_head.weight has 20 rows and the draft vocabulary 61 tokens" in message(
-        load, publish(tmp_path, short, FIELDS_1)
-    )
 
 
 def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):
@@ -491,16 +413,6 @@ SAVED = {
         fc_norm=True,
         norm_output=True,
         own_unembed=False,
-    ),
-    "of speculators": EagleConfig(
-        version=3,
-        layer=dataclasses.replace(LAYER, family="qwen3", head_dim=12, qk_norm=True),
-        target_hidden_size=E,
-        draft_vocab_size=W,
-        feature_layers=(1, 3, 5),
-        input_norm=True,
-        norm_output=True,
-        norm_before_residual=True,
     ),
     "eagle-1": EagleConfig(
         version=1,

@@ -98,28 +98,14 @@ def sparse(torch):
     return torch.eye(17, 16).to_sparse()
 
 
-def compressed(torch):
-    with pytest.warns(UserWarning, match="Sparse CSR"):
-        return torch.eye(17, 16).to_sparse_csr()
-
-
 STATES = {
-    "sparse": (lambda torch: {"lm_head.weight": sparse(torch)}, "lm_head.weight .* stored as sparse_coo"),
-    "compressed": (lambda torch: {"lm_head.weight": compressed(torch)}, "lm_head.weight .* as sparse_csr"),
-    "nowhere": (
-        lambda torch: {"lm_head.weight": torch.empty(17, 16, device="meta")},
-        "lm_head.weight .* stored as meta",
-    ),
+    "sparse": (lambda torch: {"lm_head.weight": sparse(torch)}, "not a table of dense tensors"),
+    "nowhere": (lambda torch: {"lm_head.weight": torch.empty(17, 16, device="meta")}, "not a table of dense"),
     "quantized": (
         lambda torch: {"lm_head.weight": torch.quantize_per_tensor(torch.eye(17, 16), 0.1, 0, torch.qint8)},
         "lm_head.weight .*quantised checkpoints are not supported|unsafe",
     ),
-    "complex": (
-        lambda torch: {"lm_head.weight": torch.eye(17, 16, dtype=torch.complex64).conj()},
-        "lm_head.weight: it holds complex64",
-    ),
-    "numbers for names": (lambda torch: {3: torch.ones(2)}, "not a plain table of tensors"),
-    "pairs for names": (lambda torch: {("a", 1): torch.ones(2)}, "not a plain table of tensors"),
+    "numbers for names": (lambda torch: {3: torch.ones(2)}, "not a table of dense tensors"),
 }
 
 
@@ -138,58 +124,23 @@ def test_what_a_bin_file_can_hold_beside_arrays_is_refused_by_name(saved, name):
 # Values of config.json.
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "index"])
-@pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}")])
-def test_json_that_is_nested_too_deep_gets_a_sentence(saved, file, brackets):
-    if file == "index":
-        shard(saved, "safetensors")
-    path = saved / ("model.safetensors.index.json" if file == "index" else file)
-    path.write_text('{"x": ' + brackets[0] * 100_000 + "1" + brackets[1] * 100_000 + "}")
-    assert f"'{path}' is not valid JSON (" in message(hub.load, saved)
-
-
 @pytest.mark.parametrize(
     "fields, expected",
     [
         ({"rope_theta": 0}, "rope theta (0.0)"),
-        (
-            {"rope_theta": None, "rope_parameters": {"rope_theta": 0, "rope_type": "default"}},
-            "rope theta (0.0)",
-        ),
-        ({"rope_theta": float("inf")}, "rope theta (inf)"),
         ({"rope_theta": float("nan")}, "rope theta (nan)"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is not supported"),
         ({"rms_norm_eps": float("nan")}, "norm_eps is nan: expected a number of at least 0"),
-        ({"rms_norm_eps": -1.0}, "norm_eps is -1.0"),
-        ({"rms_norm_eps": 10**400}, "value of the wrong kind"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads is 0: expected a whole number"),
         ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0"),
-        ({"num_key_value_heads": True}, "num_key_value_heads is True"),
         ({"head_dim": 0}, "head_dim is 0"),
         ({"num_hidden_layers": 2**31}, "num_layers is 2,147,483,648: expected at most 1,024"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-        ({"vocab_size": True}, "no number for vocab_size"),
-        ({"hidden_act": ""}, "hidden_act '' is not supported"),
-        (
-            {
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 0,
-                }
-            },
-            "original_max_position_embeddings is 0",
-        ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": float("nan")}},
             "rope attention_factor is nan",
         ),
         ({"eos_token_id": "</s>"}, "eos_token_id of config.json is '</s>': expected a token id"),
-        ({"eos_token_id": [1, "x"]}, "eos_token_id of config.json is [1, 'x']"),
-        ({"eos_token_id": 2.5}, "eos_token_id of config.json is 2.5"),
-        ({"eos_token_id": True}, "eos_token_id of config.json is True"),
         ({"eos_token_id": 2**40}, "eos_token_id of config.json is 1099511627776"),
-        ({"bos_token_id": "<s>"}, "bos_token_id of config.json is '<s>'"),
     ],
 )
 def test_a_value_that_means_nothing_is_named_and_not_replaced(saved, fields, expected):
@@ -198,7 +149,7 @@ def test_a_value_that_means_nothing_is_named_and_not_replaced(saved, fields, exp
     assert expected in text and str(saved) in text
 
 
-@pytest.mark.parametrize("value", ["</s>", [1, None], -5, {"id": 2}])
+@pytest.mark.parametrize("value", ["</s>", [1, None]])
 def test_a_bad_stop_token_of_the_generation_config_names_that_file(saved, value):
     (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     text = message(hub.load, saved)
@@ -210,21 +161,9 @@ def test_a_bad_stop_token_of_the_generation_config_names_that_file(saved, value)
     [
         (GEMMA_2, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0: it must be positive"),
         (GEMMA_2, {"attn_logit_softcapping": float("nan")}, "a soft cap is nan"),
-        (GEMMA_2, {"rope_theta": 0}, "rope theta (0.0)"),
         (GEMMA_3, {"rope_local_base_freq": 0}, "rope theta (0.0)"),
         (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (QWEN_3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        (QWEN_3_MOE, {"head_dim": 0}, "head_dim is 0"),
-        (
-            QWEN_3_MOE,
-            {"num_experts": 10**9},
-            "num_layers times num_experts is 2,000,000,000: expected at most 65,536",
-        ),
-        (
-            GEMMA_3,
-            {"text_config": GEMMA_3["text_config"] | {"num_hidden_layers": 10**12}},
-            "num_layers is 1,000,000,000,000: expected at most 1,024",
-        ),
         (QWEN_3_MOE, {"moe_intermediate_size": 7.5}, "expert_size is 7.5: expected a whole number"),
     ],
 )
