@@ -14,9 +14,8 @@ from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.tree_shapes import Dynamic
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
+from tests.helpers.fake_drafters import SMALL, VOCAB
 
-VOCAB = 13
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 LENGTHS = [1, 2, 9]
 
 

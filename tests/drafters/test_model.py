@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
-from mars_jax.core import decode, fake
+from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
-
-VOCAB = 13
-TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
 
 def scores(tokens):

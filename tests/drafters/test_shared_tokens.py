@@ -27,10 +27,9 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import check_same_vocabulary
 from tests.cli.conftest import write_checkpoint
 from tests.helpers import draft_input, logits_after, ragged
+from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
-VOCAB = 13
-TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)  # as many tokens, which mean others
+# as many tokens, which mean others
 IDS = np.asarray([3, -1, 2, 1, 0, 7, -1, 5, 8, 11, -1, 9, 12], np.int32)
 FED = np.asarray([4, 3, 2, 0, 9, 7, 1, 5, 8, 11, 6, 9, 12], np.int32)
 PARAMS = Params(target=(), draft=Shared((), jnp.asarray(IDS), jnp.asarray(FED)))

@@ -7,10 +7,9 @@ import pytest
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
-from mars_jax.core.rule import structure
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
-from tests.helpers import judge, one_row, rule_oracles, slow_but
+from tests.helpers import judge, rule_oracles, slow_but
 from tests.helpers.random_trees import B, N, V, random_tree
 
 ROWS = 12_000
@@ -81,40 +80,6 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
             path.append(node)
         assert verdict.path[b].tolist() == path + [node] * (tree.max_depth + 1 - len(path))
         assert int(verdict.num_accepted[b]) == len(path) - 1 and int(verdict.next_token[b]) == y[b, node]
-
-
-ALONE = (mars(base=rejection(block=True)), exact(), mars(), mars(base=rejection()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verify", ALONE, ids=lambda v: v.name)
-def test_a_row_alone_equals_the_row_in_a_batch(verify):
-    rows = [(0.0, 0, 1.0, 0.0), *rule_oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
-    rng = np.random.default_rng(3)
-    settings = rule_oracles.controls_of(rows, theta=[0.5, 0.9, np.inf, 0.1, 0.5, 0.5, 0.5, np.inf])
-    processed = rule_oracles.process(jnp.asarray(rng.normal(0, 1, (8, 4, 6)), jnp.float32), settings)
-    nodes = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (8, 4))
-    tokens = sampling.sample_processed(rule_oracles.keys_of(8, 8), nodes, processed)
-    tree = trees.chain(jnp.roll(tokens, 1, axis=1), processed)
-    tree = tree.replace(tokens=tree.tokens.at[3, 2].set(NO_TOKEN))
-    logits, keys = jnp.asarray(rng.normal(0, 2, (8, 4, 6)), jnp.float32), rule_oracles.keys_of(9, 8)
-    run = jax.jit(judge(verify))
-    together = run(keys, tree, logits, settings)
-    everything = (keys, tree, logits, settings)
-    for b in range(8):
-        rule_oracles.same_verdict(run(*one_row(everything, b)), one_row(together, b))
-
-
-def test_verifiers_are_values():
-    assert (
-        structure(mars(theta=0.8)) == structure(mars(theta=0.9)) != structure(mars(margin="gap", theta=0.9))
-    )
-    assert structure(mars()) != structure(mars(base=rejection()))
-    assert exact() == exact() and rejection() != rejection(block=True)
-    rules = exact(), rejection(), rejection(True), mars(), mars(base=rejection(True), margin="gap")
-    assert [v.name for v in rules] == [
-        "exact", "rejection", "block", "mars", "mars(gap) over block",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
