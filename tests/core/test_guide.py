@@ -17,7 +17,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from tests.helpers import ragged, slow_but
+from tests.helpers import begin, ragged, slow_but
 from tests.helpers.constrained import DRAFTERS, PIECES, STOP, TARGET, VOCAB, VOCABULARY, text_of
 
 PATTERNS = (r"(abc)+ 1?2?", r"[ab]+-[ab1]{1,3}", r"abcabcabc(1|2| )*")
@@ -39,10 +39,9 @@ def start(drafter, rule, chosen, *, limit=40, prompts=None, stops=(STOP,), force
     tokens, lengths = prompts or ragged([1, 6, 12, 4][: len(chosen)], limit, VOCAB)
     controls = make_controls(len(chosen), limit=limit, stop_tokens=stops, **settings)
     controls = controls.replace(guides=Guides(constraint=found.rows(made)))
-    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
     params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
-    keys = keys_from_seeds(jnp.arange(len(chosen)))
-    return decoder, params, decode.start(decoder, params, Prompts(tokens, lengths, controls, rule, keys))
+    decoder, state = begin(TARGET, drafter, rule, tokens, lengths, controls=controls, params=params)
+    return decoder, params, state
 
 
 def decoded(*given, **settings):
@@ -56,7 +55,6 @@ def texts(state):
     ]
 
 
-MODEL = {"vocab_size": VOCAB}
 CHOSEN = (PATTERNS[0], None, PATTERNS[1], PATTERNS[2])
 
 

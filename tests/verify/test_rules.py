@@ -161,20 +161,10 @@ def prompts():
     return ragged([1, 6, 12, 17], BUFFER, VOCAB)
 
 
-def decoded(case, rule, **chosen):
-    """Tokens of each row."""
-    tokens, lengths = prompts()
-    state, _ = decode_all(
-        TARGET,
-        case.drafter,
-        rule,
-        tokens,
-        lengths,
-        params=Params(
-            (), (), () if rule is case.base else case.params
-        ),  # one program of the base for all rules
-        **{**SETTINGS, **chosen},
-    )
+def decoded(case, rule, **settings):
+    """Return the tokens of each row. The base takes no weights, so that it shares one program with all rules."""
+    params = Params((), (), () if rule is case.base else case.params)
+    state, _ = decode_all(TARGET, case.drafter, rule, *prompts(), params=params, **{**SETTINGS, **settings})
     return committed(state)
 
 
@@ -216,10 +206,8 @@ def test_a_row_alone_equals_the_row_in_a_batch(name):
     case, row = CASES[name], 1
     tokens, lengths = prompts()
     settings = {setting: values[row] for setting, values in SETTINGS.items()}
-    state, _ = decode_all(
-        TARGET, case.drafter, case.rule, tokens[row : row + 1], lengths[row : row + 1], seeds=[row],
-        params=Params((), (), case.params), **settings,
-    )  # fmt: skip
+    one, params = (tokens[row : row + 1], lengths[row : row + 1]), Params((), (), case.params)
+    state, _ = decode_all(TARGET, case.drafter, case.rule, *one, seeds=[row], params=params, **settings)
     assert committed(state) == [decoded(case, case.rule)[row]]
 
 
@@ -289,17 +277,14 @@ class Wrapped:
 
 @one_rule_of_each_seam
 def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
-    case = CASES[name]
-    tokens, lengths = prompts()
-    own = case.rule
+    case, rule = CASES[name], CASES[name].rule
     if case.relaxes:
-        own, _ = prefix_of_one(own, prefixes_of(decoded(case, case.rule), decoded(case, case.base))[0])
-    state, stats = decode_all(
-        TARGET, case.drafter, Wrapped(own, np.int32(0)), tokens, lengths, params=Params((), (), case.params),
-        **SETTINGS,
-    )  # fmt: skip
-    assert committed(state) == decoded(case, own)
-    np.testing.assert_array_equal(state.rule.calls, stats.steps)  # done rows do not count
+        rule, _ = prefix_of_one(rule, prefixes_of(decoded(case, rule), decoded(case, case.base))[0])
+    wrapped, params = Wrapped(rule, np.int32(0)), Params((), (), case.params)
+    state, stats = decode_all(TARGET, case.drafter, wrapped, *prompts(), params=params, **SETTINGS)
+    assert committed(state) == decoded(case, rule)
+    # Steps of rows that are done do not count.
+    np.testing.assert_array_equal(state.rule.calls, stats.steps)
 
 
 @every_rule
@@ -367,9 +352,8 @@ def test_numbers_are_one_or_one_per_row():
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "raw"])
 def test_keys_that_would_tie_a_row_to_its_batch_are_refused(impl):
     decoder = decode.speculative_decoder(TARGET, CHAIN, verify.mars())
-    tokens, lengths = prompts()
-    made = make_controls(BATCH, limit=8)
+    controls = make_controls(BATCH, limit=8)
     keys = jax.random.split(jax.random.key(0, impl=impl) if impl != "raw" else jax.random.key(0), BATCH)
     keys = jax.random.key_data(keys) if impl == "raw" else keys
     with pytest.raises(MarsError, match="expected typed keys of threefry2x32"):
-        decode.start(decoder, Params(()), Prompts(tokens, lengths, made, verify.mars(), keys))
+        decode.start(decoder, Params(()), Prompts(*prompts(), controls, verify.mars(), keys))
