@@ -27,7 +27,6 @@ MODULES = sorted(
 LONG = (
     "mars_jax.integrations.bridge",
     "mars_jax.core.decode",
-    "mars_jax.core.extend",
     "mars_jax.lab.evaluate.benchmark.arms",
     "mars_jax.serve.chat",
     "mars_jax.contrib.rules.budget",

@@ -104,7 +104,7 @@ def _is_here(name: str) -> bool:
 
 
 def add_size_flags(group: Any) -> None:
-    """Add the flags of drafts that are as long as pays to a group of a parser."""
+    """Add the flags of adaptive draft length to a group of a parser."""
     group.add_argument(
         "--draft-size",
         choices=["fixed", "auto"],

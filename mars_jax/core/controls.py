@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -155,3 +156,48 @@ def _row_of_ids(row: Any) -> np.ndarray:
             f"stop_tokens holds {short_repr(row)}: expected token ids, whole numbers of at least 0."
         )
     return ids
+
+
+_SAME_KIND = {
+    "temperature": ("a temperature", "make_controls a number for both, or None for both"),
+    "edits": ("edits of logits", "both make_edits or neither"),
+    "guides": (
+        "a constraint or a span",
+        "both the same kinds of guides; a row without one begins in the state 0",
+    ),
+}
+"""Fields whose absence is compiled into the step: the rows and the state must agree on them."""
+
+
+def pad_controls(controls: Controls, state: Controls) -> Controls:
+    """Pad the stop tokens and biased tokens of each row to the widths of the state.
+
+    Raises:
+      MarsError: only one of them has a temperature, edits or guides, or the rows have more tokens than fit.
+    """
+    for name, (field, fix) in _SAME_KIND.items():
+        if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):
+            raise MarsError(
+                f"the rows have {field} and the state has none, or the other way round: give {fix}."
+            )
+
+    def padded(values: Array, like: Array, what: str, fill: Any) -> Array:
+        room = like.shape[1] - values.shape[1]
+        if room < 0:
+            raise MarsError(
+                f"a row has {values.shape[1]} {what} and the state has room for {like.shape[1]}: make the state's "
+                "controls with as many, padded with NO_TOKEN."
+            )
+        return jnp.pad(values, ((0, 0), (0, room)), constant_values=fill)
+
+    controls = dataclasses.replace(
+        controls, stop_tokens=padded(controls.stop_tokens, state.stop_tokens, "stop tokens", NO_TOKEN)
+    )
+    if controls.edits is None or state.edits is None:
+        return controls
+    edits = dataclasses.replace(
+        controls.edits,
+        bias_tokens=padded(controls.edits.bias_tokens, state.edits.bias_tokens, "biased tokens", NO_TOKEN),
+        bias=padded(controls.edits.bias, state.edits.bias, "biased tokens", 0.0),
+    )
+    return dataclasses.replace(controls, edits=edits)

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import cache as kv_cache
 from mars_jax.core.conditions import Conditions
+from mars_jax.core.controls import pad_controls
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.emit import emit
 from mars_jax.core.errors import MarsError, check_count
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.extend import extended, padded_to
 from mars_jax.core.given import (
     begun,
     check_asked,
@@ -33,9 +34,9 @@ from mars_jax.core.given import (
     other_decoder,
     rows_of,
 )
-from mars_jax.core.insert import as_wide, inserted, scatter
 from mars_jax.core.mesh import by_rows
-from mars_jax.core.prefill import observing, prefill
+from mars_jax.core.pick import leading
+from mars_jax.core.prefill import caught_up, chunk_of, observing, prefill
 from mars_jax.core.rule import Rule, facts, for_rows, structure
 from mars_jax.core.step import commit, judge, propose, score, step_keys
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
@@ -118,9 +119,9 @@ class Decoder:
         prompts = self.checked(prompts)
         self._check_state(state)
         check_places(rows, prompts.length.shape[0], rows_of(state))
-        prompts = dataclasses.replace(prompts, controls=as_wide(prompts.controls, state.controls))
+        prompts = dataclasses.replace(prompts, controls=pad_controls(prompts.controls, state.controls))
         if read is None:
-            return inserted(self._read, self._put, params, state, rows, prompts)
+            return self._read_into(params, state, rows, prompts)
         self._check_state(read)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
@@ -132,7 +133,10 @@ class Decoder:
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
         """Continue every row with another prompt, such as a conversation with its next turn.
 
-        Only what comes after the longest beginning that a row has committed already is read; see `core.extend`.
+        The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
+        tokens after it are read. So callers need not say what is new: if a chat template renders an earlier turn
+        differently, the prefix is shorter. A key or value depends only on the tokens up to its own, so the state
+        equals that of `init` up to rounding.
 
         Args:
           params, state: of this decoder; the state has B rows.
@@ -145,9 +149,15 @@ class Decoder:
           MarsError: as `checked`, or a state of another decoder.
         """
         check_params(params)
-        rows_of(state)
-        go_on = functools.partial(extended, self.target, self.drafter, self.prefill_chunk, self._check_cache)
-        return by_rows(go_on)(params, state, padded_to(state, self.checked(prompts)))
+        batch, buffer = rows_of(state), state.tokens.shape[1]
+        prompts = self.checked(prompts)
+        count, width = prompts.tokens.shape
+        if count != batch or width > buffer:
+            raise MarsError(
+                f"the prompts are {[count, width]} and the state has {batch} rows of {buffer} tokens: give one prompt "
+                "for each row, at most as wide."
+            )
+        return by_rows(self._extend)(params, state, _pad_tokens(prompts, buffer))
 
     def checked(self, prompts: Prompts) -> Prompts:
         """The prompts with a number of the rule for each row, in arrays of their own: loops take a state's buffers.
@@ -204,9 +214,64 @@ class Decoder:
         )
         return begun(prompts, cache, draft)
 
-    def _put(self, state: DecodeState, at: Array, new: DecodeState) -> DecodeState:
+    def _read_into(self, params: Params, state: DecodeState, rows: Array, prompts: Prompts) -> DecodeState:
+        """Read prompts into rows i32[b] of the state."""
+        batch, buffer = state.tokens.shape
+        width = prompts.tokens.shape[1]
+        if width > buffer:
+            raise MarsError(
+                f"the prompts are {width} wide and the state's token buffer {buffer}: cut them to {buffer}."
+            )
+
+        def insert_shard(
+            params: Params, state: DecodeState, ids: Array, rows: Array, prompts: Prompts
+        ) -> DecodeState:
+            # `ids` holds the global row numbers of this shard. Rows of other shards map past the end, where scatter
+            # drops them.
+            is_here = rows[:, None] == ids[None]  # bool[b, B]
+            at = jnp.where(jnp.any(is_here, axis=1), jnp.argmax(is_here, axis=1), ids.shape[0])
+            return self._put(state, at.astype(jnp.int32), self._read(params, prompts))
+
+        ids = jnp.arange(batch, dtype=jnp.int32)
+        rows = jnp.asarray(rows, jnp.int32)
+        return by_rows(insert_shard)(params, state, ids, rows, _pad_tokens(prompts, buffer))
+
+    def _extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
+        """`extend` for prompts as wide as the token buffer."""
+        tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
-        return scatter(self.target, state, at, new)
+        check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
+        common = _common_prefix(state, tokens, length)
+        # A head's entry for the last common token depends on the token after it, so a coupled drafter reads it again.
+        again = 0 if self.drafter.reads is None else 1
+        # The last committed token is not in the cache, and the last one of the prompt will not be: it is the root of
+        # the next step. So keep the target's cache up to `first`, and read [first, length - 1).
+        first = jnp.minimum(common - again, jnp.minimum(state.length - 1, length - 1 - again))
+        first = jnp.maximum(first, 0)
+        # Draft models lag one token more: they feed their last two tokens in every step.
+        draft = caught_up(self.drafter, params, state.draft, tokens, jnp.maximum(common - 2, 0), length)
+        cache, draft = prefill(
+            self.target,
+            params.target,
+            tokens,
+            first,
+            length - 1,
+            state.cache,
+            draft,
+            observing(self.drafter, params, tokens, length),
+            chunk=self.prefill_chunk or self.target.prefill_chunk or chunk_of(),
+        )
+        return begun(prompts, cache, draft), jnp.maximum(length - 1 - first, 0)
+
+    def _put(self, state: DecodeState, at: Array, new: DecodeState) -> DecodeState:
+        """Put the rows of `new` into rows `at` i32[b] of the state; indices past the end are dropped."""
+        self._check_cache(state)
+        for name in ("tokens", "draft", "rule"):
+            check_same(name, getattr(state, name), getattr(new, name), rows=False)
+        cache = self.target.put(state.cache, at, new.cache)
+        others = dataclasses.replace(state, cache=())
+        others = kv_cache.put(others, at, dataclasses.replace(new, cache=()))
+        return dataclasses.replace(others, cache=cache)
 
     def _check_state(self, state: DecodeState) -> None:
         """Raise MarsError for anything but a state under this decoder's rule, whose numbers may differ."""
@@ -218,6 +283,20 @@ class Decoder:
         batch, buffer = state.tokens.shape
         own = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
         check_same("cache", state.cache, own)
+
+
+def _pad_tokens(prompts: Prompts, buffer: int) -> Prompts:
+    """Widen the prompts to the token buffer."""
+    room = buffer - prompts.tokens.shape[1]
+    return dataclasses.replace(prompts, tokens=jnp.pad(prompts.tokens, ((0, 0), (0, room))))
+
+
+def _common_prefix(state: DecodeState, tokens: Array, lengths: Array) -> Array:
+    """i32[B]: length of the common prefix of each row's committed tokens and its prompt, of tokens i32[B, T]."""
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    # Past either length the buffers hold no text, so equal numbers there mean nothing.
+    is_same = (tokens == state.tokens) & (place < jnp.minimum(state.length, lengths)[:, None])
+    return leading(is_same)
 
 
 def speculative_decoder(

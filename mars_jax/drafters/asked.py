@@ -36,7 +36,7 @@ class LoadedDrafter(NamedTuple):
         """The decoder of a target with this drafter.
 
         Raises:
-          MarsError: as `speculative_decoder`; a lossy rule with a draft that is as long as pays.
+          MarsError: as `speculative_decoder`; a lossy rule with an adaptive draft length.
         """
         if self.sizes is not None:
             return self.sizes.decoder(target, self.drafter, verify)

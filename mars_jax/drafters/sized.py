@@ -1,9 +1,8 @@
-"""Drafts as long as pays now: each step takes a size, no draft among them, by what the device measures as it goes.
+"""Adaptive draft length: each step picks the chain length, possibly 0, with the highest estimated tokens per second.
 
-What a step of a size costs is a number, measured or planned; what it gives follows from what the drafter expects of its
-draft, and from how that turned out lately, over the rows that are live. The size of the best tokens per second is
-taken, on the device, without a host's word. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch,
-n sizes.
+The cost of a step of each length is given or measured. The number of tokens it yields is estimated from the acceptance
+that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on the device.
+Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
 
 Oracle: the drafter of a fixed size, token for token, and a simulation in Python (tests/drafters/test_sized.py).
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import SPARSE, TRUSTS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
-from mars_jax.core.logprobs import LogProbs
 from mars_jax.core.rule import facts
 from mars_jax.core.step import propose, step_keys
 from mars_jax.core.tree import chain, last_token
@@ -44,42 +42,42 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.asked import LoadedDrafter
 
-KEEP = 0.95
-"""Decay of the counts after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
-GUESS, WEIGHT = 0.8, 4.0
-"""The acceptance of a draft that does not say what is expected of it, and as how many tested tokens expectations count
-before anything was seen."""
+DECAY = 0.95
+"""Factor on the counts after each step with a draft: at batch 1 about the last twenty steps count, some 60 tokens."""
+USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.8, 4.0
+"""Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` tokens of such
+a draft had been accepted as expected."""
 MARGIN = 1.1
-"""A draft is to promise so many times the speed of none: costs leave out what a draft model has to catch up with, and
-a batch ends with its slowest row."""
-BETTER = 0.1
-"""Without a draft nothing is seen. If this much more acceptance would pay, a step drafts to see, now and then."""
+"""A draft must promise this many times the speed of no draft: costs leave out the tokens that a draft model has to
+catch up with, and a batch ends with its slowest row."""
+OPTIMISM = 0.1
+"""Steps without a draft measure no acceptance. If this much more acceptance would pay, try a draft now and then."""
 PAUSE, LONGEST_PAUSE = 64, 4096
-"""Steps without a draft before one drafts to see; twice as many after each that did not pay."""
+"""Steps without a draft before such a trial. The pause doubles after each trial that did not pay."""
 
 
 class SizedParams(NamedTuple):
     """`Params.draft` of a drafter of several sizes."""
 
     weights: PyTree  # of the drafter
-    costs: Any  # f32[n]; of a step of each size, in any unit; 0 not measured yet
-    forced: Any  # i32[]; the number of the size that every step takes; -1: what pays
+    costs: Any  # f32[n]; cost of a step of each size, in any unit; 0: not measured yet
+    forced: Any  # i32[]; index of the size that every step takes; -1: the one that pays
 
 
 @struct.dataclass(kw_only=True)
 class SizedState:
-    """Between two steps; [B] each but the drafter's own."""
+    """Draft state shared by all sizes, with the record from which each step estimates the acceptance."""
 
-    draft: PyTree
-    cached: Array  # i32; committed tokens that the drafter's cache has, of a drafter that is to catch up
-    accepted: Array  # f32; tested tokens that were accepted, the latest counting most
-    hoped: Array  # f32; how many of them were expected to be
-    idle: Array  # i32; steps since the last draft
-    pause: Array  # i32; so many of them before one drafts to see
+    draft: PyTree  # of the drafter
+    cached: Array  # i32[B]; committed tokens in the drafter's cache; only used by a drafter with `catch_up`
+    accepted: Array  # f32[B]; decayed count of accepted tokens
+    expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
+    idle: Array  # i32[B]; steps since the last draft
+    pause: Array  # i32[B]; idle steps before a trial
 
 
 def usual_sizes(length: int) -> tuple[int, ...]:
-    """No draft, all of the length, and half of it where that is two tokens shorter: each size is compiled.
+    """Return the default sizes: none, the full length, and half of it if that is at least two tokens shorter.
 
     >>> usual_sizes(5), usual_sizes(3)
     ((0, 3, 5), (0, 3))
@@ -95,41 +93,40 @@ def sized(
     costs: Sequence[float] | None = None,
     any_rule: bool = False,
 ) -> LoadedDrafter:
-    """Make a drafter that chooses the length of its chain in each step: two or three sizes, one of them no draft.
+    """Make a drafter that chooses the length of its chain in each step.
 
-    Under `exact`, texts of deterministic drafts are those of every fixed size. Sampled texts, as under `rejection`,
-    have the same distribution, and their tokens depend on the other rows of the batch.
+    Under `exact`, deterministic drafts give the same text as every fixed size. Sampled text, as under `rejection`,
+    has the same distribution, but its tokens depend on the other rows of the batch.
 
-    A step without a draft leaves a draft model's cache behind; the next draft reads the missing tokens first.
+    A step without a draft leaves a draft model's cache behind. The next draft first reads the missing tokens.
 
     Args:
-      loaded: a drafter of chains with its weights; its own length is the longest.
-      sizes: lengths of chains, rising, 0 first; default `usual_sizes` of its length.
-      costs: of a step of each size at the batch size at hand, in any unit, such as seconds or what
-        `mars-jax plan` says; default: `generate` and `Session` measure them before the first batch of a shape.
-      any_rule: let lossy rules verify it, although their texts then depend on what else is in the batch.
+      loaded: a drafter of chains with its weights; its length is the longest size.
+      sizes: two to four increasing lengths of chains, the first 0; default `usual_sizes` of the drafter's length.
+      costs: positive cost of a step of each size at the intended batch size, in any unit, such as seconds or the
+        estimate of `mars-jax plan`; default: `generate` and `Session` measure them before the first batch of a shape.
+      any_rule: also allow lossy rules, although their texts then depend on the rest of the batch.
 
     Raises:
-      MarsError: a drafter of trees, of one length alone, or of trusted drafts; sizes that do not begin with 0 or do not
-        rise to at most the drafter's; costs of another number.
+      MarsError: a drafter of trees, of a single length or of trusted drafts; invalid sizes or costs.
 
     >>> from mars_jax.drafters.ngram import ngram
-    >>> made = sized(LoadedDrafter(ngram(8), (), resized=ngram))
-    >>> [size.max_depth for size in made.sizes.drafters]
+    >>> adaptive = sized(LoadedDrafter(ngram(8), (), resized=ngram))
+    >>> [size.max_depth for size in adaptive.sizes.drafters]
     [0, 4, 8]
     """
-    whole = loaded.drafter
-    chains = whole.num_nodes == whole.max_depth + 1
-    if loaded.resized is None or not chains or TRUSTS in whole.traits or loaded.sizes is not None:
+    longest = loaded.drafter
+    is_chain = longest.num_nodes == longest.max_depth + 1
+    if loaded.resized is None or not is_chain or TRUSTS in longest.traits or loaded.sizes is not None:
         raise MarsError(
-            f"the drafter '{whole.name}' has no chains of several lengths, of which one could be chosen: draft with "
-            "n-grams, a chain of a model or of an EAGLE head, or replay."
+            f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, a "
+            "chain of a model or of an EAGLE head, or replay."
         )
-    lengths = usual_sizes(whole.max_depth) if sizes is None else tuple(int(size) for size in sizes)
-    rising = all(a < b for a, b in itertools.pairwise(lengths))
-    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not rising or lengths[-1] > whole.max_depth:
+    lengths = usual_sizes(longest.max_depth) if sizes is None else tuple(int(size) for size in sizes)
+    increasing = all(a < b for a, b in itertools.pairwise(lengths))
+    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not increasing or lengths[-1] > longest.max_depth:
         raise MarsError(
-            f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {whole.max_depth}, "
+            f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
         )
     if costs is not None and (
@@ -138,47 +135,66 @@ def sized(
         raise MarsError(
             f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
         )
-    # Numbers of the host, which every process of a mesh has.
-    given = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
-    made = tuple(whole if n == whole.max_depth else loaded.resized(n) for n in lengths[1:])
-    longest, drafts = _sized(whole.name, lengths, made)
+    drafts = tuple(longest if n == longest.max_depth else loaded.resized(n) for n in lengths[1:])
+    drafters = _drafters(lengths, drafts)
+    drafter = drafters[-1]._replace(name=f"{longest.name}, adaptive length", traits=longest.traits)
+    # Host arrays, which every process of a mesh has.
+    cost_array = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
     return loaded._replace(
-        drafter=longest,
-        params=SizedParams(loaded.params, given, np.int32(-1)),
+        drafter=drafter,
+        params=SizedParams(loaded.params, cost_array, np.int32(-1)),
         resized=None,
-        sizes=Sizes(drafts, lengths, any_rule),
+        sizes=Sizes(drafters, lengths, any_rule),
     )
+
+
+def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
+    """Return the drafter with these costs f32[n], free to choose among its sizes."""
+    params = loaded.params._replace(costs=np.asarray(costs, np.float32), forced=np.int32(-1))
+    return loaded._replace(params=params)
+
+
+def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
+    """Return the drafter with every step fixed to the size of this index, such as 0 for no draft."""
+    return loaded._replace(params=loaded.params._replace(forced=np.int32(index)))
+
+
+def needs_costs(loaded: LoadedDrafter) -> bool:
+    """Return whether the drafter chooses among sizes whose costs are not known yet."""
+    if loaded.sizes is None or loaded.params.forced >= 0:
+        return False
+    return not np.all(np.asarray(loaded.params.costs) > 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Drafts of several sizes over one state, of which each step takes one."""
+    """The sizes that a step chooses from; their drafters share one state."""
 
     drafters: tuple[Drafter, ...]
-    lengths: tuple[int, ...]  # of their chains, rising from 0
-    any_rule: bool  # lossy rules too, whose texts then depend on what else is in the batch
+    lengths: tuple[int, ...]  # of their chains, increasing from 0
+    any_rule: bool  # also allow lossy rules
 
     def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> SizedDecoder:
-        """The decoder of a target, whose state is that of the longest draft.
+        """Make the decoder of a target. Its state is that of the longest draft.
 
         Raises:
           MarsError: as `speculative_decoder`, or a lossy rule.
         """
         if not (self.any_rule or facts(verify).lossless):
             raise MarsError(
-                f"the drafter '{longest.name}' drafts as much as pays now, and with the rule {facts(verify).name}, "
-                "which is lossy, a text would depend on what else is in its batch: draft a fixed size, verify with a "
-                "lossless rule, or make the drafter with any_rule=True."
+                f"the drafter '{longest.name}' adapts its draft length, and with the lossy rule {facts(verify).name} a "
+                "text would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or make "
+                "the drafter with any_rule=True."
             )
-        made = speculative_decoder(target, longest, verify)
-        return SizedDecoder(made.target, longest, made.rule, made.prefill_chunk, sizes=self)
+        decoder = speculative_decoder(target, longest, verify)
+        return SizedDecoder(decoder.target, longest, decoder.rule, decoder.prefill_chunk, sizes=self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizedDecoder(Decoder):
-    """A decoder each step of which drafts as much as pays then, in the shapes of the longest draft.
+    """A decoder whose every step chooses a draft length; shapes are those of the longest draft.
 
-    The choice is a number on the device, so one program serves every loop; on a mesh each part of the rows chooses
+    The choice is a number on the device, so one program serves every loop. On a mesh each shard of the rows chooses
     for itself.
     """
 
@@ -186,184 +202,205 @@ class SizedDecoder(Decoder):
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         with jax.named_scope("draft"):
-            expected = self._expected(params, state)
-            taken = chosen(params.draft, self.sizes.lengths, state.draft, ~state.done, expected)
-        steps = [functools.partial(self._sized, size, params) for size in self.sizes.drafters]
-        shapes = jax.eval_shape(steps[0], state)[1]
-        info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        # Loops of one turn or none: a loop works in its state's own buffers, where XLA copies a cache that goes into a
-        # branch and comes out of it.
-        carry = (taken, state, info)
+            acceptance = self._expected_acceptance(params, state)
+            index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
+        steps = [
+            Decoder(self.target, drafter, self.rule, self.prefill_chunk)._step
+            for drafter in self.sizes.drafters
+        ]
+        info_shapes = jax.eval_shape(steps[-1], params, state)[1]
+        info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes)
         for number, step in enumerate(steps):
-            carry = lax.while_loop(
-                functools.partial(lambda number, carry: carry[0] == number, number),
-                functools.partial(lambda step, carry: (jnp.int32(-1), *step(carry[1])), step),
-                carry,
-            )
-        return carry[1:]
 
-    def _expected(self, params: Params, state: DecodeState) -> Array:
-        """f32[B]: the acceptance that the drafter expects of the next draft; 0 where a sparse one finds nothing."""
+            def padded_step(state: DecodeState, step: Callable[..., Any] = step) -> Any:
+                next_state, step_info = step(params, state)
+                return next_state, _pad_info(step_info, info_shapes)
+
+            state, info = _run_if(index == number, padded_step, state, info)
+        return state, info
+
+    def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
+        """f32[B]: the acceptance that the drafter expects of its next draft; 0 if a sparse drafter finds no draft."""
         if SPARSE not in self.drafter.traits:
-            return jnp.full(state.length.shape, GUESS)
-        # To copy costs next to nothing, and what finds nothing would cost as much as what drafts: it looks beforehand.
+            return jnp.full(state.length.shape, USUAL_ACCEPTANCE)
+        # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft. So draft
+        # before choosing a size.
         draft_keys, _ = step_keys(state)
         tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
-        return _told(tree)
-
-    def _sized(self, size: Drafter, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        """A step of one of the sizes, in the shapes of the longest."""
-        decoder = Decoder(self.target, size, self.rule, self.prefill_chunk)
-        next_state, info = decoder._step(params, state)
-        return next_state, widened(info, self.max_depth - size.max_depth)
+        return _acceptance_of(tree)
 
 
-@functools.lru_cache
-def _sized(
-    name: str, lengths: tuple[int, ...], made: tuple[Drafter, ...]
-) -> tuple[Drafter, tuple[Drafter, ...]]:
-    """The longest drafter over `SizedState`, and all the sizes; equal arguments give the same, so compile once."""
-    longest = made[-1]
+class _Turn(NamedTuple):
+    """Loop carry of `_run_if`."""
 
-    def own(params: Params) -> Params:
-        return params._replace(draft=params.draft.weights)
+    due: Array  # bool[]
+    state: DecodeState
+    info: StepInfo
 
-    def init(params: Params, tokens: Array, length: Array) -> SizedState:
-        batch = length.shape[0]
-        # Where no draft is to be expected, a draft model does not read the prompt either; `catch_up` would.
-        reads = longest.catch_up is None or _best(params.draft, lengths, jnp.asarray([GUESS + BETTER])) > 0
-        read = jnp.where(reads, length, jnp.minimum(length, 2))
-        # Arrays of their own: a loop that is given the state may not be given one buffer twice.
-        return SizedState(
-            draft=longest.init(own(params), tokens, read),
-            # Of a single token none is cached: what goes on from here reads the text from place 0 on.
-            cached=jnp.maximum(read - 2, 0),
-            accepted=jnp.zeros((batch,), jnp.float32),
-            hoped=jnp.zeros((batch,), jnp.float32),
-            idle=jnp.zeros((batch,), jnp.int32),
-            pause=jnp.full((batch,), PAUSE, jnp.int32),
-        )
 
-    def observe(params: Params, state: SizedState, *rest: Any) -> SizedState:
-        assert longest.reads is not None
-        return dataclasses.replace(state, draft=longest.reads.observe(own(params), state.draft, *rest))
+def _run_if(
+    condition: Array,
+    step: Callable[[DecodeState], tuple[DecodeState, StepInfo]],
+    state: DecodeState,
+    info: StepInfo,
+) -> tuple[DecodeState, StepInfo]:
+    """Return `step(state)` if the condition bool[] holds, else `state, info`.
 
-    def catch_up(
-        params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
-    ) -> SizedState:
-        # What is missing is fed before the next draft. What was accepted of the text so far still counts.
-        return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
-
-    drafts = [_drafting(size) for size in made]
-    reads = longest.reads
-    whole = drafts[-1]._replace(
-        init=init,
-        reads=None if reads is None else Reads(reads.layers, observe),
-        name=f"{name}, as long as pays",
-        catch_up=catch_up,
-        traits=longest.traits,
+    This is a loop of at most one iteration, because a loop works in the buffers of its carry. XLA copies a cache that
+    goes through a `lax.cond`.
+    """
+    turn = lax.while_loop(
+        lambda turn: turn.due,
+        lambda turn: _Turn(jnp.bool_(False), *step(turn.state)),
+        _Turn(condition, state, info),
     )
-    return whole, (_idle(longest), *drafts)
+    return turn.state, turn.info
 
 
-def chosen(
+def _pad_info(info: StepInfo, shapes: StepInfo) -> StepInfo:
+    """Pad the info of a short draft to the shapes of the longest, as if the missing depths had not been drafted."""
+    fills = {"emitted": NO_TOKEN, "kind": NO_KIND}
+
+    def pad(path: tuple[Any, ...], x: Array, shape: jax.ShapeDtypeStruct) -> Array:
+        widths = [(0, longest - length) for length, longest in zip(x.shape, shape.shape, strict=True)]
+        name = path[-1].name
+        if name == "path":  # repeats the last node
+            return jnp.pad(x, widths, mode="edge")
+        return jnp.pad(x, widths, constant_values=fills.get(name, 0))
+
+    return jax.tree_util.tree_map_with_path(pad, info, shapes)
+
+
+def best_size(
     params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array, expected: Array
 ) -> Array:
-    """i32[]: the number of the size that gives most tokens for its cost; the shorter one of equal ones, and none
-    where no draft gives `MARGIN` times as many.
+    """Return i32[], the index of the size with the most tokens for its cost.
 
-    With an acceptance a, a chain of K gives 1 + a + ... + a^K tokens a step. It is the expected one, times what was
-    accepted lately of what was expected.
+    The acceptance is the expected one times the ratio of accepted to expected tokens in recent steps.
 
     Args:
       params: with costs f32[n].
       lengths: of the n sizes.
       state: of the rows.
-      live: bool[B]; the rows that count, all where none does.
-      expected: f32[B]; the acceptance that the drafter expects of each row's next draft; 0 of none.
+      live: bool[B]; rows that count; if there are none, all rows count.
+      expected: f32[B]; acceptance that the drafter expects of each row's next draft; 0: there is no draft.
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
-    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), hoped=full(80.0), idle=one, pause=one * 9)
+    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), expected=full(80.0), idle=one, pause=one * 9)
     >>> costs = [SizedParams((), jnp.asarray(c), jnp.int32(-1)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
-    >>> [int(chosen(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
+    >>> [int(best_size(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
     [2, 1]
     """
     counts = live | ~jnp.any(live)
-    total = lambda x: jnp.sum(jnp.where(counts, x, 0))  # noqa: E731
-    # To begin with WEIGHT tokens of a usual draft turned out as expected.
-    right = (total(state.accepted) + GUESS * WEIGHT) / (total(state.hoped) + GUESS * WEIGHT)
-    drafts = counts & (expected > 0)
-    acceptance = jnp.where(drafts, expected * right, 0.0)
-    # Without a draft nothing is learned, so after a pause the choice is made as if a little more were accepted.
-    now, better = (
-        _best(params, lengths, x, counts) for x in (acceptance, jnp.where(drafts, acceptance + BETTER, 0.0))
-    )
-    waited = jnp.max(jnp.where(counts, state.idle - state.pause, -1)) >= 0
-    return jnp.where((now == 0) & waited, better, now)
+    accepted_tokens = jnp.sum(state.accepted, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
+    expected_tokens = jnp.sum(state.expected, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
+    has_draft = counts & (expected > 0)
+    acceptance = jnp.where(has_draft, expected * (accepted_tokens / expected_tokens), 0.0)
+    size = _fastest(params, lengths, acceptance, counts)
+    # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
+    trial_size = _fastest(params, lengths, jnp.where(has_draft, acceptance + OPTIMISM, 0.0), counts)
+    is_trial = jnp.any(counts & (state.idle >= state.pause))
+    return jnp.where((size == 0) & is_trial, trial_size, size)
 
 
-def _best(
-    params: SizedParams, lengths: Sequence[int], acceptance: Array, counts: Array | None = None
-) -> Array:
-    """i32[]: the number of the size that gives most tokens for its cost at this acceptance f32[B], or the forced one.
+def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counts: Array) -> Array:
+    """Return i32[], the forced size, or the fastest at an acceptance f32[B], averaged over the rows `counts` bool[B].
 
-    None, where no draft gives `MARGIN` times as many. Only rows that count bool[B] do, default all.
+    Size 0 if no draft is `MARGIN` times as fast; of equally fast sizes the shortest.
     """
     powers = jnp.cumprod(
         jnp.broadcast_to(jnp.minimum(acceptance, 1.0), (max(lengths), *acceptance.shape)), axis=0
     )
-    # Leviathan et al., equation 1: 1 + a + ... + a^K tokens a step, bonus token included. powers[i] is a^(i + 1).
+    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[i] is the mean of a^(i + 1).
     powers = jnp.mean(powers, axis=1, where=counts)
-    tokens = [1.0 + jnp.sum(powers[:length]) for length in lengths]
-    # What has not been measured costs the same whatever is drafted.
+    tokens = jnp.stack([1.0 + jnp.sum(powers[:length]) for length in lengths])
+    # Without measurements all sizes are assumed to cost the same.
     costs = jnp.where(params.costs > 0, params.costs, 1.0)
-    # Size 0 comes first, and a draft has to beat it by MARGIN; of equal speeds argmax takes the shorter.
-    speeds = (jnp.stack(tokens) / costs).at[0].multiply(MARGIN)
+    speeds = (tokens / costs).at[0].multiply(MARGIN)
     best = jnp.argmax(speeds).astype(jnp.int32)
     return jnp.where(params.forced >= 0, params.forced, best)
 
 
-def _idle(longest: Drafter) -> Drafter:
-    """The size 0."""
+def _acceptance_of(tree: DraftTree) -> Array:
+    """f32[B]: the acceptance that a drafter expects of its draft; 0 without a draft."""
+    has_draft = jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1)
+    if tree.expected is None:
+        return jnp.where(has_draft, USUAL_ACCEPTANCE, 0.0)
+    # A draft with no expectation consists of tokens that a constraint forces.
+    return jnp.where(has_draft, jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE), 0.0)
+
+
+@functools.lru_cache
+def _drafters(lengths: tuple[int, ...], drafts: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
+    """Return the drafters of all sizes over `SizedState`, the empty draft first.
+
+    Cached: equal arguments must give equal functions, so that they compile once.
+    """
+    longest = drafts[-1]
+
+    def init(params: Params, tokens: Array, length: Array) -> SizedState:
+        cached_length = length
+        if longest.catch_up is not None:
+            # If no draft is likely to pay, a draft model does not read the prompt: `catch_up` can read it later.
+            hopeful = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
+            pays = _fastest(params.draft, lengths, hopeful, jnp.asarray([True])) > 0
+            cached_length = jnp.where(pays, length, jnp.minimum(length, 2))
+        return SizedState(
+            draft=longest.init(_own(params), tokens, cached_length),
+            # A draft model's cache ends two tokens before the length.
+            cached=jnp.maximum(cached_length - 2, 0),
+            accepted=jnp.zeros(length.shape, jnp.float32),
+            expected=jnp.zeros(length.shape, jnp.float32),
+            idle=jnp.zeros(length.shape, jnp.int32),
+            pause=jnp.full(length.shape, PAUSE, jnp.int32),
+        )
+
+    def observe(params: Params, state: SizedState, *chunk: Any) -> SizedState:
+        assert longest.reads is not None
+        return dataclasses.replace(state, draft=longest.reads.observe(_own(params), state.draft, *chunk))
+
+    def catch_up(
+        params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
+    ) -> SizedState:
+        # The next draft reads the missing tokens. The record of acceptance stays.
+        return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
+
+    reads = None if longest.reads is None else Reads(longest.reads.layers, observe)
+    shared = longest._replace(init=init, reads=reads, catch_up=catch_up)
+    sizes = [_with_functions(shared, draft) for draft in drafts]
+    return (_without_draft(shared, longest), *sizes)
+
+
+def _own(params: Params) -> Params:
+    """Return the params of the wrapped drafter."""
+    return params._replace(draft=params.draft.weights)
+
+
+def _without_draft(shared: Drafter, longest: Drafter) -> Drafter:
+    """Return the size 0, which only keeps the state of a drafter that reads the target's features."""
 
     def propose(params: Params, state: SizedState, given: DraftInput) -> tuple[DraftTree, SizedState]:
         return chain(last_token(given)), state
 
-    def update(
-        params: Params,
-        state: SizedState,
-        tree: DraftTree,
-        verdict: Verdict,
-        output: ForwardOutput,
-        length: Array,
-    ) -> SizedState:
+    def update(params: Params, state: SizedState, *outcome: Any) -> SizedState:
         draft = state.draft
         if longest.catch_up is None:
-            # One that reads the target's features, which are gone after the step.
-            own = params._replace(draft=params.draft.weights)
-            draft = longest.update(own, draft, tree, verdict, output, length)
+            # Features of the target do not outlive the step.
+            draft = longest.update(_own(params), draft, *outcome)
         return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
 
-    return longest._replace(
-        propose=propose,
-        update=update,
-        traits=(),
-        num_nodes=1,
-        max_depth=0,
-        name="none",
-    )
+    return shared._replace(propose=propose, update=update, traits=(), num_nodes=1, max_depth=0, name="none")
 
 
-def _drafting(size: Drafter) -> Drafter:
-    """A size that drafts, over the state of all of them."""
+def _with_functions(shared: Drafter, size: Drafter) -> Drafter:
+    """Return a size above 0, drafting from the shared state and recording how its draft turned out."""
 
     def propose(params: Params, state: SizedState, given: DraftInput) -> tuple[DraftTree, SizedState]:
-        own = params._replace(draft=params.draft.weights)
         draft = state.draft
         if size.catch_up is not None:
-            draft = size.catch_up(own, draft, given.tokens, state.cached, given.length)
-        tree, draft = size.propose(own, draft, given)
+            draft = size.catch_up(_own(params), draft, given.tokens, state.cached, given.length)
+        tree, draft = size.propose(_own(params), draft, given)
         return tree, dataclasses.replace(state, draft=draft)
 
     def update(
@@ -374,81 +411,28 @@ def _drafting(size: Drafter) -> Drafter:
         output: ForwardOutput,
         length: Array,
     ) -> SizedState:
-        own = params._replace(draft=params.draft.weights)
-        # The first that is rejected ends the walk, and what follows it is not tested. Padding at the end counts as
-        # rejected: what is not drafted gives nothing either.
+        # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         tested = jnp.minimum(verdict.num_accepted + 1, size.max_depth)
-        # After a pause what was seen before it counts half. A drafter that found nothing did not pause.
+        expected = _acceptance_of(tree) * tested.astype(jnp.float32)
+        # After a pause older counts weigh half. A sparse drafter that found no draft did not pause.
         paused = state.idle >= (state.pause if SPARSE in size.traits else 1)
-        keep = jnp.where(paused, KEEP / 2, KEEP)
+        decay = jnp.where(paused, DECAY / 2, DECAY)
         return SizedState(
-            draft=size.update(own, state.draft, tree, verdict, output, length),
+            draft=size.update(_own(params), state.draft, tree, verdict, output, length),
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
-            accepted=keep * state.accepted + verdict.num_accepted.astype(jnp.float32),
-            hoped=keep * state.hoped + _told(tree) * tested.astype(jnp.float32),
+            accepted=decay * state.accepted + verdict.num_accepted.astype(jnp.float32),
+            expected=decay * state.expected + expected,
             idle=jnp.zeros_like(state.idle),
             pause=jnp.where(paused, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
         )
 
-    # A draft is as often idle as pays: a step of the root alone is a size of its own.
-    return size._replace(
-        propose=propose, update=update, traits=tuple(trait for trait in size.traits if trait != SPARSE)
+    # SPARSE lets a step forward only the root if no row has a draft; here the size 0 does that.
+    return shared._replace(
+        propose=propose,
+        update=update,
+        traits=tuple(trait for trait in size.traits if trait != SPARSE),
+        num_nodes=size.num_nodes,
+        max_depth=size.max_depth,
+        name=size.name,
     )
-
-
-def _told(tree: DraftTree) -> Array:
-    """f32[B]: the acceptance that a drafter expects of its draft; 0 where it has none."""
-    found = jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1)
-    # A draft of which nothing is expected holds what a constraint put in.
-    said = GUESS if tree.expected is None else jnp.where(tree.expected > 0, tree.expected, GUESS)
-    return jnp.where(found, said, 0.0)
-
-
-def widened(info: StepInfo, max_depth: int) -> StepInfo:
-    """Pad a step's info to that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
-
-    def wider(name: str, fill: float) -> Array:
-        return jnp.pad(getattr(info, name), ((0, 0), (0, max_depth)), constant_values=fill)
-
-    fills = {"emitted": NO_TOKEN, "kind": NO_KIND, "regret": 0.0}
-    fills |= dict.fromkeys(LogProbs._fields, 0.0)
-    depth = info.verdict.path.shape[1]
-    # A verdict may have arrays of its own, such as a margin at each node of the path.
-    own = {
-        field.name: x
-        for field in dataclasses.fields(info.verdict)
-        if isinstance(x := getattr(info.verdict, field.name), Array) and x.ndim > 1 and x.shape[1] == depth
-    }
-    verdict = dataclasses.replace(
-        info.verdict,
-        **{
-            name: jnp.pad(x, ((0, 0), (0, max_depth), *[(0, 0)] * (x.ndim - 2)))
-            for name, x in own.items()
-            if name != "path"
-        },
-        path=jnp.pad(
-            info.verdict.path, ((0, 0), (0, max_depth)), mode="edge"
-        ),  # the last node, again and again
-        relaxed=jnp.pad(info.verdict.relaxed, ((0, 0), (0, max_depth))),
-    )
-    return dataclasses.replace(
-        info, verdict=verdict, **{name: wider(name, fill) for name, fill in fills.items()}
-    )
-
-
-def measured(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
-    """The drafter with costs f32[n] of its sizes, and with no size forced."""
-    return loaded._replace(
-        params=loaded.params._replace(costs=np.asarray(costs, np.float32), forced=np.int32(-1))
-    )
-
-
-def forced(loaded: LoadedDrafter, size: int) -> LoadedDrafter:
-    """The drafter, every step of which takes the size of this number, such as 0 for no draft."""
-    return loaded._replace(params=loaded.params._replace(forced=np.int32(size)))
-
-
-def is_measured(loaded: LoadedDrafter) -> bool:
-    """True where the costs of all sizes are known, or there is one size alone."""
-    return loaded.sizes is None or bool(np.all(np.asarray(loaded.params.costs) > 0))

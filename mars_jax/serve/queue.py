@@ -335,7 +335,7 @@ def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
 def chunk_of_decoder(made: Prepared) -> int:
     """Return the tokens of a forward that reads a prompt."""
     with made.target.on_mesh():
-        # What comes after a shared beginning is read in no longer chunks than these (`core.extend`).
+        # What comes after a shared beginning is read in no longer chunks than these (`Decoder.extend`).
         usual = min(chunk_of(made.width), WIDE_CHUNK)
         return made.decoder.prefill_chunk or made.target.model.prefill_chunk or usual
 

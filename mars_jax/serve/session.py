@@ -25,7 +25,7 @@ from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
-from mars_jax.drafters.sized import forced, measured
+from mars_jax.drafters.sized import with_size
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.compiling import Compile
@@ -242,9 +242,8 @@ class Session:
         The batch's prompts are cut to two tokens, and decode past their stop tokens, in the shapes of whole ones.
         """
         plain = self.autoregressive
-        if (sizes := self.drafter.sizes) is not None:  # what is compiled can do without a draft
-            known = measured(self.drafter, [1.0] * len(sizes.drafters))
-            plain = dataclasses.replace(self, drafter=forced(known, 0))
+        if self.drafter.sizes is not None:  # the compiled program can also step without a draft
+            plain = dataclasses.replace(self, drafter=with_size(self.drafter, 0))
         plain.compile(requests, stream=True)
         made = plain.prepare([request.stand_in() for request in requests], streamed=True)
         times = [time.perf_counter()]

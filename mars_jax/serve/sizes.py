@@ -1,11 +1,10 @@
-"""Costs of a step with each size of a draft, measured where it is decoded, before the first batch of a shape.
+"""Measured costs of a step with each draft length, taken on the device before the first batch of a shape.
 
 Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json of commit 5336526).
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import time
@@ -17,99 +16,101 @@ import numpy as np
 from mars_jax.core import activity, decode, refill
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.drafters.sized import forced, is_measured, measured
+from mars_jax.drafters.sized import needs_costs, with_size, with_step_costs
 from mars_jax.placement import hosts
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.serve.prepared import Prepared
 
 STEPS, ROUNDS = 4, 3
-"""Steps of each size in a round. The quickest round counts: what else a machine does can only add to it."""
+"""Steps of each size in a round. The fastest round counts: other load on the machine only adds time."""
 
 _MEASURED: dict[Any, tuple[float, ...]] = {}
-"""Costs by what they depend on, of this process."""
+"""Costs measured by this process, by everything that they depend on."""
 
 
-def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, loop: str = "run") -> Prepared:
-    """Return the prepared requests with a drafter that knows what its sizes cost; unchanged if there is but one size.
+def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: str = "run") -> Prepared:
+    """Return the prepared requests with measured costs of the draft's sizes; unchanged if none are needed.
 
     Args:
-      made: the requests and what decodes them.
-      rows: B, which divides over the mesh.
-      log_probs: as the loop that will decode them has it.
-      loop: which one that is: "run", "stream" or "queue"; what is compiled for this is then compiled for it.
+      prepared: the requests and their decoder.
+      rows: B, a multiple of the mesh's `data`.
+      log_probs: whether the loop that will decode them records log-probabilities.
+      loop: "run", "stream" or "queue", the loop that will decode them. The measurement compiles its program.
     """
-    if is_measured(made.drafter):
-        return made
-    # What is compiled into the step and not seen in its shapes.
-    kinds = (jax.tree.structure(made.guides.tables), made.draws, any(r.edits for r in made.requests))
-    weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(made.params.target))
-    key = (made.decoder, rows, made.width, kinds, weights, log_probs)
+    if not needs_costs(prepared.drafter):
+        return prepared
+    # Everything that is compiled into the step but not visible in its shapes.
+    has_edits = any(request.edits for request in prepared.requests)
+    kinds = (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits)
+    weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params.target))
+    key = (prepared.decoder, rows, prepared.width, kinds, weights, log_probs)
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
-            found = _measure(made, rows, log_probs=log_probs, loop=loop)
-        # Several processes decode as one, and choose as one.
-        same = np.frombuffer(hosts.broadcast_bytes(np.asarray(found, np.float64).tobytes()), np.float64)
-        _MEASURED[key] = tuple(same.tolist())
-    return _with(made, measured(made.drafter, _MEASURED[key]))
+            costs = _measure(prepared, rows, log_probs=log_probs, loop=loop)
+        # All processes of a mesh must choose alike, so they share the costs of the first.
+        shared = np.frombuffer(hosts.broadcast_bytes(np.asarray(costs, np.float64).tobytes()), np.float64)
+        _MEASURED[key] = tuple(shared.tolist())
+    return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key]))
 
 
-def _with(made: Prepared, drafter: Any) -> Prepared:
-    return dataclasses.replace(made, drafter=drafter, params=made.params._replace(draft=drafter.params))
+def _with_drafter(prepared: Prepared, drafter: Any) -> Prepared:
+    params = prepared.params._replace(draft=drafter.params)
+    return dataclasses.replace(prepared, drafter=drafter, params=params)
 
 
-def _measure(made: Prepared, batch: int, *, log_probs: bool, loop: str) -> list[float]:
+def _measure(prepared: Prepared, batch: int, *, log_probs: bool, loop: str) -> list[float]:
     """Return the seconds of a step of each size, over short prompts."""
-    few = [
+    requests = [
         dataclasses.replace(
             request,
             prompt_tokens=request.prompt_tokens[:2],
-            max_new_tokens=made.width - 2,
+            max_new_tokens=prepared.width - 2,
             stop_tokens=(NO_TOKEN,) * len(request.stop_tokens),
         )
-        for request in made.requests
+        for request in prepared.requests
     ]
-    stand_ins = dataclasses.replace(made, requests=few)
-    entries = [i % len(few) for i in range(batch)]
-    assert made.drafter.sizes is not None
-    sizes = made.drafter.sizes.drafters
-    best = [float("inf")] * len(sizes)
-    for turn in range(ROUNDS + 1):  # the first is to compile
-        for size, drafter in enumerate(sizes):
-            always = _with(stand_ins, forced(made.drafter, size))
-            deep = drafter.max_depth
-            found = _round(always, entries, STEPS * (deep + 1), log_probs=log_probs, loop=loop)
-            best[size] = min(best[size], found) if turn else best[size]
-    return best
+    entries = [i % len(requests) for i in range(batch)]
+    assert prepared.drafter.sizes is not None
+    sizes = prepared.drafter.sizes.drafters
+    rounds: list[list[float]] = [[] for _ in sizes]
+    for _ in range(ROUNDS + 1):
+        for index, drafter in enumerate(sizes):
+            fixed = _with_drafter(prepared, with_size(prepared.drafter, index))
+            fixed = dataclasses.replace(fixed, requests=requests)
+            tokens = STEPS * (drafter.max_depth + 1)
+            rounds[index].append(_step_seconds(fixed, entries, tokens, log_probs=log_probs, loop=loop))
+    # The first round compiles.
+    return [min(seconds[1:]) for seconds in rounds]
 
 
-def _round(made: Prepared, entries: list[int], tokens: int, *, log_probs: bool, loop: str) -> float:
-    """Return the seconds of a step, of some that give so many tokens at most."""
-    state = made.start(entries)
-    record = made.width if log_probs else None
-    depth = made.decoder.max_depth
+def _step_seconds(
+    prepared: Prepared, entries: list[int], tokens: int, *, log_probs: bool, loop: str
+) -> float:
+    """Return the mean seconds of a few steps, which emit at most this many tokens per row."""
+    decoder, params = prepared.decoder, prepared.params
+    state = prepared.start(entries)
     if loop == "run":
-        # As many steps as fit under the limit, which is a value.
+        # This loop runs to the end of its rows, so lower the limit, which is a value.
         controls = dataclasses.replace(state.controls, limit=state.length + tokens)
         state = dataclasses.replace(state, controls=controls)
-    stats = zero_stats(len(entries), depth, record=record)
-    mesh = made.target.mesh
+    record = prepared.width if log_probs else None
+    stats = zero_stats(len(entries), decoder.max_depth, record=record)
+    mesh = prepared.target.mesh
     if mesh is not None:
         stats = hosts.put(stats, state_shardings(stats, mesh))
-    with made.target.on_mesh():
+    with prepared.target.on_mesh():
         state, stats = jax.block_until_ready((state, stats))
-        began = time.perf_counter()
-        # No row can end in the other loops: the width is theirs to the last token.
+        start = time.perf_counter()
+        # In the other loops no row ends, since the limit is the width of the buffer.
         if loop == "stream":
-            taken = itertools.islice(decode.stream(made.decoder, made.params, state, ahead=0), STEPS)
-            [(last, _)] = collections.deque(taken, maxlen=1)
-            jax.block_until_ready(last)
+            stream = decode.stream(decoder, params, state, ahead=0)
+            for next_state, _ in itertools.islice(stream, STEPS):
+                jax.block_until_ready(next_state)
             steps = STEPS
         elif loop == "queue":
-            _, _, steps = jax.block_until_ready(
-                refill.advance(made.decoder, made.params, state, stats, 1, STEPS)
-            )
+            steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
         else:
-            _, stats = jax.block_until_ready(decode.run(made.decoder, made.params, state, record=log_probs))
+            stats = jax.block_until_ready(decode.run(decoder, params, state, record=log_probs))[1]
             steps = stats.steps
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
     return seconds / max(int(np.max(hosts.fetch(steps))), 1)

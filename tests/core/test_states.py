@@ -14,7 +14,7 @@ import pytest
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.metrics import zero_stats
-from mars_jax.drafters.sized import forced, sized
+from mars_jax.drafters.sized import sized, with_size
 from tests.helpers import committed, draft_input, every_drafter
 from tests.helpers.every_drafter import CHUNK, ROWS, batch_of, check_same, made_of
 
@@ -35,7 +35,7 @@ def drafter_of(name):
         loaded = sized(
             drafters.LoadedDrafter(drafter, params.draft, resized=lambda _: drafter), [0, drafter.max_depth]
         )
-        longest, none = (params._replace(draft=forced(loaded, size).params) for size in (1, 0))
+        longest, none = (params._replace(draft=with_size(loaded, size).params) for size in (1, 0))
         return target, loaded, longest, none, vocab
     target, drafter, params, vocab = made_of("ngram" if name == "replay" else name)
     if name == "replay":

@@ -169,7 +169,7 @@ FORMS = {
     "constrained tree on a mesh": {"tree": (2, 1, 1), "constraint": LETTERS, "mesh": "data=2"},
     "rows divided": {"mesh": "data=2"},
     "vocabulary divided": {"mesh": "model=2", "sample": True, "verify": verify.rejection()},
-    "as long as pays": {"costs": [1.0, 1.02]},  # of no draft and of three tokens
+    "adaptive length": {"costs": [1.0, 1.02]},  # of no draft and of three tokens
     "stopped": {"draft_stop": 1.8},
     "constrained": {"constraint": LETTERS},
     "sampled and constrained": {"constraint": LETTERS, "sample": True},

@@ -1,4 +1,4 @@
-"""Drafts as long as pays: the texts of a fixed chain, a cache that misses nothing, and the choice itself."""
+"""Adaptive draft length: the texts of a fixed chain, a complete cache, and the choice of size."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.sized import (
-    GUESS,
-    KEEP,
+    DECAY,
     MARGIN,
     PAUSE,
-    WEIGHT,
+    PRIOR_TOKENS,
+    USUAL_ACCEPTANCE,
     SizedParams,
     SizedState,
-    chosen,
-    forced,
-    measured,
+    best_size,
     sized,
+    with_size,
+    with_step_costs,
 )
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
@@ -62,7 +62,7 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
         decoder, state = begun(CHAINS, Params(target=()), temperature)
         wanted, _ = decode.run(decoder, Params(target=()), state)
         for costs in ([1.0, 1.01, 1.02], [1.0, 9.0, 9.0], [1.0, 1.4, 1.9]):
-            params = params_of(measured(MADE, costs))
+            params = params_of(with_step_costs(MADE, costs))
             decoder, state = begun(MADE, params, temperature)
             found, stats = decode.run(decoder, params, state)
             np.testing.assert_array_equal(found.tokens, wanted.tokens)
@@ -75,7 +75,9 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
 @pytest.mark.parametrize("found", [True, False])
 def test_what_finds_nothing_takes_nothing(found):
     """A copied draft is looked for before its size is taken: without a match the step is one of the root alone."""
-    made = measured(sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram)), [1.0, 1.01])
+    made = with_step_costs(
+        sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram)), [1.0, 1.01]
+    )
     decoder = made.decoder(TARGET, RULE)
     tokens = (
         jnp.zeros((1, 40), jnp.int32).at[0, :6].set(jnp.asarray([1, 2, 3, 1, 2, 3] if found else range(1, 7)))
@@ -84,40 +86,41 @@ def test_what_finds_nothing_takes_nothing(found):
         tokens, jnp.asarray([6]), make_controls(1, limit=40), RULE, keys_from_seeds(jnp.arange(1))
     )
     before = decode.start(decoder, params_of(made), prompts)
-    hoped, idle = np.asarray(before.draft.hoped), np.asarray(before.draft.idle)
+    expected, idle = np.asarray(before.draft.expected), np.asarray(before.draft.idle)
     after, info = decode.jitted_step(decoder, params_of(made), before)
     assert info.num_proposed.tolist() == [3 if found else 0]
     assert after.draft.idle.tolist() == ([0] if found else [idle[0] + 1])
-    assert (after.draft.hoped[0] == hoped[0]) is not found
+    assert (after.draft.expected[0] == expected[0]) is not found
 
 
 def test_a_copy_counts_as_its_match_is_long():
-    """The size is that of a plain sum over rows, each with what its own draft is expected to give."""
+    """The size is that of a plain sum over rows, each with the estimate of its own draft."""
     rng = np.random.default_rng(3)
     lengths, costs = (0, 2, 4), np.asarray([1.0, 1.5, 2.1])
-    choose = jax.jit(lambda *given: chosen(given[0], lengths, *given[1:]))
+    choose = jax.jit(lambda *given: best_size(given[0], lengths, *given[1:]))
     seen = set()
     for _ in range(60):
-        expected = rng.choice([0.0, 0.3, 0.55, 0.8], 3)
-        accepted, hoped, live = rng.uniform(0, 9, 3), rng.uniform(0, 9, 3), rng.random(3) < 0.7
+        estimates = rng.choice([0.0, 0.3, 0.55, 0.8], 3)
+        accepted, expected, live = rng.uniform(0, 9, 3), rng.uniform(0, 9, 3), rng.random(3) < 0.7
         counts = live if live.any() else ~live
-        right = (accepted[counts].sum() + GUESS * WEIGHT) / (hoped[counts].sum() + GUESS * WEIGHT)
+        prior = USUAL_ACCEPTANCE * PRIOR_TOKENS
+        right = (accepted[counts].sum() + prior) / (expected[counts].sum() + prior)
         speeds = []
         for length, cost in zip(lengths, costs, strict=True):
             tokens = [
-                1 + sum(min(a * right, 1.0) ** k for k in range(1, length + 1)) for a in expected[counts]
+                1 + sum(min(a * right, 1.0) ** k for k in range(1, length + 1)) for a in estimates[counts]
             ]
             speeds.append(np.mean(tokens) / cost * (1 if length else MARGIN))
         state = SizedState(
             draft=(),
             cached=jnp.zeros((3,), jnp.int32),
             accepted=jnp.asarray(accepted, jnp.float32),
-            hoped=jnp.asarray(hoped, jnp.float32),
+            expected=jnp.asarray(expected, jnp.float32),
             idle=jnp.zeros((3,), jnp.int32),
             pause=jnp.full((3,), PAUSE, jnp.int32),
         )
         params = SizedParams((), jnp.asarray(costs, jnp.float32), jnp.int32(-1))
-        found = int(choose(params, state, jnp.asarray(live), jnp.asarray(expected, jnp.float32)))
+        found = int(choose(params, state, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
         assert found == int(np.argmax(speeds))
         seen.add(found)
     assert seen == {0, 1, 2}
@@ -125,11 +128,11 @@ def test_a_copy_counts_as_its_match_is_long():
 
 @pytest.mark.slow
 def test_the_rows_that_are_asked_for_are_those_that_go_on(monkeypatch):
-    params = params_of(measured(MADE, [1.0, 1.01, 1.02]))
+    params = params_of(with_step_costs(MADE, [1.0, 1.01, 1.02]))
     decoder, state = begun(MADE, params)
     decoder = dataclasses.replace(decoder, prefill_chunk=7)  # so that its step is traced here
     whole = lambda params, lengths, draft, live, _: jnp.where(jnp.all(live), 2, 0).astype(jnp.int32)  # noqa: E731
-    monkeypatch.setattr(sized_drafts, "chosen", whole)
+    monkeypatch.setattr(sized_drafts, "best_size", whole)
     _, info = decode.jitted_step(decoder, params, state)
     assert info.num_proposed.tolist() == [CHAIN.max_depth] * 3  # no row is done
 
@@ -137,7 +140,7 @@ def test_the_rows_that_are_asked_for_are_those_that_go_on(monkeypatch):
 @pytest.mark.slow
 def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
-    params = params_of(forced(MADE, 0))
+    params = params_of(with_size(MADE, 0))
     decoder, state = begun(MADE, params)
     propose = jax.jit(MADE.sizes.drafters[2].propose)
     taken = []
@@ -151,7 +154,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
                 for token in tree.tokens[row, 1:].tolist():
                     assert token == int(np.argmax(logits_after(SMALL, past, width=WIDTH + 8))), (turn, row)
                     past.append(token)
-        params = params_of(forced(MADE, size))
+        params = params_of(with_size(MADE, size))
         state, info = decode.jitted_step(decoder, params, state)
         taken.append(int(info.num_emitted.max()))
         assert taken[-1] <= 1 + (0, 2, 4)[size]
@@ -162,26 +165,26 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
     """Of steps that never accept: after 64 without a draft one drafts to see, then after 128."""
 
     def steps(costs):
-        params = params_of(measured(MADE, costs))
+        params = params_of(with_step_costs(MADE, costs))
         state = SizedState(
             draft=(),
             cached=jnp.zeros((2,), jnp.int32),
             accepted=jnp.asarray([70.0, 0.0]),
-            hoped=jnp.asarray([80.0, 1e9]),  # the second row is done, and does not count
+            expected=jnp.asarray([80.0, 1e9]),  # the second row is done, and does not count
             idle=jnp.zeros((2,), jnp.int32),
             pause=jnp.full((2,), PAUSE, jnp.int32),
         )
-        live, usual = jnp.asarray([True, False]), jnp.full((2,), GUESS)
-        choose = jax.jit(lambda state: chosen(params.draft, MADE.sizes.lengths, state, live, usual))
+        live, usual = jnp.asarray([True, False]), jnp.full((2,), USUAL_ACCEPTANCE)
+        choose = jax.jit(lambda state: best_size(params.draft, MADE.sizes.lengths, state, live, usual))
         seen = []
         for step in range(400):
             if int(choose(state)):
                 seen.append(step)
                 # As `update` has it of a draft that is rejected at once.
-                keep = KEEP / 2 if int(state.idle[0]) else KEEP
+                keep = DECAY / 2 if int(state.idle[0]) else DECAY
                 state = dataclasses.replace(
                     state,
-                    hoped=keep * state.hoped + GUESS,
+                    expected=keep * state.expected + USUAL_ACCEPTANCE,
                     accepted=keep * state.accepted,
                     pause=2 * state.pause if int(state.idle[0]) else jnp.full((2,), PAUSE, jnp.int32),
                     idle=jnp.zeros((2,), jnp.int32),
@@ -210,7 +213,7 @@ def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     given = sized(CHAINS, costs=[1.0, 2.0, 3.0])
     assert mj.generate(target, given, prompts, batch_size=2, **how).tokens == wanted
     assert len(sizes._MEASURED) == before + 2, "costs that are given are taken"
-    with pytest.raises(MarsError, match="which is lossy, a text would depend"):
+    with pytest.raises(MarsError, match="with the lossy rule mars a text would depend"):
         mj.generate(target, MADE, prompts, verify=verify.mars(theta=0.5))
     lossy = sized(CHAINS, costs=[1.0, 2.0, 3.0], any_rule=True)
     requests = mj.make_requests(target, prompts, max_new_tokens=4)

@@ -23,9 +23,8 @@ from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import STOPS, TRUSTS, Drafter, DraftInput
 from mars_jax.core.errors import MarsError, check_count
-from mars_jax.core.extend import caught_up
 from mars_jax.core.limits import DRAFT_TOKENS
-from mars_jax.core.prefill import chunk_of, prefill
+from mars_jax.core.prefill import caught_up, chunk_of, prefill
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
