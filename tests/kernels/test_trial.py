@@ -18,9 +18,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats, sharded_top_k, top_k, trial
-from mars_jax import drafters, verify
-from mars_jax.core import fake
-from tests.helpers import committed, decode_all, ragged
 from tests.helpers.lowering import LOGITS, lowered
 
 
@@ -69,19 +66,6 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_the_xla_form(on_a_chip_t
     assert line.endswith("the XLA form runs in its place; MARS_JAX_PALLAS=0 leaves all kernels out.")
 
 
-@pytest.mark.slow
-def test_tokens_of_a_whole_decode_are_the_same_without_the_kernel(on_a_chip_that_refuses, caplog):
-    target, small = (fake.hash_model(vocab_size=29, seed=seed, agree=0.8) for seed in (0, 5))
-    prompts, lengths = ragged([2, 9], 24, 29)
-    arguments = target, drafters.language_model(small, 3), verify.mars(), prompts, lengths
-    with_trial, _ = decode_all(*arguments, theta=0.7)
-    assert [name for name, _ in on_a_chip_that_refuses] == ["margin_accept"]
-    assert len(caplog.messages) == 1
-    jax.clear_caches()
-    dispatch.KERNELS.clear()
-    assert committed(decode_all(*arguments, theta=0.7)[0]) == committed(with_trial)
-
-
 def test_kernels_with_a_collective_between_them_are_tried_without_it(on_a_chip_that_refuses, caplog):
     logits = random_logits(3, 800)
     mesh = jax.make_mesh(
@@ -107,12 +91,6 @@ def test_inside_shard_map_the_trial_is_of_one_devices_part(on_a_chip_that_refuse
     want = margin_stats(logits, implementation="reference")
     jax.tree.map(np.testing.assert_array_equal, found, want)
     assert on_a_chip_that_refuses == [("margin_stats", (1, 300))]
-
-
-def test_under_vmap_as_well(on_a_chip_that_refuses):
-    logits = random_logits(4, 3, 300)
-    found = jax.jit(jax.vmap(margin_stats))(logits)
-    jax.tree.map(np.testing.assert_array_equal, found, margin_stats(logits, implementation="reference"))
 
 
 def test_a_kernel_that_compiles_runs(trials, caplog):
