@@ -11,10 +11,8 @@ from mars_jax.core import sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
-from tests.helpers import one_row, slow_but
+from tests.helpers import slow_but
 from tests.helpers.rule_oracles import chi_square
-
-top_k, lax_top_k = (jax.jit(f, static_argnums=1) for f in (sampling.top_k, jax.lax.top_k))
 
 # temperature, top_k, top_p, min_p of one row each
 SETTINGS = [
@@ -34,11 +32,6 @@ process = jax.jit(sampling.process)
 def places(z):
     """Positions 0, 1, ... of the nodes of z [B, N, V]."""
     return jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape[:2])
-
-
-@jax.jit
-def sample(keys, z, controls):
-    return sampling.sample(keys, places(z), z, controls)
 
 
 def controls_of(rows):

@@ -1,4 +1,4 @@
-"""`verify.mars` runs `margin_accept`: in a loop it decides as plain Python does, and it lowers to the kernels."""
+"""`verify.mars` lowers to the kernels of acceptance."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from mars_jax.core.tree import chain
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import judge, make_rows
 from tests.helpers.accept_cases import Cases as AcceptCases
+from tests.helpers.lowering import lowered
 from tests.helpers.meshes import mesh_of
 
 CASES, BATCH, NODES, DEPTH, VOCAB = 8, 5, 10, 4, 1100
 KEYS = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
 FIELDS = ("path", "num_accepted", "next_token", "relaxed")
-
-
-def lowered(function, *arguments, platform):
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize(
