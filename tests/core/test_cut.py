@@ -74,7 +74,7 @@ def unheeding(drafter):
     )
 
 
-def test_no_rule_lets_in_what_is_banned_or_against_a_constraint():
+def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
     rows, rule = 2 * len(RULES), OneEach(tuple(RULES.values()))
     chosen = [None, PATTERN] * len(RULES)
     found = compiled(chosen, VOCABULARY)
@@ -121,7 +121,7 @@ def some_evidence(seed, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_cut_is_that_of_a_loop_and_changes_nothing_of_a_lawful_rule(temperature):
+def test_a_cut_is_that_of_a_python_loop_and_leaves_lossless_rules_unchanged(temperature):
     lawful = [verify.exact()] if not temperature else [verify.exact(), verify.rejection()]
 
     @jax.jit

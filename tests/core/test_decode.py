@@ -159,34 +159,28 @@ def test_slots_past_the_length_are_never_read(drafter, name):
     decoder, state = begin(
         TARGET, DRAFTERS[drafter], RULES[name], prompts, lengths, stop_tokens=[NO_TOKEN, NO_TOKEN]
     )
-    poisoned = []
+    caches = []
 
-    def poison(cache):
-        def one(buffer):
-            slot = jnp.arange(buffer.shape[1])[None, :, None, None]
-            return jnp.where(slot >= lengths[:, None, None, None] - 1, 1_000_003, buffer)
+    def poison(leaf):
+        """Fill the slots of a cache from the last token of each prompt on."""
+        if not isinstance(leaf, KVCache):
+            return leaf
+        caches.append(leaf)
+        written = jnp.arange(leaf.slots) < lengths[:, None] - 1
+        return jax.tree.map(lambda x: jnp.where(written[:, :, None, None], x, 1_000_003), leaf)
 
-        if not isinstance(cache, KVCache):
-            return cache
-        poisoned.append(cache)
-        return jax.tree.map(one, cache)
-
-    def poison_caches(state):
-        return jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, KVCache))
-
-    dirty = dataclasses.replace(
-        state,
-        cache=poison_caches(state.cache),
-        draft=poison_caches(state.draft),
-        tokens=jnp.where(jnp.arange(48)[None] >= lengths[:, None], 77, state.tokens),
-    )
-    assert len(poisoned) == (1 if drafter in ("ngram", "random tree") else 2)  # the target's, and the draft's
-    dirty = jax.tree.map(jnp.copy, dirty)  # `run` takes its state's buffers
-    clean, counted = decode.run(decoder, NO_WEIGHTS, state)
+    dirty = jax.tree.map(poison, state, is_leaf=lambda leaf: isinstance(leaf, KVCache))
+    tokens = jnp.where(jnp.arange(48) < lengths[:, None], state.tokens, 77)
+    dirty = dataclasses.replace(dirty, tokens=tokens)
+    # The target's cache, and that of a draft model.
+    assert len(caches) == (1 if drafter in ("ngram", "random tree") else 2)
+    # `run` donates the buffers of its state.
+    dirty = jax.tree.map(jnp.copy, dirty)
+    clean, counters = decode.run(decoder, NO_WEIGHTS, state)
     again, recounted = decode.run(decoder, NO_WEIGHTS, dirty)
     assert committed(again) == committed(clean)
-    # What a draft reads changes no token of a greedy row: only how many drafts are right.
-    jax.tree.map(np.testing.assert_array_equal, recounted, counted)
+    # A wrong draft of a greedy row changes no token, only the number of accepted drafts.
+    jax.tree.map(np.testing.assert_array_equal, recounted, counters)
 
 
 def test_chunked_prefill_equals_one_forward():

@@ -122,7 +122,7 @@ IN_TIME = ("none", "model, dynamic tree")
 
 
 @pytest.mark.parametrize("name", slow_but([*PLAIN, *TRUSTED, *HEADS], *IN_TIME))
-def test_every_turn_decodes_as_a_fresh_state(name):
+def test_every_turn_decodes_like_a_fresh_state(name):
     """Tokens, steps, drafts and what each token was: so the draft's own state is that of a fresh one too."""
     rule = verify.rejection() if "sampled" in name else verify.mars(theta=0.5)
     talk = Talk(name, rule)
@@ -138,7 +138,7 @@ def test_every_turn_decodes_as_a_fresh_state(name):
 
 
 @pytest.mark.slow
-def test_a_draft_as_long_as_pays_says_the_same():
+def test_an_adaptive_draft_continues_with_the_same_text():
     """What it expects of its drafts it remembers, so its steps are others."""
     talk = Talk("sized", verify.exact())
     for *_, (fresh, found), _ in conversation(talk):
@@ -147,7 +147,7 @@ def test_a_draft_as_long_as_pays_says_the_same():
             assert ours[:both] == theirs[:both]
 
 
-def test_what_is_held_goes_through_no_forward():
+def test_tokens_in_the_cache_are_not_read_again():
     """Counted where the target is run, in chunks of 16, of which a fresh state of so many tokens takes three."""
     reads = Reads()
     talk = Talk("model chain", verify.exact(), target=reads.of(TARGET))

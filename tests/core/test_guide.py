@@ -93,7 +93,7 @@ def test_greedy_texts_are_the_masked_targets(name, by_hand):
     assert int(stats.accepted_exact.sum()) > 0
 
 
-def test_a_text_that_nothing_may_follow_ends_and_has_not_failed():
+def test_a_text_that_no_token_may_follow_ends_without_failing():
     """Without a stop token and with edits, by which a row without any token left would be broken."""
     decoder, params, state = start(drafters.none(), verify.exact(), ("abc",), stops=())
     controls = dataclasses.replace(state.controls, edits=make_edits(1))
@@ -102,7 +102,7 @@ def test_a_text_that_nothing_may_follow_ends_and_has_not_failed():
     assert state.done.all() and not state.failed.any()
 
 
-def test_logits_that_are_broken_where_a_text_ends_fail_its_row():
+def test_broken_logits_at_the_end_of_a_text_fail_its_row():
     """Weights are broken there too, although no token is chosen by them any more."""
 
     def forward(params, tokens, visible, cache):
@@ -123,7 +123,7 @@ def test_logits_that_are_broken_where_a_text_ends_fail_its_row():
     assert [text_of(tokens) for tokens in texts(state)] == ["abc"] and state.failed.all()
 
 
-def test_a_draft_of_its_own_vocabulary_is_masked_by_bits_of_its_own():
+def test_a_draft_with_another_vocabulary_is_masked_by_its_own_bits():
     """As by the bits of the target's, picked one by one, and as by where each token leads; stop tokens among them."""
     made = [constraints.regex(p) for p in PATTERNS]
     found = compiled(made, VOCABULARY)
@@ -148,7 +148,7 @@ def test_a_draft_of_its_own_vocabulary_is_masked_by_bits_of_its_own():
         np.testing.assert_array_equal(np.asarray(plain[row, place]) > -np.inf, np.asarray(leads) != DEAD)
 
 
-def test_bits_are_those_of_their_tokens_whatever_the_form():
+def test_both_forms_keep_the_tokens_whose_bits_are_set():
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1 << 32, (2, 3, 5), dtype=np.uint32)
     tokens = np.arange(160)

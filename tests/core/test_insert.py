@@ -136,7 +136,7 @@ IN_TIME = ("ngram, mars",)
 @pytest.mark.parametrize(
     "pair", [pytest.param(pair, marks=[pytest.mark.slow] * (pair not in IN_TIME)) for pair in COVERING]
 )
-def test_what_is_put_into_a_running_state_decodes_as_alone(pair):
+def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
     """Tokens, counters and what each token was; a rule's own state and a draft's begin again as well."""
     served = Served(TARGET, *COVERING[pair])
     found, steps = served.together()
@@ -187,7 +187,7 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
         assert divided[row] == served.truly_alone(request)[0]
 
 
-def test_an_advance_ends_with_the_first_row_that_does():
+def test_an_advance_ends_when_the_first_row_ends():
     served = Served(TARGET, drafters.none(), verify.exact())
     state, stats = served.start([0, 1, 2]), zero_stats(ROWS, served.decoder.max_depth)
     state, stats, steps = refill.advance(served.decoder, NO_WEIGHTS, state, stats)
@@ -209,7 +209,7 @@ def test_a_row_has_at_most_as_many_stop_tokens_as_the_state():
         )
 
 
-def test_rows_of_another_part_of_a_mesh_are_refused():
+def test_a_row_of_another_shard_is_refused():
     with jax.set_mesh(parse_mesh("data=2")):
         check_places(jnp.asarray([1, 2]), 2, 4)
         with pytest.raises(MarsError, match=r"rows are \[2, 1\] on a mesh with data=2: expected the first 1"):

@@ -77,7 +77,7 @@ def log_softmax(z):
 
 
 @pytest.mark.parametrize("rule", slow_but(["exact", "mars"], "mars"))
-def test_a_step_says_what_the_target_thinks_of_its_tokens(rule):
+def test_a_step_reports_the_log_probabilities_regret_and_kind_of_its_tokens(rule):
     """Three log-probabilities, the regret and the kind of every token, against the model run afresh on its prefix."""
     prompts, lengths = ragged([3, 9, 5], 32, VOCAB)
     settings = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 4, 0]}
@@ -116,7 +116,7 @@ def test_a_step_says_what_the_target_thinks_of_its_tokens(rule):
     assert kinds == ({EXACT, RELAXED, CORRECTED} if lossy else {EXACT, CORRECTED})
 
 
-def test_a_broken_row_fails_alone_and_only_by_what_is_on_its_path():
+def test_a_row_fails_only_if_logits_on_its_own_path_are_broken():
     """NaN after chosen tokens: where only one row reads them, and where drafts hold them and no walk reaches them."""
     vocab, tree = 97, (3, 2, 1)
     model = fake.hash_model(vocab_size=vocab, agree=0.6)

@@ -47,7 +47,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", slow_but(RULES, "static tree"))
-def test_a_rule_relaxes_in_spans_alone(name):
+def test_a_rule_relaxes_only_in_spans(name):
     """Tags drafted within a window and tags in the prompt; a chain, a tree, rules of edges and of distributions."""
     spans, drafter, rule = Spans(relax_in=("b...c",)), DRAFTERS[name], RULES[name]
     sampled = {"temperature": 1.0} if name == "sampled chain" else {}

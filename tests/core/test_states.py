@@ -104,7 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("way", "name"), CASES)
-def test_it_drafts_as_a_fresh_state(way, name):
+def test_a_state_drafts_like_a_fresh_one(way, name):
     made = states(name)
     state, texts = getattr(made, way)()
     fresh = made.fresh(texts)

@@ -29,7 +29,7 @@ def whole():
     return committed(state), int(stats.steps.max())
 
 
-def test_steps_by_the_piece_are_the_steps_of_a_run(whole):
+def test_bounded_runs_take_the_steps_of_one_run(whole):
     tokens, steps = whole
     state, taken = begun(), 0
     compiled = decode.run._cache_size()

@@ -64,14 +64,14 @@ def test_rows_that_are_done_at_the_start_stay_as_they_are(ahead):
     assert texts == [before] * ahead
 
 
-def test_a_cpu_gains_nothing_from_looking_ahead():
+def test_only_accelerators_run_ahead_of_the_host():
     _, state = started(*WAYS["a chain, exact"])
     assert decode.look_ahead(state) == 0
     tpu = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(platform="tpu")])
     assert decode.look_ahead(types.SimpleNamespace(done=tpu)) == decode.AHEAD
 
 
-def test_no_step_is_ahead_by_less_than_none():
+def test_a_negative_number_of_steps_ahead_is_refused():
     decoder, state = started(*WAYS["a chain, exact"])
     with pytest.raises(MarsError, match="ahead is -1: expected a whole number of at least 0"):
         next(decode.stream(decoder, NO_WEIGHTS, state, ahead=-1))

@@ -96,7 +96,7 @@ def test_vocabularies_that_share_next_to_nothing_are_refused(target):
         shared_tokens(few, hub.outline(target))
 
 
-def test_what_has_to_share_a_tokenizer_is_refused_without(target, shuffled):
+def test_models_with_different_tokenizers_are_refused(target, shuffled):
     with pytest.raises(mj.MarsError, match=r"different vocabularies \(\d+ tokens differ, such as "):
         check_same_vocabulary(hub.outline(target), hub.outline(shuffled))
 

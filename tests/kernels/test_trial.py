@@ -116,7 +116,7 @@ def test_ahead_of_time_nothing_is_tried(trials):
     assert not trials
 
 
-def test_to_ask_where_it_runs_starts_no_device():
+def test_asking_for_the_platform_starts_no_device():
     """Else planning for a TPU would take the chip of a machine that has one."""
     code = """
 import jax.numpy as jnp

@@ -94,5 +94,5 @@ def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
         SimpleNamespace(module_context=SimpleNamespace(axis_context=object())),
     ],
 )
-def test_a_jax_that_keeps_it_elsewhere_gets_the_form_that_is_right_everywhere(ctx):
+def test_if_jax_moves_its_context_the_partitioned_form_is_used(ctx):
     assert is_partitioned(ctx)

@@ -167,7 +167,7 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
     assert wanted.any() and not wanted.all()
 
 
-def test_fly_asks_for_drafts_that_hold_its_window():
+def test_fly_refuses_a_draft_shorter_than_its_window():
     model = fake.hash_model(vocab_size=VOCAB)
     contrib.fly(window=[9, 3]).check_drafter(drafters.language_model(model, 4))
     with pytest.raises(MarsError, match=r"window is 6, and this draft is 6 tokens deep.*smaller window"):

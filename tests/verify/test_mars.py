@@ -268,7 +268,7 @@ def test_behind_a_relaxed_token_rejection_starts_afresh(block):
         assert rule_oracles.chi_square(sequences[relaxed[:, 0]], joint) > 1e-3
 
 
-def test_what_cannot_be_relaxed_is_refused():
+def test_bad_margins_bases_and_thetas_are_refused():
     with pytest.raises(MarsError, match=r"margin is 'entropy'.*ratio, gap"):
         mars(margin="entropy")
     with pytest.raises(MarsError, match=r"base is .*exact"):
@@ -279,6 +279,6 @@ def test_what_cannot_be_relaxed_is_refused():
     assert mars().base == Exact()
 
 
-def test_its_name_says_margin_and_base():
+def test_its_name_holds_margin_and_base():
     assert mars(margin="gap", theta=1.5).name == "mars(gap)"
     assert mars(base=rejection()).name == "mars over rejection"

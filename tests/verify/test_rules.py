@@ -184,7 +184,7 @@ def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
 
 
 @relaxing
-def test_a_strict_row_beside_others_is_its_base(name):
+def test_a_strict_row_among_others_follows_its_base(name):
     case = CASES[name]
     want, free = decoded(case, case.base), decoded(case, case.rule)
     mixed = decoded(case, case.rule, strict=[True, False, True, False])
@@ -192,7 +192,7 @@ def test_a_strict_row_beside_others_is_its_base(name):
 
 
 @every_rule
-def test_a_row_beside_finished_ones_equals_the_row_in_a_batch(name):
+def test_a_row_next_to_finished_ones_equals_the_row_in_a_batch(name):
     case = CASES[name]
     together = decoded(case, case.rule)
     for row in (1, 3):
@@ -212,7 +212,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(name):
 
 
 @with_other_numbers
-def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
+def test_changed_numbers_compile_nothing_and_apply_per_row(name):
     case = CASES[name]
     before = decoded(case, case.rule)
     count = compiled()
@@ -227,7 +227,7 @@ def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
 
 
 @relaxing
-def test_the_exact_prefix_of_each_row_is_its_bases(name):
+def test_the_exact_prefix_of_each_row_follows_its_base(name):
     case = CASES[name]
     want, free = decoded(case, case.base), decoded(case, case.rule)
     count = compiled()
@@ -288,7 +288,7 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
 
 
 @every_rule
-def test_beside_stop_tokens_it_ends_where_its_text_says_one(name):
+def test_a_text_ends_at_its_first_stop_token(name):
     """No relaxed rule puts a stop token in, and none is passed over."""
     stops, lengths = [3, 7], prompts()[1].tolist()
     found = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
@@ -330,7 +330,7 @@ def test_the_table_and_the_tests_name_the_same_rules():
     assert {"block" if name == "rejection" else name for name in specs.RULES} <= rules
 
 
-def test_a_rule_is_told_by_its_structure_alone():
+def test_a_rule_is_recognized_by_its_structure():
     assert structure(verify.mars(theta=0.5)) == structure(verify.mars(theta=[0.5, 0.9]))
     assert structure(verify.mars()) != structure(verify.mars(margin="gap", theta=1.0))
     for wrong in (None, "mars", lambda evidence: None, 3, object()):
@@ -340,7 +340,7 @@ def test_a_rule_is_told_by_its_structure_alone():
         structure(LoadedRule(verify.mars()))
 
 
-def test_numbers_are_one_or_one_per_row():
+def test_a_number_of_a_rule_is_one_for_all_rows_or_one_per_row():
     spread = for_rows(verify.mars(theta=0.5, max_relaxed_run=[1, 2, 3]), 3)
     assert spread.theta.tolist() == [0.5] * 3 and spread.max_relaxed_run.dtype == jnp.int32
     with pytest.raises(MarsError, match=r"theta of the rule has shape \(2,\).*each of the 3 rows"):
