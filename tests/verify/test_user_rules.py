@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import verify
+from mars_jax import drafters, verify
 from mars_jax.core import struct, trusted
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import Rule, decide, structure
+from mars_jax.core.rule import LoadedRule, Rule, decide, structure
 from mars_jax.core.tree import chain
+from mars_jax.serve.prepare import _check_rule
+from mars_jax.serve.requests import Request
 from mars_jax.specs.own import find
 
 EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
@@ -84,6 +86,24 @@ def failing(name):
         compile(f"def {name}(self, *given): raise ZeroDivisionError", __file__, "exec"), globals(), namespace
     )
     return namespace[name]
+
+
+ATTRIBUTES = {"needs": "a tuple of strings", "name": "a string", "check_drafter": "None"}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_raises_gets_one_sentence_with_its_cause(name):
+    attribute = failing(name) if name == "check_drafter" else property(failing(name))
+    # A request with `strict` is refused by a sentence with the name of the lossless rule.
+    fields = {"__module__": __name__, "lossless": name == "name", name: attribute}
+    kind = struct.dataclass(type("Gate", (verify.Relaxed,), fields))
+    requests = [Request(prompt="", prompt_tokens=(1,), strict=True)]
+    sentence = (
+        rf"^the rule Gate fails in .*: {name} raised Zero.*; expected {name} to return {ATTRIBUTES[name]}\.$"
+    )
+    with pytest.raises(MarsError, match=sentence) as error:
+        _check_rule(LoadedRule(kind()), drafters.ngram(2), requests)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
 def test_strict_edges_of_a_rule_with_trusted_drafts_gets_one_sentence():
