@@ -184,12 +184,12 @@ class Name(NamedTuple):
 REFERENCE = {
     "text to text": ("text", "[The tutorial](../tutorial.md) begins with these."),
     "the step in a program": ("step", "[The step in your own program](../embedding.md) explains these."),
-    "a model or a drafter of your own": (
+    "your own model or drafter": (
         "protocols",
         "[Drafters](../drafters.md#writing-a-drafter) explains these.",
     ),
     "rules": ("rules", "[Rules](../rules.md) explains these."),
-    "a rule of your own": ("own-rules", "[Writing a rule](../rules.md#writing-a-rule) explains these."),
+    "your own rule": ("own-rules", "[Writing a rule](../rules.md#writing-a-rule) explains these."),
     "drafters": ("drafters", "[Drafters](../drafters.md) explains these."),
     "kernels": ("kernels", "[Kernels](../kernels.md) explains these."),
     "errors, compilation, modules": ("modules", "Modules that are promised come first."),
@@ -204,7 +204,7 @@ REFERENCE = {
 def promised() -> dict[str, list[str]]:
     """Return the names that docs/stability.md promises, by purpose."""
     text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
-    rows = text[text.index("| what for | names |") :].split("\n\n")[0].splitlines()[2:]
+    rows = text[text.index("| use | names |") :].split("\n\n")[0].splitlines()[2:]
     cells = (row.strip("| ").split(" | ") for row in rows)
     return {purpose: re.findall(r"`([\w.]+)`", names) for purpose, names in cells}
 
@@ -224,11 +224,11 @@ def api_names() -> dict[str, list[Name]]:
     for name in exported("mars_jax.verify"):
         if name not in listed:
             factory = f"mars_jax.verify.{name.rpartition('.')[2].lower()}"
-            names["rules" if factory in listed and name != factory else "a rule of your own"].append(name)
+            names["rules" if factory in listed and name != factory else "your own rule"].append(name)
     for purpose, package in (("drafters", "mars_jax.drafters"), ("kernels", "kernels_pallas")):
         names[purpose] += [name for name in exported(package) if name not in listed]
     ours = [f"mars_jax.{name}" for name in mars_jax._HOME]
-    names["a model or a drafter of your own"] += [name for name in ours if name not in listed]
+    names["your own model or drafter"] += [name for name in ours if name not in listed]
     pages = {
         purpose: [Name(name, home_of(name)) for name in names[purpose]] for purpose in list(REFERENCE)[:-1]
     }
