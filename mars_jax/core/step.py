@@ -1,7 +1,7 @@
 """The five parts of a step: propose, score, judge, emit, commit. `Decoder.step` is these in a row; `emit` has a module.
 
-Each is pure and takes what it names. B batch, N nodes, D depth, V vocabulary. Oracles: tests/core/test_step.py, and of
-the whole greedy autoregression of the same model, token for token (tests/core/test_decode.py).
+Each is a pure function. B batch, N nodes, D depth, V vocabulary. Oracle: greedy
+autoregression of the same model, token for token (tests/core/test_decode.py).
 """
 
 from __future__ import annotations

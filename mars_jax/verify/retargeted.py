@@ -1,6 +1,6 @@
 """Changing the target distribution: rejection against another one than the target's.
 
-B batch, N nodes, V vocabulary. Oracle: exact enumeration in tests/verify/test_retargeted.py.
+B batch, N nodes, V vocabulary. Oracle: exact enumeration in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations

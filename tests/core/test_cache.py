@@ -25,14 +25,6 @@ def test_commit_moves_the_path_to_where_a_chain_would_have_put_it():
                 np.testing.assert_array_equal(after[row, s + depth], before[row, s + int(path[row, depth])])
 
 
-def test_write_places_each_rows_tokens_at_its_own_slot():
-    buffer = jnp.zeros((2, 6, 1, 1), jnp.bfloat16)
-    rows = jnp.arange(1, 5, dtype=jnp.float32).reshape(2, 2, 1, 1)
-    got = write(buffer, rows, jnp.asarray([1, 4], jnp.int32))
-    assert got[..., 0, 0].astype(jnp.int32).tolist() == [[0, 1, 2, 0, 0, 0], [0, 0, 0, 0, 3, 4]]
-    assert got.dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize("form", [write, cache_module._write_slices, cache_module._write_rows])
 def test_every_form_of_write_gives_the_same(form):
     rng = np.random.default_rng(2)
@@ -57,19 +49,3 @@ def test_short_rows_are_moved_by_selects_as_by_scatters_and_gathers():
     source = jnp.asarray([[1, 1, 8], [0, 4, 2], [7, 1, 3]], jnp.int32)
     taken = (form(given[0], source) for form in (cache_module._take_short, cache_module._take_rows))
     np.testing.assert_array_equal(*taken)
-
-
-def test_a_cache_of_one_layer_says_its_slots_and_is_made_by_keywords():
-    cache = init_cache(layers=1, batch=2, slots=7, kv_heads=1, head_dim=4, dtype=jnp.float32)
-    assert cache.slots == cache_module.slots(cache) == 7
-    assert cache.logical_axes == ("rows", None, "kv_heads", None)  # by which `placement` divides it
-    with pytest.raises(TypeError, match="positional"):
-        cache_module.KVCache(cache.k, cache.v)
-
-
-def test_a_cache_in_8_bits_has_scales_and_others_have_none():
-    cache = init_cache(layers=1, batch=2, slots=7, kv_heads=3, head_dim=4, dtype=jnp.int8)
-    assert isinstance(cache.k[0], cache_module.Int8Rows)
-    assert [x.shape for x in (cache.v[0].values, cache.v[0].scale)] == [(2, 7, 3, 4), (2, 7, 3)]
-    plain = init_cache(layers=1, batch=2, slots=7, kv_heads=3, head_dim=4, dtype=jnp.bfloat16)
-    assert plain.k[0].dtype == jnp.bfloat16

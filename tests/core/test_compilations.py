@@ -28,7 +28,7 @@ def run(*args, **env):
 
 
 @pytest.mark.slow
-def test_what_is_compiled_from_here_on_is_kept(tmp_path):
+def test_programs_compiled_from_now_on_are_kept(tmp_path):
     """Also where the process has compiled before; in the folder that is named, or that JAX is told."""
     assert run(str(tmp_path / "mine")) == str(tmp_path / "mine")
     assert any((tmp_path / "mine").iterdir())

@@ -11,8 +11,8 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import edited, make_edits
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import DraftTree, Prompts, keys_from_seeds
-from tests.helpers import NO_WEIGHTS, committed, ragged
+from mars_jax.core.types import DraftTree
+from tests.helpers import NO_WEIGHTS, begin, committed, ragged
 from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
 
 BIAS = [{2: -np.inf, 3: 1.5}, {}, {11: -2.0}]
@@ -64,45 +64,38 @@ def test_every_node_is_edited_after_the_tokens_before_it():
             np.testing.assert_allclose(found[b, i], want, atol=1e-5)
 
 
-def decoded(drafter, rule, edits):
+def decoded(drafter, edits):
+    """Decode a greedy row, a sampled one without filters and a sampled one with top-k."""
     prompts, lengths = ragged([1, 6, 12], 48, VOCAB)
     controls = make_controls(3, limit=48, temperature=[0.0, 1.0, 0.7], top_k=[0, 0, 5]).replace(edits=edits)
-    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
-    keys = keys_from_seeds(jnp.arange(3))
-    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, rule, keys))
+    decoder, state = begin(TARGET, drafter, verify.exact(), prompts, lengths, controls=controls)
     return decode.run(decoder, NO_WEIGHTS, state, record=True)
 
 
 @pytest.mark.slow
-def test_a_draft_changes_no_token():
-    """Greedy and sampled, by a chain; off is as without, and log_prob stays the raw target's."""
+@pytest.mark.parametrize("drafter", ["chain", "static tree"])
+def test_a_draft_changes_no_token(drafter):
     edits = make_edits(3, logit_bias=BIAS, **PENALTIES)
-    plain, _ = decoded(drafters.none(), verify.exact(), edits)
-    free, _ = decoded(drafters.none(), verify.exact(), None)
-    off, told = decoded(DRAFTERS["chain"], verify.exact(), make_edits(3))
-    assert committed(off) == committed(free) != committed(plain)
-    np.testing.assert_allclose(
-        np.asarray(told.tokens.processed_log_prob)[1],
-        np.asarray(told.tokens.temperature_log_prob)[1],
-        atol=1e-5,
-    )
-    assert 2 not in committed(plain)[0][1:]
-    state, stats = decoded(DRAFTERS["chain"], verify.exact(), edits)
+    plain, _ = decoded(drafters.none(), edits)
+    state, stats = decoded(DRAFTERS[drafter], edits)
     assert committed(state) == committed(plain)
+    assert 2 not in committed(plain)[0][1:]
     assert int(stats.accepted_exact.sum()) > 0
-    # Of a row without filters: what it was drawn from is another distribution than the raw one.
-    raw, drawn = (
-        np.asarray(getattr(stats.tokens, n))[1] for n in ("temperature_log_prob", "processed_log_prob")
-    )
-    assert np.abs(raw - drawn).max() > 0.05
+    # Edits change the distribution that a token is drawn from. `temperature_log_prob` is that of the raw target.
+    assert np.abs(drawn_minus_raw(stats)).max() > 0.05
 
 
 @pytest.mark.slow
-def test_a_tree_changes_no_token():
-    edits = make_edits(3, logit_bias=BIAS, **PENALTIES)
-    state, stats = decoded(DRAFTERS["static tree"], verify.exact(), edits)
-    assert committed(state) == committed(decoded(drafters.none(), verify.exact(), edits)[0])
-    assert int(stats.accepted_exact.sum()) > 0
+def test_neutral_edits_change_nothing():
+    plain, _ = decoded(drafters.none(), None)
+    neutral, stats = decoded(DRAFTERS["chain"], make_edits(3))
+    assert committed(neutral) == committed(plain)
+    np.testing.assert_allclose(drawn_minus_raw(stats), 0, atol=1e-5)
+
+
+def drawn_minus_raw(stats):
+    """Log-probabilities of the sampled row without filters: as drawn from minus those of the raw target."""
+    return np.asarray(stats.tokens.processed_log_prob - stats.tokens.temperature_log_prob)[1]
 
 
 @pytest.mark.parametrize(
@@ -120,28 +113,23 @@ def test_bad_edits_get_a_sentence(given, sentence):
         make_edits(3, **given)
 
 
-def test_a_row_whose_tokens_are_all_banned_fails_alone():
-    decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=16)
+def run_with_bias(target, logit_bias):
     prompts, lengths = ragged([3, 5], 12, VOCAB)
-    bans = [dict.fromkeys(range(VOCAB), -np.inf), {}]
-    controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias=bans))
-    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
+    controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias=logit_bias))
+    decoder, state = begin(target, drafters.none(), verify.exact(), prompts, lengths, controls=controls)
     state, _ = decode.run(decoder, NO_WEIGHTS, state)
-    assert state.failed.tolist() == [True, False] and state.length.tolist() == [3, 12]
+    return state.failed.tolist(), state.length.tolist()
+
+
+def test_only_the_row_whose_tokens_are_all_banned_fails():
+    bans = [dict.fromkeys(range(VOCAB), -np.inf), {}]
+    assert run_with_bias(TARGET, bans) == ([True, False], [3, 12])
 
 
 def test_a_ban_hides_no_broken_logit():
-    """Weights that give an infinity are broken, whether or not the request may say that token."""
+    """An infinite logit means broken weights, also if the request bans that token."""
 
     def unembed(params, hidden):
         return TARGET.unembed(params, hidden).at[..., 5].set(jnp.inf)
 
-    broken = TARGET._replace(unembed=unembed)
-    decoder = decode.speculative_decoder(broken, drafters.none(), verify.exact(), prefill_chunk=16)
-    prompts, lengths = ragged([3, 5], 12, VOCAB)
-    controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias={5: -np.inf}))
-    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
-    state, _ = decode.run(decoder, NO_WEIGHTS, state)
-    assert state.failed.tolist() == [True, True] and state.length.tolist() == [3, 5]
+    assert run_with_bias(TARGET._replace(unembed=unembed), {5: -np.inf}) == ([True, True], [3, 5])

@@ -15,12 +15,21 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, committed, slow_but
-from tests.helpers.every_drafter import BUFFER, CHUNK, HEADS, PLAIN, ROWS, TRUSTED, check_same, made_of
+from tests.helpers.every_drafter import (
+    BUFFER,
+    CHUNK,
+    HEADS,
+    PLAIN,
+    ROWS,
+    TRUSTED,
+    batch_of,
+    check_same,
+    made_of,
+)  # fmt: skip
 from tests.helpers.fake_drafters import TARGET
 
-FIRST = [5, 2, 17]  # tokens of the first prompts
-# Rows of a turn: sampled, greedy, and sampled harder.
-TEMPERATURES = [0.9, 0.0, 1.3]
+FIRST = [5, 2, 17]
+"""Tokens of the first prompts."""
 
 
 class Reads(list):
@@ -58,30 +67,26 @@ class Talk:
     def new(self, count):
         return self.rng.integers(0, self.vocab, count).tolist()
 
-    def arrays(self, texts, more):
-        prompts = np.zeros((ROWS, BUFFER), np.int32)
-        lengths = np.array([len(text) for text in texts], np.int32)
-        for row, text in enumerate(texts):
-            prompts[row, : len(text)] = text
-        controls = make_controls(
-            ROWS, limit=np.minimum(lengths + more, BUFFER), temperature=TEMPERATURES, stop_tokens=[[3]] * ROWS
-        )
-        keys = keys_from_seeds(jnp.arange(ROWS, dtype=jnp.uint32))
-        return jnp.asarray(prompts), jnp.asarray(lengths), controls, self.rule, keys
+    def batch(self, texts, more):
+        limit = np.minimum([len(text) + more for text in texts], BUFFER)
+        return batch_of(texts, self.rule, limit=limit, stop_tokens=[[3]] * ROWS)
 
     def turn(self, texts, more=9, steps=99):
-        """(texts, counters) of the running state and of a fresh one, and how many tokens the former read of each."""
-        given = self.arrays(texts, more)
-        fresh = decode.start(self.decoder, self.params, Prompts(*given))
+        """Decode from the running state and from a fresh one.
+
+        Return (texts, counters) of both, and how many tokens `extend` read of each row.
+        """
+        batch = self.batch(texts, more)
+        fresh = decode.start(self.decoder, self.params, batch)
         if self.state is None:
-            self.state, read = decode.start(self.decoder, self.params, Prompts(*given)), None
+            self.state, read = decode.start(self.decoder, self.params, batch), None
         else:
-            self.state, read = decode.extend(self.decoder, self.params, self.state, Prompts(*given))
-        found = []
+            self.state, read = decode.extend(self.decoder, self.params, self.state, batch)
+        results = []
         for state in (fresh, self.state):
             self.state, stats = decode.run(self.decoder, self.params, state, record=True, max_steps=steps)
-            found.append((committed(self.state), jax.tree.map(np.asarray, stats)))
-        return found, None if read is None else read.tolist()
+            results.append((committed(self.state), jax.tree.map(np.asarray, stats)))
+        return results, None if read is None else read.tolist()
 
     @property
     def texts(self):
@@ -89,8 +94,11 @@ class Talk:
 
 
 def conversation(talk):
-    """Four turns: more of every text, another middle of one, a text that is shorter than what was held, and nothing
-    new. Gives the beginning that each row holds of its prompt, the prompts' lengths, and what was found."""
+    """Four turns: every text grows, one changes in the middle, one is cut short, and nothing is new.
+
+    Yield the turn, the texts before it, the tokens that each row shares with its new prompt, the prompts, the results
+    of `Talk.turn`, and the tokens read.
+    """
     talk.turn([talk.new(n) for n in FIRST])
     for change in range(4):
         before = talk.texts
@@ -114,7 +122,7 @@ IN_TIME = ("none", "model, dynamic tree")
 
 
 @pytest.mark.parametrize("name", slow_but([*PLAIN, *TRUSTED, *HEADS], *IN_TIME))
-def test_every_turn_decodes_as_a_fresh_state(name):
+def test_every_turn_decodes_like_a_fresh_state(name):
     """Tokens, steps, drafts and what each token was: so the draft's own state is that of a fresh one too."""
     rule = verify.rejection() if "sampled" in name else verify.mars(theta=0.5)
     talk = Talk(name, rule)
@@ -130,7 +138,7 @@ def test_every_turn_decodes_as_a_fresh_state(name):
 
 
 @pytest.mark.slow
-def test_a_draft_as_long_as_pays_says_the_same():
+def test_an_adaptive_draft_continues_with_the_same_text():
     """What it expects of its drafts it remembers, so its steps are others."""
     talk = Talk("sized", verify.exact())
     for *_, (fresh, found), _ in conversation(talk):
@@ -139,21 +147,21 @@ def test_a_draft_as_long_as_pays_says_the_same():
             assert ours[:both] == theirs[:both]
 
 
-def test_what_is_held_goes_through_no_forward():
+def test_tokens_in_the_cache_are_not_read_again():
     """Counted where the target is run, in chunks of 16, of which a fresh state of so many tokens takes three."""
     reads = Reads()
     talk = Talk("model chain", verify.exact(), target=reads.of(TARGET))
     talk.turn([talk.new(33)] * ROWS, more=2)
     texts = [text + talk.new(4) for text in talk.texts]
-    given = talk.arrays(texts, 2)
+    given = talk.batch(texts, 2)
     jax.effects_barrier()
     reads.clear()
-    state, read = decode.extend(talk.decoder, talk.params, talk.state, Prompts(*given))
+    state, read = decode.extend(talk.decoder, talk.params, talk.state, given)
     jax.block_until_ready(state.tokens)
     jax.effects_barrier()
     assert reads == [[len(text) - 5 for text in texts]] and read.tolist() == [4] * ROWS
     reads.clear()
-    jax.block_until_ready(decode.start(talk.decoder, talk.params, Prompts(*given)).tokens)
+    jax.block_until_ready(decode.start(talk.decoder, talk.params, given).tokens)
     jax.effects_barrier()
     assert sorted(at[0] for at in reads) == [0, 16, 32]
 
@@ -168,45 +176,47 @@ def test_turns_share_one_compilation():
     assert decode._extend._cache_size() == extended + 1
 
 
-def test_a_drafter_that_says_nothing_of_its_cache_reads_the_text_again():
-    """Its first state is that of a fresh row, so its drafts are too."""
-    forgetful = PLAIN["model chain"]._replace(catch_up=None)
-    decoder = decode.speculative_decoder(TARGET, forgetful, verify.mars(theta=0.5), prefill_chunk=CHUNK)
+def test_a_drafter_without_catch_up_reads_the_text_again():
     talk = Talk("model chain", verify.mars(theta=0.5))
-    talk.decoder, talk.drafter = decoder, forgetful
-    for *_, found, _ in conversation(talk):
-        check_same(*found)
+    talk.drafter = talk.drafter._replace(catch_up=None)
+    talk.decoder = decode.speculative_decoder(TARGET, talk.drafter, talk.rule, prefill_chunk=CHUNK)
+    for *_, results, _ in conversation(talk):
+        check_same(*results)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model chain", pytest.param("eagle tree", marks=pytest.mark.slow)])
-def test_rows_go_on_where_a_mesh_has_them(name):
-    talk, plain = Talk(name, verify.mars(theta=0.5)), Talk(name, verify.mars(theta=0.5))
+@pytest.mark.parametrize("name", ["model chain", "eagle tree"])
+def test_rows_divided_over_a_mesh_are_extended(name):
+    def turns():
+        talk = Talk(name, verify.mars(theta=0.5))
 
-    def two(talk):
-        def pair(texts):
-            given = talk.arrays(texts, 6)
-            return jax.tree.map(lambda x: x[:2] if getattr(x, "ndim", 0) else x, given)
+        def two_rows(texts):
+            batch = talk.batch([*texts, [1]], 6)
+            return jax.tree.map(lambda x: x[:2] if getattr(x, "ndim", 0) else x, batch)
 
-        state = decode.start(talk.decoder, talk.params, Prompts(*pair([talk.new(5), talk.new(9), [1]])))
+        state = decode.start(talk.decoder, talk.params, two_rows([talk.new(5), talk.new(9)]))
         state, _ = decode.run(talk.decoder, talk.params, state)
         texts = [text + talk.new(3) for text in committed(state)]
-        state, read = decode.extend(talk.decoder, talk.params, state, Prompts(*pair([*texts, [1]])))
+        state, read = decode.extend(talk.decoder, talk.params, state, two_rows(texts))
         state, _ = decode.run(talk.decoder, talk.params, state)
         return committed(state), read.tolist()
 
     with jax.set_mesh(parse_mesh("data=2")):
-        divided = two(talk)
-    assert divided == two(plain)
+        divided = turns()
+    assert divided == turns()
 
 
-def test_as_many_prompts_as_rows():
+@pytest.mark.parametrize(
+    ("rows", "width", "sentence"),
+    [
+        (3, 73, r"the prompts are \[3, 73\] and the state has 3 rows of 72 tokens"),
+        (2, 72, r"the prompts are \[2, 72\]"),
+    ],
+)
+def test_prompts_of_another_shape_are_refused(rows, width, sentence):
     talk = Talk("none", verify.exact())
     talk.turn([talk.new(n) for n in FIRST])
-    prompts, lengths, controls, rule, keys = talk.arrays(talk.texts, 4)
-    with pytest.raises(MarsError, match=r"the prompts are \[3, 73\] and the state has 3 rows of 72 tokens"):
-        wide = jnp.pad(prompts, ((0, 0), (0, 1)))
-        talk.decoder.extend(NO_WEIGHTS, talk.state, Prompts(wide, lengths, controls, rule, keys))
-    with pytest.raises(MarsError, match=r"the prompts are \[2, 72\]"):
-        few = make_controls(2, limit=8)
-        talk.decoder.extend(NO_WEIGHTS, talk.state, Prompts(prompts[:2], lengths[:2], few, rule, keys[:2]))
+    keys, controls = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32)), make_controls(rows, limit=8)
+    tokens, lengths = jnp.ones((rows, width), jnp.int32), jnp.full((rows,), 3, jnp.int32)
+    with pytest.raises(MarsError, match=sentence):
+        talk.decoder.extend(NO_WEIGHTS, talk.state, Prompts(tokens, lengths, controls, talk.rule, keys))

@@ -23,7 +23,7 @@ NOBODY = "~no-such-user/model"
     ],
     ids=" ".join,
 )
-def test_the_home_of_a_user_who_is_none_is_one_sentence(argv, tmp_path, capsys):
+def test_the_home_of_an_unknown_user_gets_one_sentence(argv, tmp_path, capsys):
     assert commands.main([arg.format(folder=tmp_path) for arg in argv]) == 2
     told = f"error: '{NOBODY}' begins with ~no-such-user, and no home folder is known for that: give the whole path.\n"
     assert capsys.readouterr() == ("", told)
@@ -50,7 +50,7 @@ def test_without_a_home_nothing_is_kept_and_no_folder_is_called_tilde(homeless):
     assert not any(homeless.iterdir())
 
 
-def test_a_command_without_a_home_compiles_anew(homeless):
+def test_a_command_without_a_home_keeps_no_compilations(homeless):
     code = "import pwd; del pwd.getpwuid; pwd.getpwuid = {}.__getitem__\n"
     code += "from mars_jax.cli.program import keep_compilations; import jax; keep_compilations()\n"
     code += "print(jax.config.jax_compilation_cache_dir)\n"

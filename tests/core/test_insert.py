@@ -19,7 +19,7 @@ from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.models import eagle_head, init_params, language_model
-from tests.helpers import NO_WEIGHTS, committed, ragged
+from tests.helpers import NO_WEIGHTS, begin, committed, ragged
 from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers.small_models import CONFIG, EAGLE_3, MEDUSA
 
@@ -56,70 +56,64 @@ class Served:
         self.rule, self.params, self.buffer = rule, params, buffer
         self.prompts, self.lengths = ragged(LENGTHS, buffer, vocab)
 
-    def arrays(self, which):
-        """Of some requests; the controls have two stop tokens in the first ones and one in the others."""
-        stops = [[3, 5] if i == 0 else [3, -1] for i in which]
+    def batch(self, requests):
+        """Prompts of some requests. The first one has two stop tokens, the others one."""
+        index = np.asarray(requests)
         controls = make_controls(
-            len(which),
-            limit=[LIMITS[i] for i in which],
-            temperature=[TEMPERATURES[i] for i in which],
-            stop_tokens=stops,
+            len(requests),
+            limit=[LIMITS[i] for i in requests],
+            temperature=[TEMPERATURES[i] for i in requests],
+            stop_tokens=[[3, 5] if i == 0 else [3, -1] for i in requests],
         )
-        index = np.asarray(which)
-        return (
-            self.prompts[index],
-            self.lengths[index],
-            controls,
-            self.rule,
-            keys_from_seeds(jnp.asarray(index, jnp.uint32)),
-        )
+        keys = keys_from_seeds(jnp.asarray(index, jnp.uint32))
+        return Prompts(self.prompts[index], self.lengths[index], controls, self.rule, keys)
+
+    def start(self, requests):
+        return decode.start(self.decoder, self.params, self.batch(requests))
+
+    def counters(self):
+        return zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
 
     def alone(self, i):
-        """One request beside rows that are done from the start, in the programs that `together` has compiled."""
-        prompts, lengths, controls, rule, keys = self.arrays([i] * ROWS)
-        controls = dataclasses.replace(controls, limit=jnp.where(jnp.arange(ROWS) == 1, controls.limit, 1))
-        state = decode.start(self.decoder, self.params, Prompts(prompts, lengths, controls, rule, keys))
-        stats = zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
-        state, stats, _ = refill.advance(self.decoder, self.params, state, stats)
-        return committed(state)[1], jax.tree.map(lambda x: np.asarray(x)[1].tolist(), stats)
+        """Decode one request next to rows that are done from the start, with the programs that `together` compiled."""
+        batch = self.batch([i] * ROWS)
+        controls = batch.controls
+        limit = jnp.where(jnp.arange(ROWS) == 1, controls.limit, 1)
+        batch = dataclasses.replace(batch, controls=dataclasses.replace(controls, limit=limit))
+        state = decode.start(self.decoder, self.params, batch)
+        state, stats, _ = refill.advance(self.decoder, self.params, state, self.counters())
+        return committed(state)[1], row_of(stats, 1)
 
     def truly_alone(self, i):
-        """In a batch of one, through `run`."""
-        state = decode.start(self.decoder, self.params, Prompts(*self.arrays([i])))
-        state, stats = decode.run(self.decoder, self.params, state, record=True)
-        return committed(state)[0], jax.tree.map(lambda x: np.asarray(x)[0].tolist(), stats)
+        """Decode one request in a batch of one, through `run`."""
+        state, stats = decode.run(self.decoder, self.params, self.start([i]), record=True)
+        return committed(state)[0], row_of(stats, 0)
 
     def together(self):
-        """(tokens, counters) of every request, and the steps that all of them took."""
-        state = decode.start(self.decoder, self.params, Prompts(*self.arrays([0, 1, 2])))
-        stats = zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
-        holds, waiting, found, steps = [0, 1, 2], [3, 4, 5, 6], {}, 0
-        while any(i is not None for i in holds):
+        """Return (tokens, counters) of every request, and the steps that all of them took."""
+        state, stats, steps = self.start([0, 1, 2]), self.counters(), 0
+        in_rows, waiting, results = [0, 1, 2], [3, 4, 5, 6], {}
+        while any(i is not None for i in in_rows):
             state, stats, taken = refill.advance(self.decoder, self.params, state, stats)
             steps += int(taken[0])
-            for row, i in enumerate(holds):
+            for row, i in enumerate(in_rows):
                 if i is None or not bool(state.done[row]):
                     continue
-                found[i] = (
-                    committed(state)[row],
-                    jax.tree.map(lambda x, r=row: np.asarray(x)[r].tolist(), stats),
-                )
-                holds[row] = waiting.pop(0) if waiting else None
-                if holds[row] is not None:
+                results[i] = committed(state)[row], row_of(stats, row)
+                in_rows[row] = waiting.pop(0) if waiting else None
+                if in_rows[row] is not None:
                     before = jax.tree.map(np.asarray, without_keys(state))
-                    prompts, *rest = self.arrays([holds[row]])
-                    # Only as wide as the prompt: the state's buffer is its own.
-                    width = int(rest[0][0])
-                    state, stats = refill.refill(
-                        self.decoder,
-                        self.params,
-                        state,
-                        stats,
-                        jnp.asarray([row]),
-                        Prompts(prompts[:, : max(width, 8)], *rest),
-                    )
+                    batch = self.batch([in_rows[row]])
+                    # Prompts may be narrower than the buffer of the state.
+                    batch = dataclasses.replace(batch, tokens=batch.tokens[:, : max(int(batch.length[0]), 8)])
+                    rows = jnp.asarray([row])
+                    state, stats = refill.refill(self.decoder, self.params, state, stats, rows, batch)
                     check_untouched(before, without_keys(state), row)
-        return found, steps
+        return results, steps
+
+
+def row_of(stats, row):
+    return jax.tree.map(lambda x: np.asarray(x)[row].tolist(), stats)
 
 
 def without_keys(state):
@@ -142,7 +136,7 @@ IN_TIME = ("ngram, mars",)
 @pytest.mark.parametrize(
     "pair", [pytest.param(pair, marks=[pytest.mark.slow] * (pair not in IN_TIME)) for pair in COVERING]
 )
-def test_what_is_put_into_a_running_state_decodes_as_alone(pair):
+def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
     """Tokens, counters and what each token was; a rule's own state and a draft's begin again as well."""
     served = Served(TARGET, *COVERING[pair])
     found, steps = served.together()
@@ -174,14 +168,11 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
     served = Served(model, drafter, verify.mars(theta=0.5), params, vocab=64)
 
     def decoded():
-        state = decode.start(served.decoder, params, Prompts(*served.arrays([0, 1, 2, 6])))
-        stats = zero_stats(4, drafter.max_depth, record=BUFFER)
-        state, stats, _ = refill.advance(
-            served.decoder, params, state, stats, 2
-        )  # rows 0 to 3; some are going on
-        early = committed(state)
-        new = served.arrays([3, 4])
-        state, stats = refill.refill(served.decoder, params, state, stats, jnp.asarray([1, 2]), Prompts(*new))
+        state, stats = served.start([0, 1, 2, 6]), zero_stats(4, drafter.max_depth, record=BUFFER)
+        # Stop when two rows are done. The others continue after the refill.
+        state, stats, _ = refill.advance(served.decoder, params, state, stats, 2)
+        early, rows = committed(state), jnp.asarray([1, 2])
+        state, stats = refill.refill(served.decoder, params, state, stats, rows, served.batch([3, 4]))
         state, stats, _ = refill.advance(served.decoder, params, state, stats, 4)
         return early, committed(state), np.asarray(stats.steps).tolist()
 
@@ -192,14 +183,13 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
     ]
     plain = decoded()
     assert (early, divided, steps) == plain
-    assert divided[1] == served.truly_alone(3)[0] and divided[2] == served.truly_alone(4)[0]
-    assert divided[0] == served.truly_alone(0)[0] and divided[3] == served.truly_alone(6)[0]
+    for row, request in enumerate((0, 3, 4, 6)):
+        assert divided[row] == served.truly_alone(request)[0]
 
 
-def test_an_advance_ends_with_the_first_row_that_does():
+def test_an_advance_ends_when_the_first_row_ends():
     served = Served(TARGET, drafters.none(), verify.exact())
-    state = decode.start(served.decoder, NO_WEIGHTS, Prompts(*served.arrays([0, 1, 2])))
-    stats = zero_stats(ROWS, served.decoder.max_depth)
+    state, stats = served.start([0, 1, 2]), zero_stats(ROWS, served.decoder.max_depth)
     state, stats, steps = refill.advance(served.decoder, NO_WEIGHTS, state, stats)
     assert int(state.done.sum()) == 1 and steps.tolist() == [int(stats.steps.max())] * ROWS
     state, stats, _ = refill.advance(served.decoder, NO_WEIGHTS, state, stats, 2)
@@ -208,37 +198,39 @@ def test_an_advance_ends_with_the_first_row_that_does():
 
 def test_a_row_has_at_most_as_many_stop_tokens_as_the_state():
     served = Served(TARGET, drafters.none(), verify.exact())
-    state = decode.start(served.decoder, NO_WEIGHTS, Prompts(*served.arrays([0, 1, 2])))
-    prompts, lengths, controls, rule, keys = served.arrays([3])
-    controls = dataclasses.replace(controls, stop_tokens=jnp.full((1, 3), 3, jnp.int32))
+    batch = served.batch([3])
+    controls = dataclasses.replace(batch.controls, stop_tokens=jnp.full((1, 3), 3, jnp.int32))
     with pytest.raises(MarsError, match="a row has 3 stop tokens and the state has room for 2"):
         served.decoder.insert(
-            NO_WEIGHTS, state, jnp.asarray([1]), Prompts(prompts, lengths, controls, rule, keys)
+            NO_WEIGHTS,
+            served.start([0, 1, 2]),
+            jnp.asarray([1]),
+            dataclasses.replace(batch, controls=controls),
         )
 
 
-def test_rows_of_another_part_of_a_mesh_are_refused():
+def test_a_row_of_another_shard_is_refused():
     with jax.set_mesh(parse_mesh("data=2")):
         check_places(jnp.asarray([1, 2]), 2, 4)
         with pytest.raises(MarsError, match=r"rows are \[2, 1\] on a mesh with data=2: expected the first 1"):
             check_places(jnp.asarray([2, 1]), 2, 4)
 
 
-def test_a_row_with_fewer_biased_tokens_than_the_state_has_keeps_its_own():
-    decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=16)
+def test_a_row_has_at_most_as_many_biased_tokens_as_the_state():
     prompts, lengths = ragged([3, 5], 12, VOCAB)
-    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
 
     def controls(rows, bias):
         return make_controls(rows, limit=12).replace(edits=make_edits(rows, logit_bias=bias))
 
-    wide = controls(2, {1: 0.5, 2: -1.0, 3: 2.0})
-    state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, wide, verify.exact(), keys))
-    row = (prompts[:1], lengths[:1], controls(1, {5: 1.5}), verify.exact(), keys[:1])
-    edits = decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), Prompts(*row)).controls.edits
+    def insert(state_bias, row_bias):
+        batch = (TARGET, drafters.none(), verify.exact(), prompts, lengths)
+        decoder, state = begin(*batch, controls=controls(2, state_bias))
+        keys = keys_from_seeds(jnp.arange(1))
+        row = Prompts(prompts[:1], lengths[:1], controls(1, row_bias), verify.exact(), keys)
+        return decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), row).controls.edits
+
+    edits = insert({1: 0.5, 2: -1.0, 3: 2.0}, {5: 1.5})
     assert edits.bias_tokens.tolist() == [[1, 2, 3], [5, NO_TOKEN, NO_TOKEN]]
     assert edits.bias.tolist() == [[0.5, -1.0, 2.0], [1.5, 0.0, 0.0]]
-    narrow = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls(2, {5: 1.5}), verify.exact(), keys))
-    row = (prompts[:1], lengths[:1], controls(1, {5: 1.5, 6: 1.0}), verify.exact(), keys[:1])
     with pytest.raises(MarsError, match="a row has 2 biased tokens and the state has room for 1"):
-        decoder.insert(NO_WEIGHTS, narrow, jnp.asarray([1]), Prompts(*row))
+        insert({5: 1.5}, {5: 1.5, 6: 1.0})

@@ -22,7 +22,7 @@ def test_values_at_places(form, dtype, shape):
 
 
 @pytest.mark.parametrize("form", [module._gather, module._compare])
-def test_what_is_not_picked_is_not_read(form):
+def test_values_that_are_not_picked_are_not_read(form):
     """A row's broken numbers harm none of the others."""
     values = jnp.asarray([[1.0, jnp.nan, -jnp.inf, jnp.inf]])
     np.testing.assert_array_equal(form(values, jnp.asarray([[0, 2]])), [[1.0, -np.inf]])

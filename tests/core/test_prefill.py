@@ -1,4 +1,4 @@
-"""How many tokens a prefill forward takes, and who says so."""
+"""The number of tokens that a forward of the prompt takes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,31 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.fake import hash_model
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 
+MODEL = hash_model(vocab_size=11)
 
-class Widths(list):
+
+def noting(widths, prefill_chunk):
     """A model that notes how many tokens each of its forwards takes."""
 
-    def of(self, model):
-        def forward(params, tokens, visible, cache):
-            self.append(tokens.shape[1])
-            return model.forward(params, tokens, visible, cache)
+    def forward(params, tokens, visible, cache):
+        widths.append(tokens.shape[1])
+        return MODEL.forward(params, tokens, visible, cache)
 
-        return model._replace(forward=forward)
+    return MODEL._replace(forward=forward, prefill_chunk=prefill_chunk)
 
 
-def read(target, drafter, buffer: int, **options) -> None:
-    decoder = decode.speculative_decoder(target, drafter, verify.exact(), **options)
+def read(target, drafter, buffer, prefill_chunk):
+    """Trace the prefill of a prompt."""
+    decoder = decode.speculative_decoder(target, drafter, verify.exact(), prefill_chunk=prefill_chunk)
     prompts, lengths = jnp.ones((1, buffer), jnp.int32), jnp.asarray([3], jnp.int32)
-    controls = make_controls(1, limit=buffer)
-    keys = keys_from_seeds(jnp.arange(1))
-    jax.eval_shape(decoder.init, Params(()), Prompts(prompts, lengths, controls, verify.exact(), keys))
+    batch = Prompts(
+        prompts, lengths, make_controls(1, limit=buffer), verify.exact(), keys_from_seeds(jnp.arange(1))
+    )
+    jax.eval_shape(decoder.init, Params(()), batch)
 
 
 @pytest.mark.parametrize(
-    ("own", "asked", "buffer", "wanted"),
+    ("of_model", "of_decoder", "buffer", "expected"),
     [
         (None, None, 128, prefill.CHUNK),
         (None, None, prefill.LONG, prefill.LONG_CHUNK),
@@ -41,22 +44,18 @@ def read(target, drafter, buffer: int, **options) -> None:
         (24, 16, 128, 16),
     ],
 )
-def test_the_call_before_the_model_before_the_backend(own, asked, buffer, wanted):
-    seen = Widths()
-    read(
-        seen.of(hash_model(vocab_size=11))._replace(prefill_chunk=own),
-        drafters.none(),
-        buffer,
-        prefill_chunk=asked,
-    )
-    assert set(seen) == {wanted}
+def test_the_chunk_of_the_decoder_overrides_the_models_and_that_the_backends(
+    of_model, of_decoder, buffer, expected
+):
+    widths = []
+    read(noting(widths, of_model), drafters.none(), buffer, of_decoder)
+    assert set(widths) == {expected}
 
 
-def test_a_draft_model_goes_by_its_own():
-    seen = Widths()
-    draft = seen.of(hash_model(vocab_size=11))._replace(prefill_chunk=8)
-    read(hash_model(vocab_size=11), drafters.language_model(draft, 2), 128, prefill_chunk=32)
-    assert set(seen) == {8}
+def test_a_draft_model_uses_its_own_chunk():
+    widths = []
+    read(MODEL, drafters.language_model(noting(widths, 8), 2), 128, 32)
+    assert set(widths) == {8}
 
 
 def test_an_accelerator_is_filled(monkeypatch):
@@ -68,8 +67,6 @@ def test_an_accelerator_is_filled(monkeypatch):
             assert prefill.chunk_of(2048) == 512
 
 
-def test_less_than_a_token_is_refused():
+def test_a_chunk_of_no_token_is_refused():
     with pytest.raises(MarsError, match="prefill_chunk is 0"):
-        decode.speculative_decoder(
-            hash_model(vocab_size=11), drafters.none(), verify.exact(), prefill_chunk=0
-        )
+        decode.speculative_decoder(MODEL, drafters.none(), verify.exact(), prefill_chunk=0)

@@ -13,12 +13,10 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
-from mars_jax.core.controls import make_controls
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.drafters.sized import sized, with_size
 from tests.helpers import committed, draft_input, every_drafter
-from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, check_same, made_of
+from tests.helpers.every_drafter import CHUNK, ROWS, batch_of, check_same, made_of
 
 # Drafters of several sizes, by the one whose sizes they are.
 SIZED = {
@@ -60,17 +58,8 @@ class States:
         rng = np.random.default_rng(lengths[0])
         return [rng.integers(0, self.vocab, n).tolist() for n in lengths]
 
-    def arrays(self, texts):
-        prompts = np.zeros((ROWS, BUFFER), np.int32)
-        for row, text in enumerate(texts):
-            prompts[row, : len(text)] = text
-        lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-        controls = make_controls(ROWS, limit=BUFFER, temperature=[0.9, 0.0, 1.3])
-        keys = keys_from_seeds(jnp.arange(ROWS, dtype=jnp.uint32))
-        return jnp.asarray(prompts), lengths, controls, self.rule, keys
-
     def fresh(self, texts, params=None):
-        return decode.start(self.decoder, params or self.params, Prompts(*self.arrays(texts)))
+        return decode.start(self.decoder, params or self.params, batch_of(texts, self.rule))
 
     def run(self, state, steps=99, params=None):
         return decode.run(self.decoder, params or self.params, state, record=True, max_steps=steps)
@@ -85,14 +74,14 @@ class States:
         """From one token, as a conversation begins."""
         texts = self.texts(33, 2, 47)
         state = self.fresh([text[:1] for text in texts])
-        return decode.extend(self.decoder, self.params, state, Prompts(*self.arrays(texts)))[0], texts
+        return decode.extend(self.decoder, self.params, state, batch_of(texts, self.rule))[0], texts
 
     def inserted(self):
         """Into rows that go on, one of which stays."""
         state, _ = self.run(self.fresh(self.texts(5, 20, 1)), 2)
         texts = self.texts(33, 1, 2)
         stats, rows = zero_stats(ROWS, self.decoder.max_depth), jnp.asarray([0, -1, 2])
-        state, _ = refill.refill(self.decoder, self.params, state, stats, rows, Prompts(*self.arrays(texts)))
+        state, _ = refill.refill(self.decoder, self.params, state, stats, rows, batch_of(texts, self.rule))
         return state, [texts[0], committed(state)[1], texts[2]]
 
     def drafted(self, state):
@@ -115,7 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("way", "name"), CASES)
-def test_it_drafts_as_a_fresh_state(way, name):
+def test_a_state_drafts_like_a_fresh_one(way, name):
     made = states(name)
     state, texts = getattr(made, way)()
     fresh = made.fresh(texts)

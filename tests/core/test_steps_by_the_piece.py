@@ -1,34 +1,25 @@
 """A bounded number of steps and a state on disk: both go on as `run` does."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
-from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
-from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
-from tests.helpers import NO_WEIGHTS, committed, ragged
+from tests.helpers import NO_WEIGHTS, begin, committed, ragged
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
-RULE = verify.mars(theta=0.5, max_relaxed_run=1)
-DECODER = decode.speculative_decoder(
-    TARGET, drafters.language_model(SMALL, tree=(2, 1, 1)), RULE, prefill_chunk=16
-)
+DRAFTER, RULE = drafters.language_model(SMALL, tree=(2, 1, 1)), verify.mars(theta=0.5, max_relaxed_run=1)
+DECODER = decode.speculative_decoder(TARGET, DRAFTER, RULE, prefill_chunk=16)
 
 
 def begun(rows=4):
     prompts, lengths = ragged([1, 6, 12, 17][:rows], 40, VOCAB)
-    controls = make_controls(
-        rows, limit=40, temperature=[0.0, 0.9, 0.0, 1.3][:rows], stop_tokens=[[3]] * rows
-    )
-    return decode.start(
-        DECODER, NO_WEIGHTS, Prompts(prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(rows)))
-    )
+    settings = {"temperature": [0.0, 0.9, 0.0, 1.3][:rows], "stop_tokens": [[3]] * rows}
+    return begin(TARGET, DRAFTER, RULE, prompts, lengths, **settings)[1]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,7 @@ def whole():
     return committed(state), int(stats.steps.max())
 
 
-def test_steps_by_the_piece_are_the_steps_of_a_run(whole):
+def test_bounded_runs_take_the_steps_of_one_run(whole):
     tokens, steps = whole
     state, taken = begun(), 0
     compiled = decode.run._cache_size()

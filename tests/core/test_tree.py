@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mars_jax.core import tree as trees
 from mars_jax.core.types import NO_NODE
+from tests.helpers import slow_but
 from tests.helpers.random_trees import B, D, N, S, python_walk, random_tree
 
 seeds = st.integers(0, 2**32 - 1)
@@ -23,51 +24,38 @@ def python_ancestors(parents, i):
     return seen
 
 
+BOUNDS = {
+    "none": (),
+    "number of relaxed edges": ("max_relaxed",),
+    "budget": ("cost", "budget"),
+    "number and budget": ("max_relaxed", "cost", "budget"),
+    # A cost without a budget bounds nothing.
+    "cost": ("cost",),
+}
+
+
+@pytest.mark.parametrize("bounds", slow_but(BOUNDS, "none", "number and budget"))
 @given(seeds)
 @property_test
-def test_walk_equals_the_python_walk(seed):
+def test_walk_equals_the_python_walk(bounds, seed):
     rng = np.random.default_rng(seed)
     tree = random_tree(rng)
-    exact, relaxed = rng.random((B, N)) < 0.3, rng.random((B, N)) < 0.4
-    max_run = rng.integers(0, 4, B)
-    path, count, edges = jax.jit(trees.walk)(
-        tree, jnp.asarray(exact), trees.Allowance(jnp.asarray(relaxed), jnp.asarray(max_run, jnp.int32))
-    )
+    exact, relaxed = rng.random((B, N)) < 0.25, rng.random((B, N)) < 0.5
+    max_run = rng.integers(0, 4, B).astype(np.int32)
+    drawn = {
+        "max_relaxed": rng.integers(0, 4, B).astype(np.int32),
+        "cost": rng.integers(0, 5, (B, N)).astype(np.float32) / 4,
+        "budget": rng.integers(0, 9, B).astype(np.float32) / 4,
+    }
+    drawn = {name: drawn[name] for name in BOUNDS[bounds]}
+    allowance = trees.Allowance(relaxed, max_run, **drawn)
+    path, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), jax.tree.map(jnp.asarray, allowance))
+    if "budget" not in drawn:
+        drawn.pop("cost", None)
     for b in range(B):
-        expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], relaxed[b], max_run[b], D)
+        row = {("most" if name == "max_relaxed" else name): x[b] for name, x in drawn.items()}
+        expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], relaxed[b], max_run[b], D, **row)
         assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
-
-
-@given(seeds)
-@property_test
-@pytest.mark.slow
-def test_a_walk_with_every_bound_equals_the_python_walk(seed):
-    rng = np.random.default_rng(seed)
-    tree = random_tree(rng)
-    exact, relaxed = rng.random((B, N)) < 0.2, rng.random((B, N)) < 0.7
-    max_run, most = rng.integers(1, 4, B), rng.integers(0, 4, B)
-    cost, budget = rng.integers(0, 5, (B, N)) / 4, rng.integers(0, 9, B) / 4
-
-    def walked(**bounds):
-        bounds = {
-            name: jnp.asarray(x, jnp.int32 if name == "max_relaxed" else jnp.float32)
-            for name, x in bounds.items()
-        }
-        allowed = trees.Allowance(jnp.asarray(relaxed), jnp.asarray(max_run, jnp.int32), **bounds)
-        path, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), allowed)
-        return [(path[b].tolist(), int(count[b]), edges[b].tolist()) for b in range(B)]
-
-    def expected(**bounds):
-        rows = [{name: x[b] for name, x in bounds.items()} for b in range(B)]
-        rest = (exact, relaxed, max_run)
-        return [
-            python_walk(tree.tokens[b], tree.parents[b], *(x[b] for x in rest), D, **rows[b])
-            for b in range(B)
-        ]
-
-    assert walked(max_relaxed=most) == expected(most=most)
-    assert walked(max_relaxed=most, cost=cost, budget=budget) == expected(most=most, cost=cost, budget=budget)
-    assert walked(cost=cost) == walked() == expected()  # what costs is free where no budget bounds it
 
 
 def test_without_an_allowance_only_exact_edges_are_walked():
@@ -81,31 +69,6 @@ def test_without_an_allowance_only_exact_edges_are_walked():
 
 def mask_of(tree, start):
     return trees.visible(tree, start).dense(S)
-
-
-@given(seeds)
-@property_test
-def test_what_a_walk_spends_stays_within_the_budget_and_the_next_affordable_edge_is_taken(seed):
-    """With the first relaxed child free of choice: along a chain, against plain Python."""
-    rng = np.random.default_rng(seed)
-    tree = trees.chain(jnp.zeros((B, N), jnp.int32))
-    exact, relaxed = rng.random((B, N)) < 0.3, rng.random((B, N)) < 0.8
-    cost, budget = rng.integers(0, 5, (B, N)) / 4, rng.integers(0, 9, B) / 4
-    allowed = trees.Allowance(
-        jnp.asarray(relaxed),
-        jnp.full((B,), N, jnp.int32),
-        jnp.asarray(cost, jnp.float32),
-        jnp.asarray(budget, jnp.float32),
-    )
-    _, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), allowed)
-    for b in range(B):
-        left, taken = budget[b], []
-        for i in range(1, N):
-            if not exact[b, i] and not (relaxed[b, i] and cost[b, i] <= left):
-                break
-            taken.append(not exact[b, i])
-            left -= cost[b, i] if taken[-1] else 0
-        assert int(count[b]) == len(taken) and edges[b, : len(taken)].tolist() == taken
 
 
 @given(seeds)

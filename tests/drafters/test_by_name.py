@@ -15,7 +15,7 @@ def target():
 
 
 @pytest.mark.parametrize("tree", ["dynamic", "dynamic:4-3-12", "3-2"])
-def test_a_tree_is_what_its_text_says(target, tree):
+def test_a_tree_may_be_given_as_text(target, tree):
     made, meant = (
         mj.drafters.load("eagle:tiny/eagle3", target, tree=shape).drafter
         for shape in (tree, parse_tree(tree))
@@ -24,7 +24,7 @@ def test_a_tree_is_what_its_text_says(target, tree):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         ({"tree": "dynamc"}, "tree is dynamc .did you mean dynamic"),
         ({"tree": 5}, "tree is 5: expected the children per node at each depth"),
@@ -39,6 +39,6 @@ def test_a_tree_is_what_its_text_says(target, tree):
         ({"num_draft_tokens": "3"}, "num_draft_tokens is '3': expected a whole number"),
     ],
 )
-def test_what_is_no_shape_gets_a_sentence(options, said):
-    with pytest.raises(MarsError, match=said):
+def test_a_bad_shape_gets_one_sentence(options, sentence):
+    with pytest.raises(MarsError, match=sentence):
         mj.drafters.load("ngram", None, **options)

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
-from mars_jax.core import decode, fake
+from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Prompts, keys_from_seeds
-from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
-
-VOCAB = 13
-TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+from mars_jax.core.types import keys_from_seeds
+from mars_jax.drafters import Dynamic
+from tests.helpers import NO_WEIGHTS, begin, draft_input, logits_after, ragged
+from tests.helpers.drafted import check_best_children
+from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
 
 def scores(tokens):
@@ -25,36 +24,14 @@ def scores(tokens):
 @pytest.mark.parametrize("branching", [pytest.param((1, 1, 1, 1), marks=pytest.mark.slow), (3, 2, 1)])
 def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(branching):
     drafter = drafters.language_model(SMALL, tree=branching)
-    decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=16)
-    prompts, lengths = ragged([1, 2, 9], 40, VOCAB)
-    state = decode.start(
-        decoder,
-        NO_WEIGHTS,
-        Prompts(
-            prompts,
-            lengths,
-            make_controls(3, limit=40),
-            verify.exact(),
-            keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
-        ),
-    )
-    seen, propose = set(), jax.jit(drafter.propose)
+    decoder, state = begin(TARGET, drafter, verify.exact(), *ragged([1, 2, 9], 40, VOCAB))
+    counts, propose = set(), jax.jit(drafter.propose)
     for _ in range(8):
         tree, _ = propose(NO_WEIGHTS, state.draft, draft_input(state))
-        for row in range(3):
-            past = state.tokens[row, : state.length[row]].tolist()
-            parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
-            assert tokens[0] == past[-1]
-            for node in range(len(tokens)):
-                kids = [tokens[i] for i in range(len(tokens)) if parents[i] == node]
-                branch, at = [], node
-                while at > 0:
-                    branch, at = [tokens[at], *branch], parents[at]
-                best = np.argsort(-scores(past + branch), kind="stable")[: len(kids)]
-                assert kids == best.tolist()
+        check_best_children(tree, state, scores)
         state, info = decode.jitted_step(decoder, NO_WEIGHTS, state)
-        seen |= set(info.num_emitted.tolist())
-    assert {1, 2} <= seen  # rejections and acceptances both happened
+        counts |= set(info.num_emitted.tolist())
+    assert {1, 2} <= counts, "a draft was rejected and one was accepted"
 
 
 def test_sampled_drafts_follow_the_processed_distribution_they_report():
@@ -75,10 +52,20 @@ def test_sampled_drafts_follow_the_processed_distribution_they_report():
     np.testing.assert_allclose(got, want, atol=5 * 0.5 / rows**0.5)
 
 
-def test_arguments_that_make_no_draft_are_refused():
-    with pytest.raises(MarsError, match="num_draft_tokens is 0: expected a whole number from 1 to 128"):
-        drafters.language_model(SMALL, 0)
-    with pytest.raises(MarsError, match="expected the children per node"):
-        drafters.language_model(SMALL, tree=(2, 0))
-    with pytest.raises(MarsError, match="20 children in a vocabulary of 13"):
-        drafters.language_model(SMALL, tree=(20,))
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: drafters.language_model(SMALL, 0), "num_draft_tokens is 0: expected a whole number from 1 to 128"),
+        (lambda: drafters.language_model(SMALL, tree=(2, 0)), "expected the children per node"),
+        (lambda: drafters.language_model(SMALL, tree=(20,)), "20 children in a vocabulary of 13"),
+        (lambda: drafters.language_model(SMALL, tree=Dynamic(20, 2, 9)), "20 children in a vocabulary of 13"),
+        (lambda: Dynamic(0, 1, 9), "of a dynamic tree is"),
+        (lambda: Dynamic(2, 0, 9), "of a dynamic tree is"),
+        (lambda: Dynamic(2, 2, 1), "of a dynamic tree is"),
+        (lambda: drafters.ngram(0), "num_draft_tokens is 0: expected a whole number from 1 to 128"),
+        (lambda: drafters.ngram(4, max_ngram=2, min_ngram=3), "1 <= min_ngram <= max_ngram"),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_draft_out_of_range_are_refused(make, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        make()

@@ -20,17 +20,16 @@ import mars_jax as mj
 from mars_jax import constraints, drafters, hub, verify
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import decode, fake
-from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, Prompts, keys_from_seeds
+from mars_jax.core.types import Params
 from mars_jax.drafters.shared_tokens import Shared, shared_tokens, tables
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import check_same_vocabulary
 from tests.cli.conftest import write_checkpoint
-from tests.helpers import draft_input, logits_after, ragged
+from tests.helpers import begin, draft_input, logits_after, ragged
+from tests.helpers.drafted import check_best_children
+from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
-VOCAB = 13
-TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)  # as many tokens, which mean others
+# as many tokens, which mean others
 IDS = np.asarray([3, -1, 2, 1, 0, 7, -1, 5, 8, 11, -1, 9, 12], np.int32)
 FED = np.asarray([4, 3, 2, 0, 9, 7, 1, 5, 8, 11, 6, 9, 12], np.int32)
 PARAMS = Params(target=(), draft=Shared((), jnp.asarray(IDS), jnp.asarray(FED)))
@@ -97,7 +96,7 @@ def test_vocabularies_that_share_next_to_nothing_are_refused(target):
         shared_tokens(few, hub.outline(target))
 
 
-def test_what_has_to_share_a_tokenizer_is_refused_without(target, shuffled):
+def test_models_with_different_tokenizers_are_refused(target, shuffled):
     with pytest.raises(mj.MarsError, match=r"different vocabularies \(\d+ tokens differ, such as "):
         check_same_vocabulary(hub.outline(target), hub.outline(shuffled))
 
@@ -105,34 +104,21 @@ def test_what_has_to_share_a_tokenizer_is_refused_without(target, shuffled):
 @pytest.mark.parametrize("branching", [(3, 2, 1), pytest.param((1, 1, 1, 1), marks=pytest.mark.slow)])
 def test_drafts_are_the_best_shared_tokens_of_a_model_that_reads_token_by_token(branching):
     drafter = drafters.language_model(SMALL, tree=branching, own_tokens=True)
-    decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=16)
-    prompts, lengths = ragged([1, 2, 9], 40, VOCAB)
-    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
-    given = Prompts(prompts, lengths, make_controls(3, limit=40), verify.exact(), keys)
-    state, propose = decode.start(decoder, PARAMS, given), jax.jit(drafter.propose)
+    batch = ragged([1, 2, 9], 40, VOCAB)
+    decoder, state = begin(TARGET, drafter, verify.exact(), *batch, params=PARAMS)
+    propose = jax.jit(drafter.propose)
     for _ in range(4):
         tree, _ = propose(PARAMS, state.draft, draft_input(state))
-        for row in range(3):
-            past = state.tokens[row, : state.length[row]].tolist()
-            parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
-            for node in range(len(tokens)):
-                kids = [tokens[i] for i in range(len(tokens)) if parents[i] == node]
-                branch, at = [], node
-                while at > 0:
-                    branch, at = [tokens[at], *branch], parents[at]
-                best = np.argsort(-scores(past + branch), kind="stable")[: len(kids)]
-                assert kids == best.tolist()
+        check_best_children(tree, state, scores)
         state, _ = decode.jitted_step(decoder, PARAMS, state)
 
 
 @pytest.mark.slow
 def test_a_sampled_draft_has_its_true_q_and_rejection_the_targets_law():
-    drafter = drafters.language_model(SMALL, 2, sample=True, own_tokens=True)
-    decoder, rows = decode.speculative_decoder(TARGET, drafter, verify.rejection(), prefill_chunk=16), 4000
+    drafter, rows = drafters.language_model(SMALL, 2, sample=True, own_tokens=True), 4000
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([4], 12, VOCAB))
-    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
-    controls = make_controls(rows, limit=12, temperature=0.7)
-    state = decode.start(decoder, PARAMS, Prompts(prompts, lengths, controls, verify.rejection(), keys))
+    batch = (TARGET, drafter, verify.rejection(), prompts, lengths)
+    decoder, state = begin(*batch, params=PARAMS, temperature=0.7)
     tree, _ = jax.jit(drafter.propose)(PARAMS, state.draft, draft_input(state))
     past = prompts[0, :4].tolist()
     q, p = (jax.nn.softmax(z / 0.7) for z in (scores(past), logits_after(TARGET, past, width=48)))
@@ -140,8 +126,8 @@ def test_a_sampled_draft_has_its_true_q_and_rejection_the_targets_law():
     _, info = decode.jitted_step(decoder, PARAMS, state)
     # Five standard deviations of a share estimated from 4000 draws.
     for tokens, law in ((tree.tokens[:, 1], q), (info.emitted[:, 0], p)):
-        got = np.bincount(tokens, minlength=VOCAB) / rows
-        np.testing.assert_allclose(got, law, atol=5 * 0.5 / rows**0.5)
+        shares = np.bincount(tokens, minlength=VOCAB) / rows
+        np.testing.assert_allclose(shares, law, atol=5 * 0.5 / rows**0.5)
 
 
 def drafted(target, spec, *, mesh=None, costs=None, **options):

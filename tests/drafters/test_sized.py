@@ -13,7 +13,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.core import decode, fake
+from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
@@ -33,10 +33,8 @@ from mars_jax.drafters.sized import (
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
 from tests.helpers import draft_input, logits_after, ragged
+from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
-VOCAB = 13
-TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
-SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 CHAIN = drafters.language_model(SMALL, 4)
 CHAINS = drafters.LoadedDrafter(CHAIN, (), resized=lambda length: drafters.language_model(SMALL, length))
 MADE = sized(CHAINS)

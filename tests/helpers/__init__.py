@@ -79,21 +79,32 @@ def judge(rule):
     return decide
 
 
-def decode_all(
-    target, drafter, rule, prompts, lengths, *, limit=None, seeds=None, params=NO_WEIGHTS, **chosen
+def begin(
+    target, drafter, rule, prompts, lengths, *, controls=None, seeds=None, params=NO_WEIGHTS, **settings
 ):
-    """Run to the end; returns (state, stats). Stop tokens are two a row, given or not: one program for both."""
+    """Return a decoder and the state of a batch before its first step. `settings` are those of `make_controls`."""
     batch, buffer = prompts.shape
-    stops = list(chosen.pop("stop_tokens", ()))
-    stops = stops if stops and isinstance(stops[0], list) else [stops] * batch
-    chosen["stop_tokens"] = [[*row, NO_TOKEN, NO_TOKEN][: max(2, len(row))] for row in stops]
-    rule = with_numbers(rule, **{name: chosen.pop(name) for name in NUMBERS if name in chosen})
-    made = make_controls(batch, limit=buffer if limit is None else limit, **chosen)
-    if not isinstance(seeds, jax.Array):  # of the host, for which nothing is compiled
+    if controls is None:
+        controls = make_controls(batch, **{"limit": buffer, **settings})
+    if not isinstance(seeds, jax.Array):
+        # Seeds in host memory: JAX compiles nothing to create them.
         seeds = np.asarray(range(batch) if seeds is None else seeds, np.uint32)
-    keys = keys_from_seeds(seeds)
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
-    state = decode.start(decoder, params, Prompts(prompts, lengths, made, rule, keys))
+    batch = Prompts(prompts, lengths, controls, rule, keys_from_seeds(seeds))
+    return decoder, decode.start(decoder, params, batch)
+
+
+def decode_all(
+    target, drafter, rule, prompts, lengths, *, limit=None, seeds=None, params=NO_WEIGHTS, **settings
+):
+    """Decode to the end and return (state, stats). Every row has two stop tokens, so that all calls share a program."""
+    batch, buffer = prompts.shape
+    stops = list(settings.pop("stop_tokens", ()))
+    stops = stops if stops and isinstance(stops[0], list) else [stops] * batch
+    settings["stop_tokens"] = [[*row, NO_TOKEN, NO_TOKEN][: max(2, len(row))] for row in stops]
+    rule = with_numbers(rule, **{name: settings.pop(name) for name in NUMBERS if name in settings})
+    settings["limit"] = buffer if limit is None else limit
+    decoder, state = begin(target, drafter, rule, prompts, lengths, seeds=seeds, params=params, **settings)
     return decode.run(decoder, params, state)
 
 

@@ -106,29 +106,24 @@ class Cases:
         arguments, options = self.case(seed, 3, 12, 4, 150, sampled=sampled)
         self.check(*arguments, **options)
 
-    # Several blocks of trees, the last one partial; 8 nodes are rows of a matrix, 7 and 60 stay a tree's own.
-    @pytest.mark.parametrize(("batch", "nodes"), [(19, 8), (19, 7), (2, 60)])
-    def test_every_arrangement_of_rows(self, batch, nodes):
-        arguments, options = self.case(batch + nodes, batch, nodes, 4, 260, sampled=True)
-        self.check(*arguments, **options)
-
-    @pytest.mark.parametrize("batch", [1, 20])
-    def test_one_node_emits_its_token(self, batch):
-        arguments, options = self.case(3, batch, 1, 0, 130)
-        got = self.check(*arguments, **options)
-        np.testing.assert_array_equal(got.next_token, got.stats.id1[:, 0])
-
-    def test_a_wide_tree(self):
-        arguments, options = self.case(5, 2, 64, 1, 140)
-        self.check(*arguments, **options)
-
-    def test_a_deep_chain(self):
-        arguments, options = self.case(6, 3, 16, 15, 140, chain=True)
-        self.check(*arguments, **options)
-
-    def test_bfloat16_logits(self):
-        arguments, options = self.case(7, 17, 8, 4, 300, dtype=jnp.bfloat16)
-        self.check(*arguments, **options)
+    @pytest.mark.parametrize(
+        ("seed", "shape", "options"),
+        [
+            # Several blocks of trees, the last one partial. 8 nodes are rows of a matrix, 7 and 60 stay a tree's own.
+            (27, (19, 8, 4, 260), {"sampled": True}),
+            (26, (19, 7, 4, 260), {"sampled": True}),
+            (62, (2, 60, 4, 260), {"sampled": True}),
+            # One node, which emits its token; a wide tree; a deep chain.
+            (3, (1, 1, 0, 130), {}),
+            (3, (20, 1, 0, 130), {}),
+            (5, (2, 64, 1, 140), {}),
+            (6, (3, 16, 15, 140), {"chain": True}),
+            (7, (17, 8, 4, 300), {"dtype": jnp.bfloat16}),
+        ],
+    )
+    def test_trees_of_every_shape(self, seed, shape, options):
+        arguments, depth = self.case(seed, *shape, **options)
+        self.check(*arguments, **depth)
 
     def test_infinite_theta_equals_strict_for_every_margin(self):
         (logits, tokens, parents, _, controls), options = self.case(8, 6, 9, 2, 50)

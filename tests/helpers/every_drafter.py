@@ -8,7 +8,8 @@ import numpy as np
 
 from mars_jax import contrib, drafters
 from mars_jax.contrib.models import medusa_layers
-from mars_jax.core.types import Params
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.models import eagle_head, init_params, language_model
 from tests.helpers import NO_WEIGHTS, cascades, dflash, sprinters
@@ -81,6 +82,17 @@ def made_of(name):
         loaded = drafters.sized(chain, costs=[1.0, 1.2, 1.4])
         return TARGET, loaded, NO_WEIGHTS._replace(draft=loaded.params), VOCAB
     return of_model(name)
+
+
+def batch_of(texts, rule, *, limit=BUFFER, temperature=(0.9, 0.0, 1.3), stop_tokens=()):
+    """Prompts of the given token lists, padded to `BUFFER`; each row has its own temperature."""
+    prompts = np.zeros((ROWS, BUFFER), np.int32)
+    for row, text in enumerate(texts):
+        prompts[row, : len(text)] = text
+    lengths = np.asarray([len(text) for text in texts], np.int32)
+    controls = make_controls(ROWS, limit=limit, temperature=temperature, stop_tokens=stop_tokens)
+    keys = keys_from_seeds(jnp.arange(ROWS, dtype=jnp.uint32))
+    return Prompts(jnp.asarray(prompts), jnp.asarray(lengths), controls, rule, keys)
 
 
 def check_same(fresh, found):

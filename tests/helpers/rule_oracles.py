@@ -95,7 +95,7 @@ def chi_square(sequences: np.ndarray, joint: np.ndarray) -> float:
     rare = expected < 5
     counts, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
     used = expected > 0
-    return float(stats.chisquare(counts[used], expected[used]).pvalue)
+    return float(stats.chisquare(counts[used], expected[used]).pvalue) if used.sum() > 1 else 1.0
 
 
 def keys_of(seed: int, rows: int) -> jax.Array:

@@ -8,38 +8,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import AcceptControls, TpuBlocks, margin_accept, margin_stats
-from tests.helpers.lowering import LOGITS, lowered
+from kernels_pallas import TpuBlocks, margin_stats
+from tests.helpers.lowering import LOGITS, acceptance, lowered, statistics
 
 
-def acceptance(**options):
-    """`margin_accept` of `LOGITS`, and the shapes of its arguments."""
-    i32, row = jax.ShapeDtypeStruct((8, 8), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    controls = AcceptControls(
-        jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8,), bool), row, i32
-    )
-    return functools.partial(margin_accept, max_depth=7, **options), (LOGITS, i32, i32, None, controls)
-
-
-BOTH_DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-BOTH_FORMS = pytest.mark.parametrize("logsumexp", [False, True])
-
-
-@BOTH_DTYPES
-@BOTH_FORMS
-def test_the_default_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere(dtype, logsumexp):
-    stats = functools.partial(margin_stats, logsumexp=logsumexp)
-    logits = jax.ShapeDtypeStruct(LOGITS.shape, dtype)
-    assert lowered(stats, logits, platform="tpu").count("tpu_custom_call") == 1
+@pytest.mark.parametrize(
+    "program",
+    [
+        statistics(),
+        statistics(logsumexp=True),
+        statistics(jnp.bfloat16),
+        statistics(jnp.bfloat16, logsumexp=True),
+        acceptance(),
+    ],
+)
+def test_the_default_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere(program):
+    function, arguments = program
+    assert lowered(function, *arguments, platform="tpu").count("tpu_custom_call") == 1
     for platform in ("cpu", "cuda"):
-        assert "custom_call" not in lowered(stats, logits, platform=platform)
-
-
-def test_acceptance_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere():
-    accept, arguments = acceptance()
-    assert lowered(accept, *arguments, platform="tpu").count("tpu_custom_call") == 1
-    for platform in ("cpu", "cuda"):
-        assert "custom_call" not in lowered(accept, *arguments, platform=platform)
+        assert "custom_call" not in lowered(function, *arguments, platform=platform)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +37,8 @@ def test_a_gpu_takes_the_form_that_xla_can_partition(platform, form, other):
     """Programs are told apart by their reductions, of which the search of blocks has more."""
 
     def reductions(**options):
-        accept, arguments = acceptance(**options)
-        return [
-            lowered(function, *operands, platform=platform).count("stablehlo.reduce")
-            for function, operands in (
-                (functools.partial(margin_stats, **options), (LOGITS,)),
-                (accept, arguments),
-            )
-        ]
+        programs = [statistics(**options), acceptance(**options)]
+        return [lowered(f, *args, platform=platform).count("stablehlo.reduce") for f, args in programs]
 
     assert reductions() == reductions(implementation=form) != reductions(implementation=other)
 
@@ -73,13 +54,17 @@ def test_a_named_kernel_fails_where_it_cannot_run():
         margin_stats(jnp.zeros((2, 300)), implementation="pallas_tpu")
 
 
-def test_options_that_would_be_ignored_are_refused():
-    with pytest.raises(ValueError, match="blocks and interpret belong to a kernel"):
-        margin_stats(jnp.zeros((2, 300)), blocks=TpuBlocks(8, 128))
-    with pytest.raises(ValueError, match="blocks and interpret belong to a kernel"):
-        margin_stats(jnp.zeros((2, 300)), implementation="xla", interpret=True)
-    with pytest.raises(ValueError, match="implementation is 'cuda': expected None or one of reference, xla"):
-        margin_stats(jnp.zeros((2, 300)), implementation="cuda")
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"blocks": TpuBlocks(8, 128)}, "blocks and interpret belong to a kernel"),
+        ({"implementation": "xla", "interpret": True}, "blocks and interpret belong to a kernel"),
+        ({"implementation": "cuda"}, "implementation is 'cuda': expected None or one of reference, xla"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        margin_stats(jnp.zeros((2, 300)), **options)
 
 
 @pytest.mark.parametrize("implementation", [None, "xla", "reference"])

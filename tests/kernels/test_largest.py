@@ -105,12 +105,12 @@ def test_a_vocabulary_that_is_divided_over_devices(form):
 
 
 @pytest.mark.parametrize("form", ["kernel", "xla"])
-def test_rows_that_are_no_numbers_still_name_tokens(form):
+def test_rows_of_nan_still_name_tokens(form):
     found = top_k(jnp.full((2, 300), jnp.nan), 5, **FORMS[form])
     assert ((found.ids >= 0) & (found.ids < 300)).all()
 
 
-def test_what_does_not_fit_the_kernel_is_refused_where_it_was_named():
+def test_a_named_kernel_refuses_a_vocabulary_that_does_not_fit():
     logits = jax.ShapeDtypeStruct((8, 2**18), jnp.float32)
     named = functools.partial(top_k, k=4, implementation="pallas_tpu")
     with pytest.raises(BlockError, match="do not fit"):

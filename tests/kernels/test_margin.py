@@ -1,18 +1,18 @@
-"""`margin_stats` against numpy: one class of cases that every implementation inherits."""
+"""Every form of `margin_stats` against numpy."""
 
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas import MarginStats, TpuBlocks, margin_stats, reference, xla
+from kernels_pallas import MarginStats, TpuBlocks, margin_stats, xla
+from tests.helpers import slow_but
 from tests.helpers.implementations import assert_no_races, compiled
 from tests.helpers.kernel_oracles import top_two
 
@@ -20,162 +20,126 @@ from tests.helpers.kernel_oracles import top_two
 TOLERANCE = 2e-5
 
 
-class Cases:
-    """Every case compares values and ids exactly; only the logsumexp may differ by rounding."""
+def normal(*shape, seed=0, scale=3.0, dtype=jnp.float32):
+    z = np.random.default_rng(seed).normal(scale=scale, size=shape)
+    return jnp.asarray(z, jnp.float32).astype(dtype)
 
-    name: str
-    vocabularies: ClassVar = {
-        "float32": (1, 2, 127, 128, 129, 32000, 151936),
-        "bfloat16": (129, 32000),
-    }
 
-    @functools.cached_property
-    def stats(self):
-        return compiled(margin_stats, self.name, ("logsumexp", "blocks"))
+def ties():
+    """Three equal largest logits per row, within a block and across blocks."""
+    z = np.zeros((6, 1300), np.float32)
+    places = [(0, 1, 2), (5, 133, 261), (1299, 4, 900), (128, 256, 384), (127, 128, 129), (1298, 1299, 0)]
+    for row, tokens in enumerate(places):
+        z[row, list(tokens)] = 2.0
+    return jnp.asarray(z)
 
-    def check(self, logits, *, without=False, **options):
-        """With the logsumexp; `without=True` also without it, where another kernel is compiled."""
-        for logsumexp in (True, False)[: 1 + without]:
-            got = self.stats(logits, logsumexp=logsumexp, **options)
-            assert [x.dtype for x in got[:4]] == [jnp.float32, jnp.int32, jnp.float32, jnp.int32]
-            want = top_two(logits)
-            for field, value, expected in zip(MarginStats._fields, got[:4], want[:4], strict=False):
-                np.testing.assert_array_equal(value, expected, err_msg=field)
-            if logsumexp:
-                np.testing.assert_allclose(got.logsumexp, want[4], atol=TOLERANCE, rtol=1e-6)
-            else:
-                assert got.logsumexp is None
-        if self.name == "mosaic_simulated":
-            assert_no_races()
 
-    def normal(self, *shape, seed=0, scale=3.0, dtype=jnp.float32):
-        z = np.random.default_rng(seed).normal(scale=scale, size=shape)
-        return jnp.asarray(z, jnp.float32).astype(dtype)
+def zeros_of_both_signs():
+    z = np.full((2, 300), -1.0, np.float32)
+    z[0, [3, 200]], z[1, [3, 200]] = (-0.0, 0.0), (0.0, -0.0)
+    return jnp.asarray(z)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_every_vocabulary_size(self, dtype):
-        for vocab in self.vocabularies[dtype]:
-            self.check(self.normal(2, 3, vocab, dtype=dtype))
 
-    def test_without_the_logsumexp(self):
-        self.check(self.normal(3, 1100), without=True)
+def masked():
+    """Rows with no token, with one token, and with whole blocks masked."""
+    z = np.asarray(normal(7, 1300)).copy()
+    z[0] = z[6] = -np.inf
+    z[1, 1:] = -np.inf
+    z[2, :-1] = -np.inf
+    z[3, :700] = -np.inf
+    z[4, 200:] = -np.inf
+    z[5, np.arange(1300) % 7 > 0] = -np.inf
+    return jnp.asarray(z)
 
-    def test_every_shape_in_front_of_the_vocabulary(self):
-        # One node, chains, trees that are no multiple of 8, matrices and single rows.
-        for lead in [(), (17,), (3, 1), (2, 33), (2, 2, 3)]:
-            self.check(self.normal(*lead, 300))
 
-    def test_constant_rows_name_the_first_two_tokens(self):
-        for value in (0.0, -7.5, 3.0):
-            self.check(jnp.full((1, 3, 400), value, jnp.float32))
+VOCABULARIES = {"float32": (1, 2, 127, 128, 129, 32000, 151936), "bfloat16": (129, 32000)}
+CASES = {
+    **{
+        f"{vocab} tokens in {dtype}": functools.partial(normal, 2, 3, vocab, dtype=dtype)
+        for dtype, sizes in VOCABULARIES.items()
+        for vocab in sizes
+    },
+    # One node, chains, trees that are no multiple of 8, matrices and single rows.
+    **{
+        f"rows {lead}": functools.partial(normal, *lead, 300)
+        for lead in [(), (17,), (3, 1), (2, 33), (2, 2, 3)]
+    },
+    "constant": lambda: jnp.full((1, 3, 400), -7.5, jnp.float32),
+    "ties": ties,
+    "zeros of both signs": zeros_of_both_signs,
+    # bfloat16 has 8 bits of mantissa: near 100 neighbouring values are 0.5 apart, so ties abound.
+    "ties in bfloat16": lambda: jnp.round(normal(2, 5, 700) + 100.0).astype(jnp.bfloat16),
+    "negative": lambda: -10.0 - jnp.abs(normal(2, 3, 500)),
+    "huge": lambda: normal(2, 3, 500) * 1e30,
+    "tiny": lambda: normal(2, 3, 500) * 1e-30,
+    "masked": masked,
+    "masked in bfloat16": lambda: masked().astype(jnp.bfloat16),
+}
+FORMS = ("reference", "xla", "partitioned", "mosaic", "mosaic_simulated")
 
-    def test_ties_go_to_the_smaller_id_wherever_they_lie(self):
-        z = np.zeros((6, 1300), np.float32)
-        for row, (i, j, k) in enumerate(
-            [(0, 1, 2), (5, 133, 261), (1299, 4, 900), (128, 256, 384), (127, 128, 129), (1298, 1299, 0)]
-        ):
-            z[row, [i, j, k]] = 2.0
-        self.check(jnp.asarray(z))
 
-    def test_zero_and_minus_zero_are_equal(self):
-        z = np.full((2, 300), -1.0, np.float32)
-        z[0, [3, 200]], z[1, [3, 200]] = (-0.0, 0.0), (0.0, -0.0)
-        self.check(jnp.asarray(z))
+@functools.cache
+def stats_of(form):
+    return compiled(margin_stats, form, ("logsumexp", "blocks"))
 
-    def test_bfloat16_ties(self):
-        # 8 bits of mantissa: near 100 neighbouring values are 0.5 apart, so ties abound.
-        self.check(jnp.round(self.normal(2, 5, 700) + 100.0).astype(jnp.bfloat16))
 
-    def test_all_negative_logits(self):
-        self.check(-10.0 - jnp.abs(self.normal(2, 3, 500)))
+def check(form, logits, *, logsumexp=True, **options):
+    """Compare with numpy: values and ids exactly; only the logsumexp may differ by rounding."""
+    got = stats_of(form)(logits, logsumexp=logsumexp, **options)
+    assert [x.dtype for x in got[:4]] == [jnp.float32, jnp.int32, jnp.float32, jnp.int32]
+    want = top_two(logits)
+    for field, value, expected in zip(MarginStats._fields, got[:4], want[:4], strict=False):
+        np.testing.assert_array_equal(value, expected, err_msg=field)
+    if logsumexp:
+        np.testing.assert_allclose(got.logsumexp, want[4], atol=TOLERANCE, rtol=1e-6)
+    else:
+        assert got.logsumexp is None
+    if form == "mosaic_simulated":
+        assert_no_races()
 
-    def test_huge_and_tiny_logits(self):
-        z = self.normal(2, 3, 500)
-        self.check(z * 1e30)
-        self.check(z * 1e-30)
 
-    def test_masked_vocabularies_give_no_nan(self):
-        z = np.asarray(self.normal(7, 1300)).copy()
-        z[0] = -np.inf  # nothing allowed
-        z[1, 1:] = -np.inf  # one token
-        z[2, :-1] = -np.inf
-        z[3, :700] = -np.inf  # whole blocks
-        z[4, 200:] = -np.inf
-        z[5, np.arange(1300) % 7 > 0] = -np.inf
-        z[6, [0, 2]] = np.inf, -np.inf
-        z[6] = np.where(z[6] == np.inf, -np.inf, z[6])
-        self.check(jnp.asarray(z))
-        self.check(jnp.asarray(z).astype(jnp.bfloat16))
-
-    # The subclasses are different executors on purpose; nothing is replayed from a database.
-    @settings(
-        max_examples=10,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.differing_executors],
+def speed(form, case):
+    slow = form == "mosaic_simulated" or (
+        form == "mosaic" and case.startswith(("151936", "32000 tokens in b"))
     )
-    @given(seed=st.integers(0, 2**32 - 1))
-    def test_random_rows_of_few_values(self, seed):
-        rng = np.random.default_rng(seed)
-        values = np.asarray([-np.inf, -2.0, -0.0, 0.0, 1.5, 1.5, 3.0], np.float32)
-        self.check(jnp.asarray(rng.choice(values[: rng.integers(1, 8)], size=(5, 517))))
+    return pytest.param(form, case, marks=[pytest.mark.slow] * slow)
 
 
-def test_the_default_is_the_xla_form_on_cpu():
-    z = Cases().normal(2, 3, 5000)
-    got, want = jax.jit(margin_stats)(z), jax.jit(functools.partial(margin_stats, implementation="xla"))(z)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+@pytest.mark.parametrize(("form", "case"), [speed(form, case) for form in FORMS for case in CASES])
+def test_statistics_are_those_of_a_sort(form, case):
+    check(form, CASES[case]())
 
 
-class TestReference(Cases):
-    name = "reference"
+@pytest.mark.parametrize("form", slow_but(FORMS, *FORMS[:-1]))
+def test_statistics_without_the_logsumexp(form):
+    check(form, normal(3, 1100), logsumexp=False)
 
 
-class TestXla(Cases):
-    name = "xla"
-
-    def test_greedy_statistics_compute_no_exponential(self):
-        program = jax.jit(margin_stats).lower(self.normal(2, 2048)).as_text()
-        assert "exponential" not in program and "power" not in program
-
-
-class TestPartitioned(Cases):
-    name = "partitioned"
+@pytest.mark.parametrize("form", slow_but(FORMS, *FORMS[:-1]))
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_rows_of_few_values(form, seed):
+    rng = np.random.default_rng(seed)
+    values = np.asarray([-np.inf, -2.0, -0.0, 0.0, 1.5, 1.5, 3.0], np.float32)
+    check(form, jnp.asarray(rng.choice(values[: rng.integers(1, 8)], size=(5, 517))))
 
 
-class TestMosaic(Cases):
-    name = "mosaic"
-    vocabularies: ClassVar = {"float32": (1, 127, 129, 32000), "bfloat16": (129,)}
-
-    @pytest.mark.parametrize("blocks", [TpuBlocks(8, 128), TpuBlocks(16, 384), TpuBlocks(24, 1024)])
-    def test_every_legal_block_gives_the_same(self, blocks):
-        self.check(self.normal(24, 1025), blocks=blocks)
-        self.check(self.normal(19, 1000), blocks=blocks._replace(trees=8))
-
-
-@pytest.mark.slow
-class TestMosaicSimulated(Cases):
-    name = "mosaic_simulated"
-    vocabularies: ClassVar = {"float32": (1, 2, 127, 129, 32000), "bfloat16": (129,)}
+@pytest.mark.parametrize("blocks", [TpuBlocks(8, 128), TpuBlocks(16, 384), TpuBlocks(24, 1024)])
+def test_every_legal_block_gives_the_same(blocks):
+    check("mosaic", normal(24, 1025), blocks=blocks)
+    check("mosaic", normal(19, 1000), blocks=blocks._replace(trees=8))
 
 
 def test_the_simulated_kernel_has_no_race():
-    """The short form of the slow class above: several row blocks, several vocabulary blocks, the last
-    partial."""
-    suite = TestMosaicSimulated()
-    suite.check(suite.normal(16, 700), blocks=TpuBlocks(8, 256))
+    """Several blocks of rows and of the vocabulary, the last ones partial."""
+    check("mosaic_simulated", normal(16, 700), blocks=TpuBlocks(8, 256))
 
 
-@pytest.mark.parametrize("form", [reference.margin_stats, xla.margin_stats])
-def test_no_form_sums_what_nobody_asks_for(form):
-    assert form(jnp.asarray([[1.0, 3.0, 2.0]])).logsumexp is None
+def test_greedy_statistics_compute_no_exponential():
+    program = jax.jit(margin_stats).lower(normal(2, 2048)).as_text()
+    assert "exponential" not in program and "power" not in program
 
 
-def test_rows_are_taken_a_few_at_a_time_and_none_is_lost():
-    """More rows than fit into one turn, and no multiple of those."""
-    rows = xla.ROWS_BYTES // (4 * 70_000) + 3
-    z = np.random.default_rng(0).normal(scale=3.0, size=(rows, 70_000)).astype(np.float32)
-    got, want = xla.margin_stats(jnp.asarray(z), logsumexp=True), top_two(z)
-    for value, expected in zip(got[:4], want[:4], strict=True):
-        np.testing.assert_array_equal(value, expected)
-    np.testing.assert_allclose(got.logsumexp, want[4], atol=TOLERANCE, rtol=1e-6)
+def test_more_rows_than_the_xla_form_takes_at_a_time():
+    """No multiple of the rows of one turn."""
+    check("xla", normal(xla.ROWS_BYTES // (4 * 70_000) + 3, 70_000))

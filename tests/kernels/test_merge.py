@@ -50,11 +50,9 @@ def test_any_split_in_any_order_gives_the_whole(seed, first, second):
 
 
 def test_empty_changes_nothing_on_either_side():
-    stats = part(rows(0), range(12))
-    nothing = empty((6,), logsumexp=True)
-    assert_same(merge(nothing, stats), stats)
-    assert_same(merge(stats, nothing), stats)
-    assert_same(merge(nothing, nothing), nothing)
+    stats, nothing = part(rows(0), range(12)), empty((6,), logsumexp=True)
+    for a, b, expected in ((nothing, stats, stats), (stats, nothing, stats), (nothing, nothing, nothing)):
+        assert_same(merge(a, b), expected)
 
 
 def test_the_logsumexp_survives_only_where_both_sides_have_it():

@@ -111,19 +111,7 @@ def test_without_shard_map_the_default_is_partitioned_without_gathering_the_voca
     np.testing.assert_allclose(got.logsumexp, want[4], rtol=1e-6, atol=1e-5)
 
 
-def test_the_default_can_be_vmapped_jitted_or_neither():
-    logits = few_values(3, 4, 1024)
-    want = margin_stats(logits, implementation="reference")
-    for form in (
-        margin_stats,
-        jax.jit(margin_stats),
-        jax.vmap(margin_stats),
-        jax.vmap(jax.vmap(margin_stats)),
-    ):
-        jax.tree.map(np.testing.assert_array_equal, form(logits), want)
-
-
-def test_what_cannot_be_spread_is_named():
+def test_a_vocabulary_or_axis_that_does_not_divide_is_named():
     mesh = mesh_of(model=8)
     with pytest.raises(ValueError, match="a vocabulary of 4097 does not divide over 8 devices"):
         sharded_margin_stats(jnp.zeros((1, 2, 4097)), mesh=mesh, axis="model")

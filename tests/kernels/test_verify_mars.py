@@ -1,4 +1,4 @@
-"""`verify.mars` runs `margin_accept`: in a loop it decides as plain Python does, and it lowers to the kernels."""
+"""`verify.mars` lowers to the kernels of acceptance."""
 
 from __future__ import annotations
 
@@ -12,76 +12,20 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import AcceptControls
 from mars_jax import drafters, verify
-from mars_jax.core import fake, sampling
+from mars_jax.core import fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.tree import chain
-from mars_jax.core.types import DraftTree, Params, Prompts, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import judge, make_rows
 from tests.helpers.accept_cases import Cases as AcceptCases
-from tests.helpers.kernel_oracles import accept
+from tests.helpers.lowering import lowered
 from tests.helpers.meshes import mesh_of
 
 CASES, BATCH, NODES, DEPTH, VOCAB = 8, 5, 10, 4, 1100
 KEYS = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
 FIELDS = ("path", "num_accepted", "next_token", "relaxed")
-
-
-def verdicts_of_a_loop(rule):
-    """One verdict for each of the stacked cases, out of a jitted while_loop."""
-
-    @jax.jit
-    def loop(tokens, parents, logits, controls):
-        def verdict(i):
-            tree = DraftTree(
-                tokens=tokens[i],
-                parents=parents[i],
-                depths=jnp.zeros_like(tokens[i]),
-                max_depth=DEPTH,
-                is_chain=False,
-            )
-            return judge(rule)(KEYS, tree, logits[i], jax.tree.map(lambda x: x[i], controls))
-
-        def body(carry):
-            i, done = carry
-            return i + 1, jax.tree.map(lambda all, one: all.at[i].set(one), done, verdict(i))
-
-        shapes = jax.eval_shape(verdict, 0)
-        empty = jax.tree.map(lambda x: jnp.zeros((CASES, *x.shape), x.dtype), shapes)
-        return jax.lax.while_loop(lambda carry: carry[0] < CASES, body, (jnp.int32(0), empty))[1]
-
-    return loop
-
-
-@pytest.mark.parametrize("margin", verify.MARGINS)
-def test_verdicts_of_a_while_loop_are_those_of_plain_python(margin):
-    """Batches of greedy rows, of sampled ones and of both; -1 among the drafted tokens and the stop tokens."""
-    cases = [AcceptCases().case(seed, BATCH, NODES, DEPTH, VOCAB)[0] for seed in range(CASES)]
-    logits, tokens, parents = (jnp.stack(column) for column in list(zip(*cases, strict=True))[:3])
-    rng = np.random.default_rng(0)
-    temperature = np.where(rng.random((CASES, BATCH)) < 0.5, 0.0, 0.7)
-    temperature[:2], temperature[2] = 0.0, 0.7
-    controls = [
-        make_rows(BATCH, limit=9, temperature=row, **case[4]._asdict())
-        for case, row in zip(cases, temperature, strict=True)
-    ]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *controls)
-    got = verdicts_of_a_loop(verify.mars(margin=margin))(tokens, parents, logits, stacked)
-    assert [getattr(got, field).dtype for field in FIELDS] == [jnp.int32, jnp.int32, jnp.int32, bool]
-    draw = jax.jit(sampling.sample)
-    for i in range(CASES):
-        y = np.asarray(draw(KEYS, jnp.zeros_like(tokens[i]), logits[i], controls[i]))
-        rows = AcceptControls(*(np.asarray(getattr(controls[i], name)) for name in AcceptControls._fields))
-        want = accept(logits[i], np.asarray(tokens[i]), np.asarray(parents[i]), y, rows, DEPTH, margin)
-        for field, column in zip(FIELDS, zip(*want, strict=True), strict=True):
-            np.testing.assert_array_equal(getattr(got, field)[i], column, err_msg=field)
-    assert np.sum(got.relaxed) > 3
-
-
-def lowered(function, *arguments, platform):
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize(

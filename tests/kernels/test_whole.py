@@ -42,35 +42,25 @@ def test_over_the_devices_of_a_mesh_it_is_partitioned():
     runs(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), P())), PARTITIONED)
 
 
-def test_inside_shard_map_over_every_axis_it_is_whole():
+@pytest.mark.parametrize(
+    ("spec", "options", "form"),
+    [
+        (P("data", "model"), {}, WHOLE),
+        # Over one of two axes XLA still partitions the other.
+        (P("data"), {"axis_names": {"data"}, "check_vma": False}, PARTITIONED),
+        (P("data"), {"check_vma": True}, WHOLE),
+    ],
+)
+def test_inside_shard_map(spec, options, form):
     mesh = mesh_of(data=2, model=4)
-    spread = jax.shard_map(form_of, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
-    runs(jax.jit(spread), ZEROS, WHOLE)
-
-
-def test_inside_shard_map_over_one_of_two_axes_it_is_partitioned():
-    mesh = mesh_of(data=2, model=4)
-    spread = jax.shard_map(
-        form_of, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
-    )
-    runs(jax.jit(spread), ZEROS, PARTITIONED)
+    runs(jax.jit(jax.shard_map(form_of, mesh=mesh, in_specs=spec, out_specs=spec, **options)), ZEROS, form)
 
 
 def test_shard_map_knows_over_which_axes_a_result_varies():
-    def spread(out_specs):
-        return jax.jit(
-            jax.shard_map(
-                form_of,
-                mesh=mesh_of(data=2, model=4),
-                in_specs=P("data"),
-                out_specs=out_specs,
-                check_vma=True,
-            )
-        )
-
-    runs(spread(P("data")), ZEROS, WHOLE)
+    mesh = mesh_of(data=2, model=4)
+    replicated = jax.shard_map(form_of, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=True)
     with pytest.raises(ValueError, match="replication"):
-        spread(P())(ZEROS)
+        jax.jit(replicated)(ZEROS)
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P()])
@@ -104,5 +94,5 @@ def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
         SimpleNamespace(module_context=SimpleNamespace(axis_context=object())),
     ],
 )
-def test_a_jax_that_keeps_it_elsewhere_gets_the_form_that_is_right_everywhere(ctx):
+def test_if_jax_moves_its_context_the_partitioned_form_is_used(ctx):
     assert is_partitioned(ctx)

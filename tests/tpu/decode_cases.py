@@ -79,39 +79,38 @@ def compile_step(case: Case, generation: str, chips: int, *, layers: int | None 
     return compile_loop(target, drafter, params, case.batch, generation, on)
 
 
-def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, Any]:
-    """The loop with an EAGLE-3 head of the published shape, batch 1. `layers` shortens the target."""
-    on = aot.mesh(case.generation, devices=case.chips)
-    target = shortened(case.target, layers)
+def eagle_pair(target: ModelConfig, on: Mesh, **shape: Any) -> tuple[Drafter, Params]:
+    """An EAGLE-3 head of the published shape as a drafter, and the weights of both."""
     head = EagleConfig.outline(target)
-    params = Params(target=weights(target, on), draft=weights(head, on))
-    drafter = drafters.eagle(head, model(target), tree=TREE, cache_dtype="bfloat16")
+    drafter = drafters.eagle(head, model(target), 5, cache_dtype="bfloat16", **shape)
+    return drafter, Params(target=weights(target, on), draft=weights(head, on))
+
+
+def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, Any]:
+    """The loop with an EAGLE-3 head, batch 1. `layers` shortens the target."""
+    on, target = aot.mesh(case.generation, devices=case.chips), shortened(case.target, layers)
+    drafter, params = eagle_pair(target, on, tree=TREE)
     return compile_loop(target, drafter, params, 1, case.generation, on)
 
 
 def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tuple[str, int, int]:
-    """The compiled loop of Llama-3.1-8B with an EAGLE-3 head over four v5e: the program, the bytes of its temporaries
-    and those of a device's part of the embedding."""
-    on = aot.mesh("v5e", devices=4)
-    target = shortened("llama-3.1-8b", layers)
-    head = EagleConfig.outline(target)
-    params = Params(target=weights(target, on), draft=weights(head, on))
-    drafter = drafters.eagle(head, model(target), 5, tree=tree, cache_dtype="bfloat16")
+    """The compiled loop of Llama-3.1-8B with an EAGLE-3 head over four v5e.
+
+    Return the program, the bytes of its temporaries, and those of one device's part of the embedding.
+    """
+    on, target = aot.mesh("v5e", devices=4), shortened("llama-3.1-8b", layers)
+    drafter, params = eagle_pair(target, on, tree=tree)
     decoder = speculative_decoder(model(target), drafter, verify.mars())
-    lowered = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=slots)[1]
-    compiled = lowered.compile()
+    compiled = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=slots)[1].compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
-    embedding = target.vocab_size * target.hidden_size * 2 // 4
-    return text, memory.temp_size_in_bytes, embedding
+    return text, memory.temp_size_in_bytes, target.vocab_size * target.hidden_size * 2 // 4
 
 
 def prompt(context: int) -> str:
     """The compiled program that reads a prompt, for a Llama-3.2-1B of two layers with an EAGLE-3 head over four v5e."""
     on, target = aot.mesh("v5e", devices=4), shortened("llama-3.2-1b", 2)
-    head = EagleConfig.outline(target)
-    params = Params(target=weights(target, on), draft=weights(head, on))
-    drafter = drafters.eagle(head, model(target), 5, cache_dtype="bfloat16")
+    drafter, params = eagle_pair(target, on)
     decoder = speculative_decoder(model(target), drafter, verify.mars())
 
     def start(params: Params, tokens: Array, lengths: Array) -> DecodeState:
@@ -130,12 +129,6 @@ def compile_loop(
 ) -> dict[str, Any]:
     """Compile `decode.run`, the loop over the step, with the state donated."""
     decoder = speculative_decoder(model(target), drafter, verify.mars())
-    report = aot.compile_program(
-        lower_loop(decoder, params, verify.mars(), on, batch=batch, context=BUFFER)[1]
-    )
-    held = aot.held_bytes(report)
-    return {
-        "hbm_gib": round(held / 2**30, 2),
-        "hbm_share": round(held / aot.hbm_bytes(generation), 3),
-        **report,
-    }
+    lowered = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=BUFFER)[1]
+    report = aot.compile_program(lowered)
+    return report | {"hbm_share": round(aot.held_bytes(report) / aot.hbm_bytes(generation), 3)}

@@ -59,7 +59,7 @@ def test_the_loop_with_an_eagle_head_and_a_dynamic_tree_compiles(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [decode_cases.TREE, None], ids=["tree", "chain"])
-def test_a_loop_has_nothing_that_a_tpu_does_one_by_one(tree):
+def test_a_loop_has_no_serial_gathers_large_sorts_or_copies(tree):
     """Rows in a loop, masks and caches in gathers of single elements, sorts of a vocabulary, and copies of what is
     large: each was once most of a step."""
     batch, slots, levels = 5, 4096, 6 if tree else 4

@@ -79,6 +79,6 @@ def test_on_four_chips_each_multiplies_by_its_part_and_no_matrix_travels():
     assert all(re.fullmatch(r"all-reduce (f32\[8\]|u32\[2,512\])", name) for name in collectives)
 
 
-def test_a_matrix_of_which_nobody_says_how_a_mesh_divides_it_is_left_to_xla():
+def test_a_matrix_without_a_named_sharding_is_left_to_xla():
     report = compiled(8, 128, SHAPES[0], aot.mesh("v5e", devices=4), "model")
     assert report["mosaic_kernels"] == 0

@@ -14,7 +14,7 @@ pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
 )
 
-from kernels_pallas import BlockError, TpuBlocks, margin_stats, sharded_margin_stats
+from kernels_pallas import margin_stats, sharded_margin_stats
 from tests.helpers import slow_but
 from tests.tpu import aot, kernel_cases
 
@@ -93,8 +93,3 @@ def test_a_named_kernel_that_xla_would_have_to_partition_fails_to_compile():
     named = functools.partial(margin_stats, implementation="pallas_tpu")
     with pytest.raises(NotImplementedError, match="Mosaic kernels cannot be automatically partitioned"):
         aot.compile_for(lambda h, w: named(unembed(h, w)), *logits_of(4096, on, P(None, "model")))
-
-
-def test_illegal_blocks_are_refused_before_the_compiler_sees_them():
-    with pytest.raises(BlockError, match=r"blocks\.tokens is 1000: expected a positive multiple of 128"):
-        margin_stats(jnp.zeros((8, 4096)), implementation="pallas_tpu", blocks=TpuBlocks(8, 1000))

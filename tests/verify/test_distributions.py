@@ -207,14 +207,10 @@ def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
         tokens, unread = np.pad(drafted, ((0, 0), (1, 0))), np.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
         tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(unread))
         given = verify.evidence(tree, jnp.asarray(p_logits), temperature=1.0)
-        log_p, log_q = (
-            jax.nn.log_softmax(given.logits, axis=-1),
-            jax.nn.log_softmax(tree.draft_logits, axis=-1),
-        )
-        v = np.exp(np.asarray(for_rows(verify.mixture(weight=weight), 1).target(log_p, log_q, given), float))[
-            0
-        ]
-        q = np.exp(np.asarray(log_q, float))[0]
+        log_p = jax.nn.log_softmax(given.logits, axis=-1)
+        log_q = jax.nn.log_softmax(tree.draft_logits, axis=-1)
+        log_v = for_rows(verify.mixture(weight=weight), 1).target(log_p, log_q, given)
+        v, q = (np.exp(np.asarray(log_x, float))[0] for log_x in (log_v, log_q))
         chances = [min(1.0, v[i, x] / q[i, x]) for i, x in enumerate(drafted[0])]
         for stop in range(3):
             sides = [c * (1 - 1e-4) if i < stop else c + 1e-4 for i, c in enumerate(chances)]
@@ -252,31 +248,8 @@ def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
         accepted = np.minimum(q_row, np.vstack([v, grid])).sum(1)
         best = accepted[1:][harms[1:] <= bound].max(initial=0)
         # The best of the grid is off by a step for each token at most; at bound 0 p itself may be no point of it.
-        assert (
-            best - 1e-5
-            <= accepted[0]
-            <= (best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6)
-        )
-
-
-def test_under_lenience_no_token_has_more_than_its_share():
-    law = LAWS["lenience"]
-    _, z_table, q_table, _, _ = steps()
-    p, q = (rule_oracles.processed_tables(t, rule_oracles.SETTINGS[0]) for t in (z_table, q_table))
-    named = law_of(law, z_table[1], p[1], q[1])
-    assert np.all(named <= p[1] / law.number + 1e-9) and np.any(named > p[1] * 1.2)
-
-
-def test_one_step_of_the_nucleus_is_off_by_what_the_paper_says():
-    """A total variation of the sum of (q - p)+ over the nucleus."""
-    law = LAWS["nucleus"]
-    _, z_table, q_table, _, _ = steps()
-    p, q = (rule_oracles.processed_tables(t, rule_oracles.SETTINGS[0])[1] for t in (z_table, q_table))
-    named = law_of(law, z_table[1], p, q)
-    for row in range(VOCAB):
-        inside = [p[row][p[row] > p[row, x]].sum() < law.number for x in range(VOCAB)]
-        off = np.maximum(q[row] - p[row], 0)[inside].sum()
-        np.testing.assert_allclose(np.abs(named[row] - p[row]).sum() / 2, off, atol=1e-12)
+        most = best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6
+        assert best - 1e-5 <= accepted[0] <= most
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in LAWS if "blocks" not in name], "mixture"))

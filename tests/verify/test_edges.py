@@ -72,40 +72,40 @@ def same_and_mixed(found, wanted):
     assert 0.05 < np.mean(wanted) < 0.95
 
 
+@pytest.fixture(scope="module")
+def warpers():
+    pytest.importorskip("torch", reason="the warpers of transformers need it: pip install torch")
+    return pytest.importorskip("transformers")
+
+
 @both
 @pytest.mark.parametrize(("k", "delta"), [(1, 9.0), (3, 9.0), (10, 0.6), (3, 1.0)])
-def test_topk_lets_through_the_best_k_within_delta(chain, k, delta):
-    pytest.importorskip("torch")  # without which the warpers are not there
-    transformers = pytest.importorskip("transformers")
+def test_topk_lets_through_the_best_k_within_delta(chain, k, delta, warpers):
     tree, logits = case(chain)
-    near = transformers.MinPLogitsWarper(float(np.exp(-delta)))
-    wanted = at_edges(tree, warped(logits, transformers.TopKLogitsWarper(k), near))
-    same_and_mixed(relaxable(verify.topk(k=k, delta=delta), tree, logits), wanted)
+    near = warpers.MinPLogitsWarper(float(np.exp(-delta)))
+    expected = at_edges(tree, warped(logits, warpers.TopKLogitsWarper(k), near))
+    same_and_mixed(relaxable(verify.topk(k=k, delta=delta), tree, logits), expected)
 
 
 @both
 @pytest.mark.parametrize("theta", [0.05, 0.3, 0.7])
-def test_adaptive_lets_through_what_min_p_keeps(chain, theta):
-    pytest.importorskip("torch")  # without which the warpers are not there
-    transformers = pytest.importorskip("transformers")
+def test_adaptive_lets_through_what_min_p_keeps(chain, theta, warpers):
     tree, logits = case(chain)
-    wanted = at_edges(tree, warped(logits, transformers.MinPLogitsWarper(theta)))
-    same_and_mixed(relaxable(verify.adaptive(theta=theta), tree, logits), wanted)
+    expected = at_edges(tree, warped(logits, warpers.MinPLogitsWarper(theta)))
+    same_and_mixed(relaxable(verify.adaptive(theta=theta), tree, logits), expected)
 
 
 @both
 @pytest.mark.parametrize("epsilon", [0.09, 0.01, 0.25])
-def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon):
-    """Eta sampling is typical acceptance with delta = sqrt(epsilon), as Medusa's defaults are; it keeps the best token
-    in any case, which an edge rule need not."""
-    pytest.importorskip("torch")  # without which the warpers are not there
-    transformers = pytest.importorskip("transformers")
+def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon, warpers):
+    """Eta sampling is typical acceptance with delta = sqrt(epsilon), as in Medusa's defaults.
+
+    It always keeps the best token. An edge rule need not.
+    """
     tree, logits = case(chain)
-    eta = transformers.EtaLogitsWarper(epsilon, device="cpu")
-    wanted = at_edges(tree, warped(logits, eta))
+    expected = at_edges(tree, warped(logits, warpers.EtaLogitsWarper(epsilon, device="cpu")))
     found = relaxable(verify.typical(epsilon=epsilon, delta=epsilon**0.5), tree, logits)
-    best = np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True)
-    same_and_mixed(found | at_edges(tree, best), wanted)
+    same_and_mixed(found | at_edges(tree, best_tokens(logits)), expected)
     if epsilon == 0.09:
         np.testing.assert_array_equal(found, relaxable(verify.typical(), tree, logits))
 
@@ -113,16 +113,19 @@ def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon):
 @both
 @pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_nucleus_lets_through_what_top_p_keeps_of_what_the_row_draws_from(chain, mass, temperature):
-    pytest.importorskip("torch")  # without which the warpers are not there
-    transformers = pytest.importorskip("transformers")
+def test_nucleus_lets_through_what_top_p_keeps_of_the_processed_target(chain, mass, temperature, warpers):
     tree, logits = case(chain)
-    warpers = transformers.TemperatureLogitsWarper(temperature), transformers.TopKLogitsWarper(5)
-    wanted = at_edges(tree, warped(logits, *warpers, transformers.TopPLogitsWarper(mass)))
+    filters = warpers.TemperatureLogitsWarper(temperature), warpers.TopKLogitsWarper(5)
+    expected = at_edges(tree, warped(logits, *filters, warpers.TopPLogitsWarper(mass)))
     rule = verify.nucleus(base=verify.exact(), mass=mass)
-    same_and_mixed(relaxable(rule, tree, logits, temperature=temperature, top_k=5), wanted)
-    best = at_edges(tree, np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True))
-    np.testing.assert_array_equal(relaxable(rule, tree, logits), best)  # at temperature 0
+    same_and_mixed(relaxable(rule, tree, logits, temperature=temperature, top_k=5), expected)
+    # At temperature 0 only the best token remains.
+    np.testing.assert_array_equal(relaxable(rule, tree, logits), at_edges(tree, best_tokens(logits)))
+
+
+def best_tokens(logits):
+    """bool[B, N, V]"""
+    return np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True)
 
 
 @both
@@ -164,7 +167,7 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
     assert wanted.any() and not wanted.all()
 
 
-def test_fly_asks_for_drafts_that_hold_its_window():
+def test_fly_refuses_a_draft_shorter_than_its_window():
     model = fake.hash_model(vocab_size=VOCAB)
     contrib.fly(window=[9, 3]).check_drafter(drafters.language_model(model, 4))
     with pytest.raises(MarsError, match=r"window is 6, and this draft is 6 tokens deep.*smaller window"):

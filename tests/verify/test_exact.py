@@ -7,10 +7,9 @@ import pytest
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
-from mars_jax.core.rule import structure
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
-from tests.helpers import judge, one_row, rule_oracles, slow_but
+from tests.helpers import judge, rule_oracles, slow_but
 from tests.helpers.random_trees import B, N, V, random_tree
 
 ROWS = 12_000
@@ -47,15 +46,10 @@ def test_exact_leaves_the_target_distribution(name):
         prefix, node = [], i
         while node > 0:
             prefix, node = [max(int(tree.tokens[0, node]), 0), *prefix], int(tree.parents[0, node])
-        nodes.append(
-            rule_oracles.after(table, np.asarray([prefix], int).reshape(1, -1))[0]
-            if len(prefix) < 3
-            else None
-        )
+        nodes.append(rule_oracles.after(table, np.asarray([prefix], int).reshape(1, -1))[0])
     logits = jnp.tile(jnp.asarray(np.stack(nodes))[None], (ROWS, 1, 1))
-    verdict = jax.jit(judge(exact()))(
-        rule_oracles.keys_of(5, ROWS), tree, logits, rule_oracles.controls_of(rows)
-    )
+    controls = rule_oracles.controls_of(rows)
+    verdict = jax.jit(judge(exact()))(rule_oracles.keys_of(5, ROWS), tree, logits, controls)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
     for s, row in enumerate(rule_oracles.SETTINGS):
         pick = slice(s, None, len(rule_oracles.SETTINGS))
@@ -83,50 +77,11 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
         assert int(verdict.num_accepted[b]) == len(path) - 1 and int(verdict.next_token[b]) == y[b, node]
 
 
-ALONE = (mars(base=rejection(block=True)), exact(), mars(), mars(base=rejection()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verify", ALONE, ids=lambda v: v.name)
-def test_a_row_alone_equals_the_row_in_a_batch(verify):
-    rows = [(0.0, 0, 1.0, 0.0), *rule_oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
-    rng = np.random.default_rng(3)
-    settings = rule_oracles.controls_of(rows, theta=[0.5, 0.9, np.inf, 0.1, 0.5, 0.5, 0.5, np.inf])
-    processed = rule_oracles.process(jnp.asarray(rng.normal(0, 1, (8, 4, 6)), jnp.float32), settings)
-    nodes = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (8, 4))
-    tokens = sampling.sample_processed(rule_oracles.keys_of(8, 8), nodes, processed)
-    tree = trees.chain(jnp.roll(tokens, 1, axis=1), processed)
-    tree = tree.replace(tokens=tree.tokens.at[3, 2].set(NO_TOKEN))
-    logits, keys = jnp.asarray(rng.normal(0, 2, (8, 4, 6)), jnp.float32), rule_oracles.keys_of(9, 8)
-    run = jax.jit(judge(verify))
-    together = run(keys, tree, logits, settings)
-    everything = (keys, tree, logits, settings)
-    for b in range(8):
-        rule_oracles.same_verdict(run(*one_row(everything, b)), one_row(together, b))
-
-
-def test_verifiers_are_values():
-    assert (
-        structure(mars(theta=0.8)) == structure(mars(theta=0.9)) != structure(mars(margin="gap", theta=0.9))
-    )
-    assert structure(mars()) != structure(mars(base=rejection()))
-    assert exact() == exact() and rejection() != rejection(block=True)
-    rules = exact(), rejection(), rejection(True), mars(), mars(base=rejection(True), margin="gap")
-    assert [v.name for v in rules] == [
-        "exact", "rejection", "block", "mars", "mars(gap) over block",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "verify", [exact(), rejection(), rejection(block=True), mars()], ids=lambda v: v.name
-)
-def test_a_tree_of_one_node_is_plain_decoding(verify):
+@pytest.mark.parametrize("rule", [exact(), rejection(), rejection(block=True), mars()], ids=lambda v: v.name)
+def test_a_tree_of_one_node_is_plain_decoding(rule):
     logits = jax.random.normal(jax.random.key(0), (3, 1, 5))
-    settings = rule_oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
-    verdict = jax.jit(judge(verify))(
-        rule_oracles.keys_of(0, 3), trees.chain(jnp.zeros((3, 1), jnp.int32)), logits, settings
-    )
+    controls = rule_oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
+    tree = trees.chain(jnp.zeros((3, 1), jnp.int32))
+    verdict = jax.jit(judge(rule))(rule_oracles.keys_of(0, 3), tree, logits, controls)
     assert verdict.path.tolist() == [[0]] * 3 and verdict.relaxed.shape == (3, 0)
-    assert verdict.next_token[0] == jnp.argmax(logits[0, 0]) and verdict.next_token[2] == jnp.argmax(
-        logits[2, 0]
-    )
+    assert verdict.next_token[::2].tolist() == jnp.argmax(logits[::2, 0], axis=-1).tolist()

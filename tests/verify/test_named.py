@@ -88,10 +88,7 @@ def test_numbers_reach_the_rule_one_for_all_or_one_for_each():
         ("marz", {}, "there is no rule 'marz' (did you mean mars?)"),
         ("mars", {"tau": 2}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run, "),
         ("mars", {"theta": 1.5}, "theta is 1.5: expected"),
-        ("mars", {"base": None}, "base is None: expected one of exact, rejection"),
         ("mars", {"base": ["exact"]}, "base is ['exact'] (did you mean exact?): expected one of exact, rejection"),
-        ("cactus", {"base": 3}, "the rule cactus has no setting 'base': it has "),
-        ("mars", {"margin": ["ratio"]}, "margin is ['ratio'] (did you mean ratio?): expected"),
         ("mars", {"base": "mars"}, "base is 'mars': expected one of exact, rejection."),
         ("exact", {"theta": 0.9}, "the rule exact has no setting 'theta': it has none."),
         ("simulated", {}, "the rule simulated needs a tau"),
@@ -100,11 +97,10 @@ def test_numbers_reach_the_rule_one_for_all_or_one_for_each():
         ("learned:nowhere", {}, "the weights of a rule 'nowhere' cannot be read (No such file"),
         ("nowhere.py:gate", {}, "the file of a rule 'nowhere.py' cannot be read (No such file"),
         ("no.such.module:gate", {}, "the rule is no.such.module:gate: the module 'no.such.module' cannot be imported"),
-        ("mars_jax.verify:nothing", {}, "the rule is mars_jax.verify:nothing: nothing is not in it"),
         ("mars_jax.verify:MARGINS", {}, "the rule is mars_jax.verify:MARGINS: MARGINS is nothing that can be called"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_named(spec, settings, expected):
+def test_a_bad_name_or_setting_gets_one_sentence(spec, settings, expected):
     assert message(verify.load, spec, **settings).startswith(expected)
 
 
@@ -131,7 +127,7 @@ def test_a_users_settings_reach_their_factory(own):
     assert verify.load(f"{own}:loaded", scale=2.0) == LoadedRule(verify.exact(), {"scale": 2.0})
 
 
-def test_a_module_of_the_users_is_found_from_where_they_start(tmp_path, monkeypatch):
+def test_a_users_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "own_gates_of_a_test.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/"])
@@ -156,7 +152,7 @@ def test_a_users_settings_are_checked(own, name, settings, expected):
     assert message(verify.load, f"{own}:{name}", **settings).startswith(expected)
 
 
-def test_what_is_no_factory_is_named(own, tmp_path):
+def test_a_name_that_is_no_factory_gets_one_sentence(own, tmp_path):
     assert "NOTHING is nothing that can be called" in message(verify.load, f"{own}:NOTHING")
     assert "nothing returned None; expected a rule" in message(verify.load, f"{own}:nothing")
     assert "its argument 'table' has no default" in message(verify.load, f"{own}:unsayable")
@@ -166,7 +162,7 @@ def test_what_is_no_factory_is_named(own, tmp_path):
     )
 
 
-def test_an_edited_file_is_read_anew_and_an_unedited_one_is_not(own):
+def test_a_file_is_read_again_only_after_an_edit(own):
     first = specs.factory(f"{own}:gate")
     assert specs.factory(f"{own}:gate") is first
     with open(own, "a") as file:

@@ -170,23 +170,30 @@ def test_text_under_a_mixture_follows_the_mixture(shape):
     assert rule_oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
 
 
-def test_what_cannot_be_verified_on_a_tree_is_refused():
-    plain = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
-    drawn = plain.replace(draft_logits=jnp.zeros((1, 3, 4)))
-    given = (
-        rule_oracles.keys_of(0, 1),
-        plain,
-        jnp.zeros((1, 3, 4)),
-        rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)]),
-    )
-    for rule in (
-        verify.rejection(block=True),
-        contrib.cactus(),
-        contrib.released(),
-        verify.mixture(block=True),
-    ):
-        with pytest.raises(MarsError, match=r"chain.*exact\(\) or rejection\(\)"):
-            judge(rule)(given[0], drawn, *given[2:])
+CHAINS_ONLY = [
+    verify.rejection(block=True),
+    contrib.cactus(),
+    contrib.released(),
+    verify.mixture(block=True),
+]
+
+
+def on_a_tree(rule, drawn):
+    """The verdict on a tree of three nodes, which carries its q or not."""
+    tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
+    if drawn:
+        tree = tree.replace(draft_logits=jnp.zeros((1, 3, 4)))
+    controls = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)])
+    return judge(rule)(rule_oracles.keys_of(0, 1), tree, jnp.zeros((1, 3, 4)), controls)
+
+
+@pytest.mark.parametrize("rule", CHAINS_ONLY, ids=lambda rule: rule.name)
+def test_a_rule_of_chains_refuses_a_tree(rule):
+    with pytest.raises(MarsError, match=r"chain.*exact\(\) or rejection\(\)"):
+        on_a_tree(rule, drawn=True)
+
+
+def test_a_rule_that_needs_q_refuses_a_tree_without_it():
     with pytest.raises(MarsError, match=r"mixture asks what a tree was drawn from.*sample=True"):
-        judge(verify.mixture())(*given)
-    assert judge(verify.rejection())(*given).num_accepted.shape == (1,)
+        on_a_tree(verify.mixture(), drawn=False)
+    assert on_a_tree(verify.rejection(), drawn=False).num_accepted.shape == (1,)

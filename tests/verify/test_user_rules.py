@@ -52,20 +52,20 @@ def broken(name, body):
 @pytest.mark.parametrize(
     ("method", "value", "sentence"),
     [
-        ("strict_edges", jnp.zeros((1,)), r"strict_edges returned float32\[1\]; expected int32\[1\]"),
-        (
-            "strict_edges",
-            jnp.zeros((2,), jnp.int32),
-            r"strict_edges returned int32\[2\]; expected int32\[1\]",
-        ),
-        ("strict_edges", None, r"strict_edges returned None; expected int32\[1\]"),
-        ("guarded", jnp.zeros((1, 2)), r"guarded returned float32\[1, 2\]; expected bool\[1, 2\]"),
-        ("guarded", None, r"guarded returned None; expected bool\[1, 2\]"),
+        ("strict_edges", jnp.zeros((1,)), r"float32\[1\]; expected int32\[1\]"),
+        ("strict_edges", jnp.zeros((2,), jnp.int32), r"int32\[2\]; expected int32\[1\]"),
+        ("guarded", jnp.zeros((1, 2)), r"float32\[1, 2\]; expected bool\[1, 2\]"),
+        ("guarded", None, r"None; expected bool\[1, 2\]"),
     ],
 )
-def test_a_wrong_result_names_the_method_and_what_was_expected(method, value, sentence):
-    with pytest.raises(MarsError, match=rf"^the rule Gate fails in .*: {sentence}\.$"):
+def test_a_wrong_result_names_the_method_and_the_expected_result(method, value, sentence):
+    with pytest.raises(MarsError, match=rf"^the rule Gate fails in .*: {method} returned {sentence}\.$"):
         decide(broken(method, lambda self, evidence: value), EVIDENCE)
+
+
+def test_a_retargeted_rule_needs_a_method_target():
+    with pytest.raises(MarsError, match="says nothing: give it a method target"):
+        decide(verify.Retargeted(), EVIDENCE)
 
 
 @pytest.mark.parametrize("method", ["low", "relaxable"])
