@@ -126,22 +126,6 @@ def test_documents_use_public_names_only(path):
     assert [name for name in sorted(names) if not is_public(name)] == []
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("from mars_jax.core import refill", "mars_jax.core.refill"),
-        ("from mars_jax.serve.prepare import bucket", "mars_jax.serve.prepare.bucket"),
-        ("import mars_jax as mj\nmj.tree.chain(x)", "mars_jax.tree.chain"),
-        ("import mars_jax as mj\nmj.decode.jax", "mars_jax.decode.jax"),
-        ("from mars_jax import drafters as d\nd.by_name.load", "mars_jax.drafters.by_name.load"),
-        ("import mars_jax\nmars_jax.contrib.drafters.ahead", "mars_jax.contrib.drafters.ahead"),
-        ("import mars_jax as mj\nmj.verify._x", "mars_jax.verify._x"),
-    ],
-)
-def test_a_name_that_is_not_public_is_found(source, name):
-    assert name in used(source) and not is_public(name)
-
-
 def test_names_that_load_lazily_are_declared_for_type_checkers_with_their_homes():
     for package, homes in (
         (mars_jax, mars_jax._HOME | mars_jax._MODULES),

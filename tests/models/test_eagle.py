@@ -269,20 +269,6 @@ def test_a_head_equals_its_transcription_in_pytorch(name):
             theirs = torch.cat([theirs, following[:, -1:]], dim=1)
 
 
-@pytest.mark.parametrize("name", ["eagle-3.1", "eagle-1"])
-def test_token_by_token_equals_all_at_once(name):
-    pytest.importorskip("torch")
-    pair = Pair(CASES[name])
-    feature = pair.fuse()
-    whole, logits, cache = pair.run(feature, 0)
-    one = None
-    for i in range(N):
-        got, scores, one = pair.run(feature[:, i : i + 1], i, one)
-        np.testing.assert_allclose(got, whole[:, i : i + 1], atol=1e-5, rtol=0)
-        np.testing.assert_allclose(scores, logits[:, i : i + 1], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(one.k[0], cache.k[0], atol=1e-5, rtol=0)
-
-
 def test_the_table_names_every_leaf_of_params_once():
     for config in CASES.values():
         table = config.weights()

@@ -132,20 +132,6 @@ def test_products_in_4_bits_are_those_of_the_dequantised_matrix(rows, dtype, tol
     np.testing.assert_allclose(jax.jit(product)(x, w).astype("float32"), want, atol=tolerance)
 
 
-def test_a_tpu_multiplies_4_bits_by_groups_of_rows_padded_to_8():
-    w = quantize_4(np.asarray(normal(0, 7, 64)))
-    packed = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, "int4" if a.dtype == np.int8 else a.dtype), w
-    )
-
-    def text(rows):
-        x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
-        return jax.jit(dense).trace(x, packed).lower(lowering_platforms=("tpu",)).as_text()
-
-    assert "tensor<1x64x7xi4>) -> tensor<1x64x7xbf16>" in text(3) and "tensor<1x8x7xf32>" in text(3)
-    assert "tensor<1x64x7xi4>) -> tensor<1x64x7xf32>" in text(65)  # a prompt's rows
-
-
 def test_in_4_bits_some_matrices_have_8():
     def bits(*path, shape):
         return bits_of(Weight(path, "", shape, "normal"), 4)
