@@ -1,7 +1,5 @@
 """The learned rule: it relaxes where the head says so, under the guards of `mars`, inside the loop as outside of it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +31,8 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     z = np.sort(logits, axis=-1)
     harm = jax.nn.sigmoid(logit(head, *map(jnp.asarray, (hidden, z[..., -1], z[..., -2]))))
     theta = float(np.median(harm))
-    rule = jax.jit(judge(contrib.learned()))
     made = rule_oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
-    found = rule(
+    found = jax.jit(judge(contrib.learned()))(
         rule_oracles.keys_of(0, ROWS),
         tree,
         jnp.asarray(logits),
@@ -55,18 +52,6 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
             accepted += 1
         assert int(found.num_accepted[b]) == accepted
     assert seen > 3
-    strict = dataclasses.replace(made, theta=jnp.full((ROWS,), jnp.inf))
-    rule_oracles.same_verdict(
-        rule(
-            rule_oracles.keys_of(0, ROWS),
-            tree,
-            jnp.asarray(logits),
-            strict,
-            hidden=jnp.asarray(hidden),
-            params=head,
-        ),
-        jax.jit(judge(verify.exact()))(rule_oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), strict),
-    )
 
 
 @pytest.mark.slow

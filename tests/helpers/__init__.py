@@ -37,6 +37,15 @@ def draft_input(state, keys=None):
     return DraftInput(keys=keys, tokens=state.tokens, length=state.length, controls=state.controls)
 
 
+def begin(target, drafter, rule, prompts, lengths, *, params=NO_WEIGHTS, keys=None, chunk=16, **controls):
+    """Return a decoder and its state after the prompts. Row i has seed i, unless `keys` are given."""
+    batch, buffer = prompts.shape
+    controls = make_controls(batch, **{"limit": buffer} | controls)
+    keys = keys_from_seeds(np.arange(batch, dtype=np.uint32)) if keys is None else keys
+    decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=chunk)
+    return decoder, decode.start(decoder, params, Prompts(prompts, lengths, controls, rule, keys))
+
+
 NUMBERS = ("theta", "max_relaxed_run", "tau")
 
 
@@ -88,13 +97,31 @@ def decode_all(
     stops = stops if stops and isinstance(stops[0], list) else [stops] * batch
     chosen["stop_tokens"] = [[*row, NO_TOKEN, NO_TOKEN][: max(2, len(row))] for row in stops]
     rule = with_numbers(rule, **{name: chosen.pop(name) for name in NUMBERS if name in chosen})
-    made = make_controls(batch, limit=buffer if limit is None else limit, **chosen)
     if not isinstance(seeds, jax.Array):  # of the host, for which nothing is compiled
         seeds = np.asarray(range(batch) if seeds is None else seeds, np.uint32)
-    keys = keys_from_seeds(seeds)
-    decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
-    state = decode.start(decoder, params, Prompts(prompts, lengths, made, rule, keys))
+    limit = buffer if limit is None else limit
+    decoder, state = begin(
+        target,
+        drafter,
+        rule,
+        prompts,
+        lengths,
+        params=params,
+        keys=keys_from_seeds(seeds),
+        limit=limit,
+        **chosen,
+    )
     return decode.run(decoder, params, state)
+
+
+def decode_rows(target, drafter, rule, prompts, lengths, rows=slice(None), *, params, **chosen):
+    """Decode some rows of a batch; return their committed tokens and the counters. `chosen` has all rows."""
+    index = np.arange(len(lengths))[rows]
+    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
+    state, stats = decode_all(
+        target, drafter, rule, prompts[index], lengths[index], seeds=index.tolist(), params=params, **chosen
+    )
+    return committed(state), stats
 
 
 def slow_but(values, *fast):
