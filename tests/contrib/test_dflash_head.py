@@ -93,6 +93,7 @@ def torch_head(config: DFlashConfig, target):
             attn_implementation="eager",
         )
     size = c.hidden_size
+    embed, unembed = (torch.tensor(np.asarray(target[name])) for name in ("embed", "unembed"))
 
     class Head(nn.Module):
         def __init__(self):
@@ -149,19 +150,14 @@ def torch_head(config: DFlashConfig, target):
             """Hidden states and logits of the places of a block after a context, from position 0 on."""
             context = self.hidden_norm(self.fc(torch.cat(list(taken), dim=-1)))
             masks = torch.full((len(last), config.block_size - 1), config.mask_token)
-            table = (
-                self.embed_tokens.weight if config.own_embed else torch.tensor(np.asarray(target["embed"]))
-            )
-            x = table[torch.cat([last, masks], dim=1)]
+            x = (self.embed_tokens.weight if config.own_embed else embed)[torch.cat([last, masks], dim=1)]
             places = torch.arange(context.shape[1] + config.block_size)[None].expand(len(last), -1)
             cos, sin = self.rotary(x, places)
             for i, layer in enumerate(self.layers):
                 x = x + self.attend(i, layer.input_layernorm(x), context, cos, sin)
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             hidden = self.norm(x)
-            weight = (
-                self.lm_head.weight if config.own_unembed else torch.tensor(np.asarray(target["unembed"]))
-            )
+            weight = self.lm_head.weight if config.own_unembed else unembed
             return hidden, hidden @ weight.T
 
         def corrected(self, hidden, logits, before):
@@ -173,12 +169,7 @@ def torch_head(config: DFlashConfig, target):
     torch.manual_seed(1)
     torch.set_num_threads(1)
     made = Head()
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            noise = torch.randn_like(parameter)
-            noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            parameter.copy_(noise + 1 if "norm" in name else noise)
-    return made.eval()
+    return transformers_oracle.randomize(made)
 
 
 @pytest.mark.slow

@@ -101,6 +101,7 @@ def torch_head(config: EagleConfig, target):
             attn_implementation="eager",
         )
     hidden, features = c.hidden_size, len(config.feature_layers)
+    embed, unembed = (torch.tensor(np.asarray(target[name])) for name in ("embed", "unembed"))
 
     if c.qk_norm:
         from transformers import Qwen3Config
@@ -170,10 +171,7 @@ def torch_head(config: EagleConfig, target):
         def forward(self, feature, tokens):
             """Features and logits after a whole sequence, no cache."""
             n = tokens.shape[1]
-            table = (
-                self.embed_tokens.weight if config.own_embed else torch.tensor(np.asarray(target["embed"]))
-            )
-            word = table[tokens]
+            word = (self.embed_tokens.weight if config.own_embed else embed)[tokens]
             future = torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)
             attention = {
                 "attention_mask": torch.zeros(n, n).masked_fill(future, float("-inf"))[None, None],
@@ -191,20 +189,13 @@ def torch_head(config: EagleConfig, target):
             else:
                 x = self.fc(torch.cat([word, feature], dim=-1))
                 following = normed = self.layers[0](x, **attention)
-            weight = (
-                self.lm_head.weight if config.own_unembed else torch.tensor(np.asarray(target["unembed"]))
-            )
+            weight = self.lm_head.weight if config.own_unembed else unembed
             return following, normed @ weight.T
 
     torch.manual_seed(1)
     torch.set_num_threads(1)
     head = Head()
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            noise = torch.randn_like(parameter)
-            noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            parameter.copy_(noise + 1 if "norm" in name else noise)
-    return head.eval()
+    return transformers_oracle.randomize(head)
 
 
 class Pair:

@@ -146,15 +146,9 @@ def test_bfloat16_stays_near_float32_and_gives_float32_logits(forward, params):
     tokens, start = jnp.asarray([[1, 2, 3, 4]], jnp.int32), jnp.zeros((1,), jnp.int32)
     forward_low = jax.jit(model.forward)
     out = forward_low(low, tokens, Visible.causal(start, 4), model.init_cache(1, SLOTS))
-    logits, exact = (
-        model.unembed(low, out.hidden),
-        MODEL.unembed(params, run_chain(forward, params, tokens).hidden),
-    )
-    assert (
-        out.hidden.dtype == jnp.bfloat16
-        and out.cache.k[0].dtype == jnp.bfloat16
-        and logits.dtype == jnp.float32
-    )
+    logits = model.unembed(low, out.hidden)
+    exact = MODEL.unembed(params, run_chain(forward, params, tokens).hidden)
+    assert out.hidden.dtype == out.cache.k[0].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     # 5% of the spread of the logits: two layers of 8-bit roundings.
     np.testing.assert_allclose(logits, exact, atol=0.05 * float(jnp.std(exact)) * 3)
 
