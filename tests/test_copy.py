@@ -42,15 +42,7 @@ class Within(Relaxed):
 def within(
     base: Any = None, *, nats: Any = 0.5, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Within:
-    """Acceptance within a gap; see `Within`.
-
-    Args:
-      base: the strict rule, `exact()` by default.
-      nats: the gap.
-      max_relaxed_run, exact_prefix: as for `mars`.
-
-    Raises:
-      MarsError: a number out of its range, or a base that cannot be relaxed.
+    """Accept within a gap.
 
     >>> within(nats=0.2).name
     'within'
@@ -153,7 +145,7 @@ def run(copy: Path, *arguments: str) -> str:
 def test_the_command_line_has_both(copy):
     rules = json.loads(run(copy, "-m", "mars_jax.generate", "--list-rules", "--json"))
     assert "within" in [row["name"] for row in rules]
-    flags = (
+    flags = [
         "--draft",
         "repeat",
         "--verify",
@@ -163,10 +155,9 @@ def test_the_command_line_has_both(copy):
         "--json",
         "--max-new-tokens",
         "8",
-    )
-    [row] = [
-        json.loads(line) for line in run(copy, "-m", "mars_jax.generate", *flags, "the sea").splitlines()
     ]
+    output = run(copy, "-m", "mars_jax.generate", *flags, "the sea")
+    [row] = [json.loads(line) for line in output.splitlines()]
     assert len(row["tokens"]) == 8 and row["run"]["draft"] == "repeat"
 
 

@@ -41,20 +41,12 @@ def public():
     from mars_jax.cli.commands import COMMANDS, parser_of
 
     made = {"names": {name: arguments(named(name)) for name in sorted(promised())}}
-    parsers = {name: parser_of(name) for name in COMMANDS}
-    made["commands"] = {
-        name: sorted(
-            {
-                flag
-                for one in (parser, *parser.kinds().values())
-                for a in one._actions
-                for flag in a.option_strings
-                if flag.startswith("--")
-            }
-        )
-        for name, parser in parsers.items()
-        if parser is not None
-    }
+    made["commands"] = {}
+    for name in COMMANDS:
+        if (parser := parser_of(name)) is not None:
+            actions = [action for one in (parser, *parser.kinds().values()) for action in one._actions]
+            flags = {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
+            made["commands"][name] = sorted(flags)
     ours = {name: row for name, row in specs.RULES.items() if ".contrib." not in row.factory}
     made["rules"] = {name: sorted(row.settings) for name, row in ours.items()}
     made["drafters"] = {n: [row.spec] for n, row in specs.DRAFTERS.items() if ".contrib." not in row.loader}

@@ -29,7 +29,7 @@ def weights(noise):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "temperature", "pre_verify"),
-    [(0.0, [0.0, 0.0, 0.0], False), (0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
+    [(0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
 )
 def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     here, there = jax.devices()[:2]
@@ -62,10 +62,7 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     # The same drafts as well: the guess is one more, of which the target sees nothing.
     np.testing.assert_array_equal(stats.steps, counted.steps)
     np.testing.assert_array_equal(stats.accepted_exact, counted.accepted_exact)
-    if noise == 0:  # all that the target itself drafts holds
-        assert guesses.held == guesses.steps
-    else:
-        assert guesses.held < guesses.steps and int(jnp.sum(stats.accepted_exact)) > 0
+    assert guesses.held < guesses.steps and int(jnp.sum(stats.accepted_exact)) > 0
 
 
 def test_a_drafter_that_cannot_draft_ahead_is_refused():

@@ -131,7 +131,6 @@ def pairs(name, shape, sample):
     ("name", "shape", "sample"),
     [
         ("dflash", "chain", True),
-        ("dflash", "dynamic tree", False),
         ("dspark", "chain", True),
         ("dflash", "dynamic tree", True),
     ],

@@ -22,6 +22,7 @@ from mars_jax.contrib.drafters.system_files import System, save_system
 from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
 from tests.cli.conftest import write_tokenizer
@@ -118,8 +119,7 @@ def world() -> World:
         for part in ("draft", "proxy"):
             shutil.copytree(folder / part, folder / system.name / part)
     rows = [{"tokens": draw.integers(1, vocab, 9).tolist() * 3}]
-    (folder / "replay").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "replay").rename(folder / "replay.jsonl")
+    (folder / "replay.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     contrib.save(folder / "learned", heads(indicator.init_params, 32))
     contrib.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
     places = {name: folder / name for name in specs.DRAFTERS} | {
@@ -142,12 +142,5 @@ def world() -> World:
 @functools.cache
 def target(dtype: str, cache_dtype: str | None, mesh: str | None):
     """The target, loaded once for each form of it."""
-    given = {} if mesh is None else {"mesh": mesh_of(mesh)}
+    given = {} if mesh is None else {"mesh": parse_mesh(mesh)}
     return mj.load(world().target, dtype=dtype, cache_dtype=cache_dtype, **given)
-
-
-def mesh_of(text: str):
-    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
-    )

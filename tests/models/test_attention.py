@@ -156,15 +156,3 @@ def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
     assert calls(32) == 1 and calls(1) == 0
     monkeypatch.setattr(attention, "current", lambda: AbstractMesh((2,), ("model",)))
     assert calls(32) == 0, "of several"
-
-
-def test_a_loop_of_known_length_gives_the_same_numbers_and_gradients():
-    given = case(8, slots=300, live=131)
-    q, k, v, mask, _ = given
-
-    def loss(form, live):
-        return lambda q: jnp.sum(jnp.sin(form(q, k, v, mask, live)))
-
-    np.testing.assert_allclose(attention._attend_blocks(q, k, v, mask, None), attend_all(*given), atol=1e-6)
-    ours = jax.grad(loss(attention._attend_blocks, None))(q)
-    np.testing.assert_allclose(ours, jax.grad(loss(attend_all, None))(q), atol=1e-6)

@@ -12,9 +12,8 @@ from mars_jax import hub
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.core.mesh import by_rows, parse_mesh
 from mars_jax.core.types import Visible
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers, moe
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers
 from mars_jax.models.layers import dense, embed
-from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.weights import Weight
 
@@ -90,19 +89,6 @@ def test_only_a_cpu_multiplies_by_blocks_and_converts_no_whole_matrix(monkeypatc
     for platform in ("tpu", "cuda"):
         text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
         assert "(tensor<40x24xi8>) -> tensor<40x24xbf16>" in text and "while" not in text
-
-
-def test_products_by_expert_are_those_of_the_dequantised_matrices():
-    x, w = normal(0, 6, 7), quantize(normal(1, 4, 5, 7))
-    sizes = jnp.asarray([2, 0, 3, 1], jnp.int32)
-    want = dense_by_expert(x, w.astype("float32"), sizes)
-    np.testing.assert_allclose(jax.jit(dense_by_expert)(x, w, sizes), want, atol=1e-5)
-    expert = np.repeat(np.arange(4), np.asarray(sizes))
-    ragged = jax.jit(moe._ragged)(x, w.values, sizes) * w.scale[expert]
-    np.testing.assert_allclose(ragged, want, atol=1e-5)
-    for platform in ("tpu", "cuda"):
-        text = jax.jit(dense_by_expert).trace(x, w, sizes).lower(lowering_platforms=(platform,)).as_text()
-        assert "4x5x7xi8" in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
