@@ -167,12 +167,3 @@ def test_the_suite_of_all_rules_the_tables_the_documents_and_what_is_public(copy
              "cli/test_commands", "cli/test_arguments")  # fmt: skip
     said = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
     assert " passed" in said and "failed" not in said
-
-
-@pytest.mark.slow
-def test_every_surface_takes_them(copy):
-    """Beside the strict rules alone: the matrix of the checkout drives drafts under every other one."""
-    few = 'RULES = [rule for rule in RULES if rule.row.name in ("exact", "rejection", "within")]\n'
-    insert(copy / "tests/matrix/cases.py", few, before="SURFACES = ")
-    said = run(copy, "-m", "pytest", "-q", "tests/matrix", "-k", "within or repeat")
-    assert " passed" in said and "failed" not in said

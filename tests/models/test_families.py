@@ -48,28 +48,18 @@ CASES = {
         BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
     "llama, gelu": ("Llama", BASE | {"hidden_act": "gelu", "rms_norm_eps": 1e-3}),
-    "llama, tanh gelu": ("Llama", BASE | {"hidden_act": "gelu_pytorch_tanh"}),
     "llama 3.1": ("Llama", BASE | rope("llama3", **TRAINED, **BANDS)),
-    "llama, linear": ("Llama", BASE | rope("linear")),
-    "llama, yarn": ("Llama", BASE | rope("yarn", **TRAINED)),
-    "llama, yarn with mscale": ("Llama", BASE | rope("yarn", **TRAINED, mscale=0.7, mscale_all_dim=1.3)),
     "llama, yarn, every field": (
         "Llama",
         BASE | rope("yarn", **TRAINED, attention_factor=1.2, beta_fast=4.0, beta_slow=2.0, truncate=False),
     ),
     "mistral, window": ("Mistral", MISTRAL | {"sliding_window": 8}),
-    "mistral, no window, head_dim 16": ("Mistral", MISTRAL | {"sliding_window": None, "head_dim": 16}),
-    "qwen2, tied": ("Qwen2", BASE | {"tie_word_embeddings": True}),
     "qwen2, windows from layer 1 on": ("Qwen2", BASE | ALTERNATING | {"max_window_layers": 1}),
     "qwen2.5, yarn": ("Qwen2", BASE | rope("yarn", **TRAINED)),
     "qwen3": ("Qwen3", BASE | {"head_dim": 16}),
     "qwen3, tied, biases, head_dim 6": (
         "Qwen3",
         BASE | {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "qwen3, layer types": (
-        "Qwen3",
-        BASE | ALTERNATING | {"head_dim": 8} | FULL_IN_THE_MIDDLE,
     ),
     "mixtral": ("Mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, window, one expert of eight": (
