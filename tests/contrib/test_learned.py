@@ -9,8 +9,6 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models.indicator import init_params as init_head
 from mars_jax.contrib.models.indicator import logit
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import structure
 from mars_jax.core.types import Params
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests import helpers
@@ -73,11 +71,3 @@ def test_the_loop_hands_it_the_targets_hidden_state_and_its_weights():
     )
     assert helpers.committed(ours) == helpers.committed(theirs)
     assert int(counts.accepted_relaxed.sum()) > 0
-
-
-def test_thresholds_are_probabilities():
-    assert structure(contrib.learned(theta=0.2)) == structure(contrib.learned(theta=float("inf")))
-    with pytest.raises(
-        MarsError, match=r"theta is 1\.5: expected a probability, a number above 0 and at most 1"
-    ):
-        contrib.learned(theta=1.5)

@@ -80,17 +80,6 @@ def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatc
     np.testing.assert_array_equal(got, np.asarray(x, np.float32) @ values.T.astype(np.float32))
 
 
-def test_only_a_cpu_multiplies_by_blocks_and_converts_no_whole_matrix(monkeypatch):
-    monkeypatch.setattr(layers, "_BLOCK", 8 * 24)
-    x, w = jnp.ones((6, 24), jnp.bfloat16), quantize(normal(0, 40, 24, dtype="bfloat16"))
-    product = jax.jit(lambda x, w: dense(x, w))
-    cpu = product.lower(x, w).compile().as_text()
-    assert "s8[40,24]" in cpu and "f32[8,24]" in cpu and "f32[40,24]" not in cpu and "bf16[40,24]" not in cpu
-    for platform in ("tpu", "cuda"):
-        text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
-        assert "(tensor<40x24xi8>) -> tensor<40x24xbf16>" in text and "while" not in text
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("inputs", "group"), [(96, 32), (192, 64), (256, 128)])
 def test_in_4_bits_no_weight_moves_by_more_than_half_a_step_of_its_group(inputs, group, dtype):
