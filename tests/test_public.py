@@ -68,28 +68,15 @@ def test_the_promise_is_short_and_kept_by_names_that_are_exported():
         assert name in importlib.import_module(home).__all__, full
 
 
-def listed(module):
-    """Names that a module exports: those of its `__all__`; of one without a list, what is ours in it."""
-    ours = [
-        n for n, x in vars(module).items() if getattr(x, "__module__", None) and "mars_jax" in x.__module__
-    ]
-    return getattr(module, "__all__", [name for name in ours if not name.startswith("_")])
+RINGS = {"mars_jax.contrib", "mars_jax.integrations", "mars_jax.lab"}
 
 
 def is_public(full):
-    """Tell whether a document may use a dotted name: one that is promised, one that a promised module exports, or one
-    of a ring, of which `contrib` has a list."""
+    """Return whether a document may use a dotted name: a promised one, an attribute of one, or a name in a ring."""
     parts = full.split(".")
-    if any(part.startswith("_") for part in parts):
-        return False
-    if parts[:2] in (["mars_jax", "lab"], ["mars_jax", "integrations"]):
-        return True
-    if parts[:2] == ["mars_jax", "contrib"]:
-        return len(parts) == 2 or parts[2] in mars_jax.contrib.__all__
-    prefix = next((".".join(parts[:n]) for n in (3, 2) if ".".join(parts[:n]) in promised()), None)
-    if prefix is None or not inspect.ismodule(found := named(prefix)):
-        return full == "mars_jax" or prefix is not None  # attributes of what is promised are its own
-    return full == prefix or full.removeprefix(f"{prefix}.").split(".")[0] in listed(found)
+    prefixes = {".".join(parts[:n]) for n in range(2, len(parts) + 1)}
+    private = any(part.startswith("_") for part in parts)
+    return full == "mars_jax" or (not private and not prefixes.isdisjoint({*promised(), *RINGS}))
 
 
 def used(source):

@@ -126,15 +126,11 @@ def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward
     last, first = out.features
     norm = last * jax.lax.rsqrt(jnp.mean(last**2, axis=-1, keepdims=True) + CONFIG.norm_eps)
     np.testing.assert_allclose(norm * params["norm"][None, None], out.hidden, atol=1e-5)
-    shallow = language_model(
-        ModelConfig(**{**vars(CONFIG), "num_layers": 1, "windows": (None,)}), feature_layers=[0]
-    )
-    start = jnp.zeros((1,), jnp.int32)
-    cache = shallow.init_cache(1, SLOTS)
+    config = ModelConfig(**{**vars(CONFIG), "num_layers": 1, "windows": (None,)})
+    shallow = language_model(config, feature_layers=[0])
     one = {**params, "layers": params["layers"][:1]}
-    alone = jax.jit(shallow.forward)(
-        one, jnp.asarray([[1, 2, 3]], jnp.int32), Visible.causal(start, 3), cache
-    )
+    tokens, start = jnp.asarray([[1, 2, 3]], jnp.int32), jnp.zeros((1,), jnp.int32)
+    alone = jax.jit(shallow.forward)(one, tokens, Visible.causal(start, 3), shallow.init_cache(1, SLOTS))
     np.testing.assert_allclose(alone.features[0], first, atol=1e-5)
     with pytest.raises(MarsError, match="feature layer 2 does not exist: the model has layers 0 to 1"):
         language_model(CONFIG, feature_layers=(2,))
@@ -165,9 +161,7 @@ def test_the_forward_is_differentiable_through_the_cache(params):
         lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params
     )
     slope = jax.jit(lambda p, d: jax.jvp(loss, (p,), (d,))[1])(params, direction)
-    total = sum(
-        jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
-    )
+    total = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
     np.testing.assert_allclose(total, slope, rtol=1e-4)
     assert all(float(jnp.max(jnp.abs(g))) > 0 for g in jax.tree.leaves(gradient))
 
