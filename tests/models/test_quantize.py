@@ -9,7 +9,6 @@ import pytest
 
 from kernels_pallas.mosaic import int4
 from mars_jax import hub
-from mars_jax.contrib.models import medusa_layers
 from mars_jax.core.mesh import by_rows, parse_mesh
 from mars_jax.core.types import Visible
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers
@@ -187,14 +186,6 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     x = jnp.concatenate([hidden, hidden], axis=-1)
     got = dense(x, loaded["fc"])
     np.testing.assert_allclose(got, dense(x, dequantized(loaded)["fc"]), atol=1e-5)
-
-    from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
-
-    heads = medusa_layers.MedusaConfig(num_heads=2, num_layers=1, hidden_size=32, vocab_size=29)
-    save_medusa(tmp_path / "medusa", heads, medusa_layers.init_params(heads, jax.random.key(3), scale=0.3))
-    _, loaded = load_medusa(tmp_path / "medusa", layer, dtype=dtype)
-    got = medusa_layers.logits(loaded, hidden[:, :1], 2)
-    np.testing.assert_allclose(got, medusa_layers.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)
 
 
 @pytest.mark.parametrize(
