@@ -1,6 +1,5 @@
 """The Python of the pages in docs/, run block after block; and the figures that pages repeat."""
 
-import ast
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import pytest
 
 import mars_jax
 from mars_jax.cli.generate.arguments import parser
-from tests.helpers.pages import PAGES, ROOT, as_file, blocks
+from tests.helpers.pages import PAGES, ROOT, blocks
 
 DOCS = ROOT / "docs"
 MANY = DOCS / "many-machines.md"
@@ -35,25 +34,6 @@ def test_the_code_of_a_page_runs(page, monkeypatch):
     finally:
         jax.config.update("jax_numpy_rank_promotion", "raise")
         jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-
-def test_the_first_block_of_the_rules_is_a_whole_file(tmp_path):
-    first = blocks(DOCS / "rules.md")[0]
-    assert len(first.strip().splitlines()) < 30
-    names: dict = {"__name__": "entropy_gate"}
-    exec(first, names)
-    assert names["entropy_gate"](0.5).entropy == 0.5
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_a_page_as_a_file_has_the_blocks_at_the_lines_of_the_page(path):
-    """It is what `.ci/run types` hands to pyright."""
-    made, page = as_file(path).splitlines(), path.read_text(encoding="utf-8").splitlines()
-    code = [(number, line) for number, line in enumerate(made) if line]
-    assert all(page[number] == line for number, line in code)
-    written = "".join(blocks(path)).splitlines()
-    assert [line for _, line in code] == [line for line in written if line]
-    ast.parse(as_file(path))
 
 
 @pytest.mark.slow
@@ -92,11 +72,6 @@ def test_the_jobs_of_schedulers_are_commands_that_there_are():
         assert words[0] == "generate" and given.resume and "part-3" in str(given.output)
         assert given.part == f"3/{spec['completions']}"
     assert spec["parallelism"] <= spec["completions"]
-
-
-def test_there_are_pages_with_python():
-    assert {"rules.md", "drafters.md", "embedding.md", "bridges.md", "rollouts.md"} <= set(NAMES)
-    assert {"tutorial.md", "choosing.md", "faq.md", "tpu.md"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("page", ["choosing.md", "faq.md"])

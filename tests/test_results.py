@@ -82,9 +82,3 @@ def test_a_sentence_names_the_date_and_the_commit_of_a_figure():
     assert common.sentence(origin(run)) == "Measured on 2026-11-24 at 0f417bdcfe, 1 core of P."
     history = {"commit": "fa252ce", "committed": "2026-11-23T00:52:49+00:00"}
     assert common.sentence(origin({"recovered": history})) == "Committed on 2026-11-23 in fa252ce."
-
-
-def test_of_records_with_origins_of_their_own_the_latest_speaks():
-    record = {"commit": "a", "dirty": False, "cores": 2, "processor": "P"}
-    found = origin([record | {"date": "2026-11-23"}, record | {"date": "2026-11-24", "commit": "b"}])
-    assert found.commit == "b"

@@ -18,20 +18,13 @@ import pytest
 
 import kernels_pallas
 from mars_jax import assets, hub, specs, verify
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.families import FAMILIES
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.specs import models
+from tests.helpers.checkpoint_files import message
 from tests.helpers.sources import find_test
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def message(call, *args, **options):
-    with pytest.raises(MarsError) as caught:
-        call(*args, **options)
-    assert str(caught.value).endswith(".")
-    return str(caught.value)
 
 
 def test_the_tables_do_not_load_jax():
@@ -91,15 +84,12 @@ def test_margins_are_those_of_the_kernels():
         ("mars", "theta", 1.0, {}),
         ("mars", "theta", math.inf, {}),
         ("mars", "theta", 7.5, {"margin": "gap"}),
-        ("mars", "theta", [0.5, math.inf], {}),
         ("mars", "theta", np.float32([0.5, 0.9]), {}),
-        ("mars", "theta", jnp.float32(0.5), {}),
         ("mars", "theta", jnp.asarray([2.0, math.inf]), {"margin": "gap"}),
         ("mars", "max_relaxed_run", 0, {}),
         ("mars", "max_relaxed_run", specs.UNLIMITED_RUN, {}),
         ("mars", "max_relaxed_run", np.asarray([0, 3]), {}),
         ("mars", "max_relaxed_run", 2.0, {}),
-        ("mars", "margin", "gap", {}),
         ("mars", "block", True, {"base": "rejection"}),
         ("learned", "theta", 0.2, {}),
         ("simulated", "tau", 1, {}),
@@ -115,27 +105,21 @@ def test_a_value_in_range_passes(rule, name, value, chosen):
     [
         ("mars", "theta", 0.0, {}, "theta is 0: expected a number above 0 and at most 1 for the margin ratio, or inf"),
         ("mars", "theta", 1.5, {}, "theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
-        ("mars", "theta", -1, {"margin": "gap"}, "theta is -1: expected a number above 0 for the margin gap"),
-        ("mars", "theta", math.nan, {"margin": "gap"}, "theta is nan"),
+        ("mars", "theta", math.nan, {"margin": "gap"}, "theta is nan: expected a number above 0 for the margin gap"),
         ("mars", "theta", np.asarray([0.5, 1.5]), {}, "theta is 1.5"),
         ("mars", "theta", jnp.asarray([[0.5], [0.0]]), {}, "theta is 0"),
         ("mars", "theta", [0.5, "x"], {}, "theta is 'x'"),
         ("mars", "theta", True, {}, "theta is True"),
-        ("mars", "theta", None, {}, "theta is None"),
         ("mars", "max_relaxed_run", 1.5, {}, "max_relaxed_run is 1.5: expected a whole number"),
-        ("mars", "max_relaxed_run", 2**31, {}, "max_relaxed_run is 2147483648"),
         ("mars", "max_relaxed_run", [0, -1], {}, "max_relaxed_run is -1"),
         ("mars", "margin", "wide", {}, "margin is 'wide': expected one of ratio, gap"),
         ("mars", "margin", ["ratio"], {}, "margin is ['ratio'] (did you mean ratio?): expected"),
         ("rejection", "block", [True], {}, "block is [True]: expected true or false"),
         ("mars", "theta", 0.9, {"margin": "wide"}, "margin is 'wide': expected one of ratio, gap"),
         ("mars", "tau", 2.0, {}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run"),
-        ("mars", "block", True, {}, "the rule mars has no setting 'block'"),
         ("exact", "theta", 0.9, {}, "the rule exact has no setting 'theta': it has none"),
         ("learned", "theta", 1.5, {}, "theta is 1.5: expected a probability"),
         ("simulated", "tau", 0.5, {}, "tau is 0.5: expected a number of at least 1"),
-        ("simulated", "tau", math.inf, {}, "tau is inf"),
-        ("rejection", "block", 1, {}, "block is 1: expected true or false"),
         ("marz", "theta", 0.9, {}, "there is no rule 'marz' (did you mean mars?): choose one of exact"),
     ],
 )  # fmt: skip
@@ -143,10 +127,9 @@ def test_a_value_out_of_range_is_named(rule, name, value, chosen, expected):
     assert message(specs.check_setting, rule, name, value, **chosen).startswith(expected)
 
 
-def test_traced_values_are_not_looked_at():
+def test_traced_values_are_not_checked():
     @jax.jit
     def build(theta):
-        specs.check_setting("mars", "theta", theta)
         specs.check_setting("mars", "theta", [theta, theta])
         return theta
 
@@ -163,7 +146,6 @@ def test_settled_settings_are_whole():
     assert message(specs.rule("simulated").settle, {}) == (
         "the rule simulated needs a tau: give a number of at least 1, the token that every step gives."
     )
-    assert "theta is 1.5" in message(specs.rule("mars").settle, {"theta": 1.5})
     assert "no setting 'block'" in message(specs.rule("mars").settle, {"block": True})
 
 
@@ -194,42 +176,23 @@ def test_texts_and_json_become_values():
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
-    [
-        ("none", ("none", "")),
-        ("ngram", ("ngram", "")),
-        ("model:a/b", ("model", "a/b")),
-        ("eagle:C:/heads", ("eagle", "C:/heads")),
-        ("medusa:x", ("medusa", "x")),
-    ],
+    [("none", ("none", "")), ("model:a/b", ("model", "a/b")), ("eagle:C:/heads", ("eagle", "C:/heads"))],
 )
 def test_drafts_are_named_by_kind_and_path(spec, expected):
     assert specs.parse_draft(spec) == expected
     assert specs.parse_draft(spec).row.name == expected[0]
 
 
-@pytest.mark.parametrize(
-    "spec", ["", ":", "ngram:", "ngram:3", "model", "model:", "eagel:x", "none:x", "Model:x"]
-)
+@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "none:x", "Model:x"])
 def test_other_drafts_are_refused(spec):
-    near = (
-        " (did you mean eagle?)"
-        if spec == "eagel:x"
-        else " (did you mean model?)"
-        if spec == "Model:x"
-        else ""
-    )
-    assert message(specs.parse_draft, spec, shown="--draft") == (
-        f"--draft is {spec}{near}: expected {specs.draft_words()}."
-    )
+    suggestion = {"eagel:x": " (did you mean eagle?)", "Model:x": " (did you mean model?)"}.get(spec, "")
+    expected = f"--draft is {spec}{suggestion}: expected {specs.draft_words()}."
+    assert message(specs.parse_draft, spec, shown="--draft") == expected
 
 
 def test_drafts_may_be_narrowed():
     assert specs.draft_words().startswith("none, ngram, model:PATH, eagle:PATH, medusa:PATH, ")
     assert "expected ngram or model:PATH." in message(specs.parse_draft, "none", among=("ngram", "model"))
-    assert (
-        message(specs.parse_draft, object(), among=("ngram",))
-        == "the drafter is of type object: expected ngram."
-    )
     assert specs.drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH, dflash:PATH or self"
 
 
@@ -246,10 +209,6 @@ def test_a_model_is_what_its_row_says(name):
     here = not row.repository or (row.package and hub.is_here(name))
     config = hub.read_config(name) if here else CONFIGS.get(name)
     assert config is None or (config.family, config.vocab_size) == (row.family, row.vocabulary)
-
-
-def test_every_name_of_plan_is_one_of_a_model():
-    assert set(CONFIGS) <= set(models.MODELS)
 
 
 def test_every_draft_is_known_and_has_its_test_and_its_figure():

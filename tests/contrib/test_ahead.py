@@ -12,7 +12,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.models import ModelConfig, init_params, language_model
-from tests.helpers import committed, decode_all, ragged, slow_but
+from tests.helpers import committed, decode_all, ragged
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_layers": 1}
 CONFIG = ModelConfig(**SIZES)
@@ -29,11 +29,7 @@ def weights(noise):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "temperature", "pre_verify"),
-    slow_but(
-        [(0.0, [0.0, 0.0, 0.0], False), (0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
-        (0.1, [0.0, 1.0, 0.7], False),
-        (0.03, [0.0, 1.0, 0.0], True),
-    ),
+    [(0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
 )
 def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     here, there = jax.devices()[:2]
@@ -66,10 +62,7 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     # The same drafts as well: the guess is one more, of which the target sees nothing.
     np.testing.assert_array_equal(stats.steps, counted.steps)
     np.testing.assert_array_equal(stats.accepted_exact, counted.accepted_exact)
-    if noise == 0:  # all that the target itself drafts holds
-        assert guesses.held == guesses.steps
-    else:
-        assert guesses.held < guesses.steps and int(jnp.sum(stats.accepted_exact)) > 0
+    assert guesses.held < guesses.steps and int(jnp.sum(stats.accepted_exact)) > 0
 
 
 def test_a_drafter_that_cannot_draft_ahead_is_refused():

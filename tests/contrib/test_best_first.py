@@ -11,7 +11,6 @@ import pytest
 from mars_jax.contrib.drafters.best_first import best_first
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.tree_shapes import Dynamic
-from tests.helpers import slow_but
 
 
 def search(log_p, shape):
@@ -44,10 +43,7 @@ def paths(tree, row):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "vocab", "rows"),
-    slow_but(
-        [(Dynamic(10, 7, 60), 64, 700), (Dynamic(30, 4, 30), 40, 200), (Dynamic(10, 15, 256), 300, 100)],
-        (Dynamic(30, 4, 30), 40, 200),
-    ),
+    [(Dynamic(10, 7, 60), 64, 700), (Dynamic(30, 4, 30), 40, 200), (Dynamic(10, 15, 256), 300, 100)],
 )
 def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
     """1,000 random marginals in all, sharp ones and flat ones."""
@@ -66,8 +62,6 @@ def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
             scores = [sum(log_p[row, d, t] for d, t in enumerate(path)) for path in mine]
             np.testing.assert_allclose(sorted(scores), sorted(wanted.values()), atol=1e-5)
             assert len(set(mine) ^ set(wanted)) <= 4
-    text = build.lower(root, logits, jnp.ones(logits.shape[:2], bool)).as_text()
-    assert "callback" not in text  # nothing asks the host
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
-from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import CORRECTED, TRUSTED, Prompts, keys_from_seeds
-from tests.helpers import committed, decode_all, logits_after, ragged
+from mars_jax.core.types import CORRECTED, TRUSTED
+from tests.helpers import begin, decode_rows, logits_after, ragged
 from tests.helpers.cascades import BUFFER, MOST, PROXY, SMALL, VOCAB, K, weights
 
 LENGTHS = [1, 6, 12, 17]
@@ -24,21 +23,10 @@ CLOSED = 2.0
 
 
 def decoded(rule, margin=0.1, rows=slice(None), drafter=CASCADE, **chosen):
-    """Committed tokens of the rows, and the counters."""
-    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
-    index = np.arange(len(LENGTHS))[rows]
-    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
-    state, stats = decode_all(
-        TARGET,
-        drafter,
-        rule,
-        tokens[index],
-        lengths[index],
-        seeds=index.tolist(),
-        params=weights(margin),
-        **chosen,
+    """Return the committed tokens of some rows, and the counters."""
+    return decode_rows(
+        TARGET, drafter, rule, *ragged(LENGTHS, BUFFER, VOCAB), rows, params=weights(margin), **chosen
     )
-    return committed(state), stats
 
 
 @functools.cache
@@ -136,11 +124,8 @@ RULES = {
 }
 
 
-SLOW = ("mars", "budget", "mars over block", "rejection")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RULES])
+@pytest.mark.parametrize("name", RULES)
 def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(name):
     """Bit for bit; and a row alone is the row in its batch."""
     rule, mixed = RULES[name], {"temperature": [0.0, 0.9, 0.0, 0.0]}
@@ -167,10 +152,9 @@ def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
     assert int(jnp.sum(stats.accepted_trusted)) > 0
     # Streamed, so that every token's kind is seen.
     tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
-    controls = make_controls(4, limit=BUFFER, stop_tokens=[2, 7])
-    decoder = decode.speculative_decoder(TARGET, CASCADE, verify.exact())
-    keys = keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
-    state = decode.start(decoder, weights(0.05), Prompts(tokens, lengths, controls, verify.exact(), keys))
+    decoder, state = begin(
+        TARGET, CASCADE, verify.exact(), tokens, lengths, params=weights(0.05), stop_tokens=[2, 7]
+    )
     trusted = []
     for _, info in itertools.islice(decode.stream(decoder, weights(0.05), state), 60):
         said, kind = np.asarray(info.emitted), np.asarray(info.kind)

@@ -4,19 +4,11 @@ import types
 
 import jax
 import numpy as np
-import pytest
 
 from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator
 from mars_jax.contrib.rules.head_files import read_weights
-from mars_jax.core.errors import MarsError
-
-
-def message(call, *args, **options):
-    with pytest.raises(MarsError) as caught:
-        call(*args, **options)
-    assert str(caught.value).endswith(".")
-    return str(caught.value)
+from tests.helpers.checkpoint_files import message
 
 
 def test_weights_come_back_as_they_were_saved(tmp_path):

@@ -1,7 +1,5 @@
 """Medusa heads against numpy over a target run from an empty cache, and their files against torch."""
 
-import functools
-import itertools
 import json
 
 import jax
@@ -15,26 +13,20 @@ from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
 from mars_jax.contrib.models import medusa_layers as heads
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode
-from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.metrics import summarize
 from mars_jax.core.tree import static_topology
 from mars_jax.core.types import (
     NO_TOKEN,
-    ForwardOutput,
-    KVCache,
-    LanguageModel,
     Params,
-    Prompts,
     Visible,
-    keys_from_seeds,
 )
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, init_params, language_model
-from tests.helpers import committed, decode_all, draft_input, ragged
+from tests.helpers import begin, committed, decode_all, draft_input, ragged
 
 VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then
-OF_TARGET = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
+OF_TARGET = ModelConfig(**SIZES)
 TARGET = language_model(OF_TARGET)
 CONFIG = MedusaConfig(num_heads=4, num_layers=2, hidden_size=16, vocab_size=VOCAB)
 
@@ -71,26 +63,18 @@ def slow_logits(params, past):
     return np.stack(found)
 
 
-def begin(drafter, params, **chosen):
-    prompts, lengths = ragged([1, 2, 17], BUFFER, VOCAB)
-    decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=8)
-    controls = make_controls(3, limit=BUFFER, **chosen)
-    return decoder, decode.start(
-        decoder,
-        params,
-        Prompts(prompts, lengths, controls, verify.exact(), keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))),
+def started(drafter, params, **chosen):
+    return begin(
+        TARGET, drafter, verify.exact(), *ragged([1, 2, 17], BUFFER, VOCAB), params=params, chunk=8, **chosen
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tree",
-    [pytest.param(None, marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow), (3, 2, 1)],
-)
+@pytest.mark.parametrize("tree", [None, (1, 1), (3, 2, 1)])
 def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(params, tree):
     drafter = contrib.medusa(CONFIG, TARGET, tree=tree)
     branching = (1,) * 4 if tree is None else tree
-    decoder, state = begin(drafter, params)
+    decoder, state = started(drafter, params)
     seen, propose = set(), jax.jit(drafter.propose)
     while not bool(jnp.all(state.done)):
         drafted, _ = propose(params, state.draft, draft_input(state))
@@ -115,58 +99,11 @@ def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(pa
     assert committed(state) == committed(plain)
 
 
-@functools.cache
-def cyclic():
-    """A target that counts in steps of 3 round 11 tokens, and heads that know it: (model, config, params)."""
-    vocab = 11
-    step = np.eye(vocab, dtype=np.float32)[
-        (np.arange(vocab) + 3) % vocab
-    ].T  # one-hot of t -> one-hot of t + 3
-
-    def forward(params, tokens, visible, cache):
-        return ForwardOutput(jax.nn.one_hot(tokens, vocab, dtype=jnp.float32), (), cache)
-
-    model = LanguageModel(
-        init_cache=lambda batch, slots: KVCache(
-            k=(jnp.zeros((batch, slots, 1, 1)),), v=(jnp.zeros((batch, slots, 1, 1)),)
-        ),
-        forward=forward,
-        unembed=lambda params, hidden: jnp.einsum("bne,ve->bnv", hidden, jnp.asarray(step)),
-        vocab_size=vocab,
-    )
-    config = MedusaConfig(num_heads=4, num_layers=1, hidden_size=vocab, vocab_size=vocab)
-    empty = jax.tree.map(jnp.zeros_like, heads.init_params(config, jax.random.key(0)))
-    known = tuple(
-        head | {"unembed": jnp.asarray(np.linalg.matrix_power(step, i + 2))}
-        for i, head in enumerate(empty["heads"])
-    )
-    return model, config, Params((), {"heads": known})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [None, (2, 3, 1, 1)])
-def test_heads_that_know_the_text_are_always_right(tree):
-    model, config, params = cyclic()
-    drafter = contrib.medusa(config, model, tree=tree)
-    lengths = jnp.asarray([2, 6, 20], jnp.int32)
-    # Behind the prompts junk, which is not to be counted on.
-    counted = (5 + 3 * np.arange(40)) % 11
-    prompts = jnp.asarray(np.where(np.arange(40) < np.asarray(lengths)[:, None], counted, 1), jnp.int32)
-    state, stats = decode_all(
-        model, drafter, verify.exact(), prompts, lengths, limit=[32, 36, 40], params=params
-    )
-    for row in range(3):
-        # Each step takes the four drafted tokens and the target's own; 30 and 20 tokens are whole steps.
-        assert summarize(stats, row).tau == 5.0
-        text = committed(state)[row][int(lengths[row]) - 1 :]
-        assert {(b - a) % 11 for a, b in itertools.pairwise(text)} == {3}
-
-
 def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
     stop, lasts = [np.inf, 0.7, 0.0], []
     for tree in (None, (2, 2, 1)):
         drafter = contrib.medusa(CONFIG, TARGET, tree=tree)
-        _, state = begin(drafter, params, draft_stop=stop)
+        _, state = started(drafter, params, draft_stop=stop)
         drafted, _ = jax.jit(drafter.propose)(params, state.draft, draft_input(state))
         for row, past in enumerate(committed(state)):
             z = slow_logits(params, past)[: drafted.max_depth]
@@ -183,12 +120,11 @@ def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
 def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     rows, past = 4000, [3, 1, 4, 1, 5]
     drafter = contrib.medusa(CONFIG, TARGET, 2, sample=True)
-    decoder = decode.speculative_decoder(TARGET, drafter, verify.rejection())
     prompts = jnp.broadcast_to(jnp.asarray([past + [0] * 7], jnp.int32), (rows, 12))
-    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
     lengths = jnp.full((rows,), 5, jnp.int32)
-    chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
-    state = decode.start(decoder, params, Prompts(prompts, lengths, chosen, verify.rejection(), keys))
+    _, state = begin(
+        TARGET, drafter, verify.rejection(), prompts, lengths, params=params, temperature=0.7, top_k=4
+    )
     tree, _ = jax.jit(drafter.propose)(params, state.draft, draft_input(state))
     z = slow_logits(params, past)[:2] / 0.7
     z[np.arange(2)[:, None], np.argsort(-z, axis=1)[:, 4:]] = -np.inf
@@ -216,8 +152,9 @@ def test_drafts_that_the_heads_cannot_make_are_refused(options, message):
 
 
 def test_heads_for_another_vocabulary_are_refused():
+    other = MedusaConfig(num_heads=4, num_layers=1, hidden_size=16, vocab_size=11)
     with pytest.raises(MarsError, match="11 tokens and the target has 7"):
-        contrib.medusa(cyclic()[1], TARGET)
+        contrib.medusa(other, TARGET)
 
 
 def write_torch(directory, draft, *, prefix="", dtype="float32", **config):
@@ -282,11 +219,6 @@ def test_saved_heads_load_as_they_were(params, tmp_path):
         save_medusa(tmp_path / "other", other, params.draft)
 
 
-def of_target(**fields):
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
-    return ModelConfig(**sizes | fields)
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -297,7 +229,7 @@ def of_target(**fields):
 def test_heads_of_another_target_are_refused(params, tmp_path, target, message):
     saved = save_medusa(tmp_path / "heads", CONFIG, params.draft)
     with pytest.raises(MarsError, match=message):
-        load_medusa(saved, of_target(**target))
+        load_medusa(saved, ModelConfig(**SIZES | target))
 
 
 @pytest.mark.parametrize(
@@ -305,10 +237,6 @@ def test_heads_of_another_target_are_refused(params, tmp_path, target, message):
     [
         ({"medusa_num_heads": 5}, "says 5 heads and the weights hold 4"),
         ({"medusa_num_layers": 1}, "says 1 residual layers a head and the weights hold 2"),
-        (
-            {"medusa_num_layers": None},
-            "medusa_num_layers of '.*config.json' is None: expected a whole number",
-        ),
         ({"medusa_num_heads": True}, "medusa_num_heads of '.*' is True"),
     ],
 )
@@ -332,27 +260,11 @@ def test_tensors_that_are_not_those_of_heads_are_named(params, tmp_path):
         "1 tensors are no part of Medusa heads (norm.weight)",
     ):
         assert part in str(caught.value)
-    tensors = {name: value.astype(np.int8) for name, value in tensors.items() if name != "norm.weight"}
-    tensors |= {"1.0.linear.bias": np.zeros(16, np.int8), "2.1.linear.bias": np.zeros(16, np.int8)}
-    save_file(tensors, saved / "medusa_lm_head.safetensors")
-    with pytest.raises(MarsError, match="it holds int8: quantised checkpoints are not supported"):
-        load_medusa(saved, OF_TARGET)
 
 
-def test_files_that_are_no_heads_are_refused(params, tmp_path, monkeypatch):
-    saved = save_medusa(tmp_path / "heads", CONFIG, params.draft)
-    file = saved / "medusa_lm_head.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(MarsError, match="truncated or corrupt"):
-        load_medusa(saved, OF_TARGET)
-    file.unlink()
-    with pytest.raises(
-        MarsError, match=r"holds no Medusa heads: put medusa_lm_head\.safetensors or medusa_lm_head\.pt"
-    ):
-        load_medusa(saved, OF_TARGET)
-    (saved / "medusa_lm_head.pt").write_bytes(b"no pickle")
-    with pytest.raises(MarsError, match="truncated, corrupt or unsafe"):
-        load_medusa(saved, OF_TARGET)
+def test_a_folder_without_heads_is_refused(tmp_path):
+    with pytest.raises(MarsError, match=r"holds no Medusa heads: put medusa_lm_head\.safetensors or"):
+        load_medusa(tmp_path, OF_TARGET)
     with pytest.raises(MarsError, match="there is no directory"):
         load_medusa(tmp_path / "nowhere", OF_TARGET)
 
@@ -382,13 +294,3 @@ def test_heads_on_the_hub_are_fetched_without_the_files_that_are_not_needed(para
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
     assert load_medusa("some/heads", OF_TARGET)[0] == CONFIG
     assert asked == ["config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt"]
-
-    def fail(name, file):
-        raise OSError("no route to host\nlong story")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    (local / "medusa_lm_head.pt").unlink()
-    with pytest.raises(
-        MarsError, match=r"did not give medusa_lm_head\.safetensors of 'some/heads' .*no route"
-    ):
-        load_medusa("some/heads", OF_TARGET)

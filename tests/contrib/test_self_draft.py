@@ -11,12 +11,11 @@ import mars_jax as mj
 from mars_jax import contrib, drafters, fake, verify
 from mars_jax.contrib.drafters.self_draft import SINKS, load_self
 from mars_jax.core import decode
-from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
+from mars_jax.core.types import Params, Visible
 from mars_jax.drafters.asked import Asked
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models.quantize import Int8
-from tests.helpers import draft_input, ragged
+from tests.helpers import begin, draft_input, ragged
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 MODEL = language_model(CONFIG)
@@ -45,11 +44,10 @@ def said_under_a_mask(tokens, length):
 def test_what_it_drafts_first_is_what_the_target_says_under_a_mask(tree):
     """In rows shorter and longer than what it sees, while they grow by paths of a tree."""
     drafter = contrib.self_draft(MODEL, 2, tree=tree, window=WINDOW)
-    decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
     prompts, lengths = ragged([1, 9, 22], BUFFER, CONFIG.vocab_size)
-    params, keys = Params(WEIGHTS, WEIGHTS), keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
-    given = Prompts(prompts, lengths, make_controls(3, limit=BUFFER), verify.exact(), keys)
-    state, propose, accepted = decode.start(decoder, params, given), jax.jit(drafter.propose), 0
+    params = Params(WEIGHTS, WEIGHTS)
+    decoder, state = begin(MODEL, drafter, verify.exact(), prompts, lengths, params=params)
+    propose, accepted = jax.jit(drafter.propose), 0
     for _ in range(6):
         tree_, _ = propose(params, state.draft, draft_input(state))
         for row in range(3):

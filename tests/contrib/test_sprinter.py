@@ -11,7 +11,7 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.core import fake
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Visible
-from tests.helpers import committed, decode_all, logits_after, ragged
+from tests.helpers import decode_all, decode_rows, logits_after, ragged
 from tests.helpers.sprinters import BUFFER, MOST, SMALL, SURE_BELOW, VOCAB, weights
 
 LENGTHS = [1, 6, 12, 17]
@@ -20,20 +20,9 @@ DRAFTER, SAMPLED = contrib.sprinter(SMALL, MOST), contrib.sprinter(SMALL, MOST, 
 
 
 def decoded(rule, threshold=0.5, rows=slice(None), drafter=DRAFTER, params=None, **chosen):
-    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
-    index = np.arange(len(LENGTHS))[rows]
-    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
-    state, stats = decode_all(
-        TARGET,
-        drafter,
-        rule,
-        tokens[index],
-        lengths[index],
-        seeds=index.tolist(),
-        params=weights(threshold) if params is None else params,
-        **chosen,
-    )
-    return committed(state), stats
+    """Return the committed tokens of some rows, and the counters."""
+    params = weights(threshold) if params is None else params
+    return decode_rows(TARGET, drafter, rule, *ragged(LENGTHS, BUFFER, VOCAB), rows, params=params, **chosen)
 
 
 @functools.cache
@@ -109,11 +98,8 @@ def test_strict_rows_and_the_exact_prefix_trust_nothing():
     plain, _ = decoded(verify.exact(), drafter=drafters.none(), params=Params(()))
     strict, stats = decoded(verify.exact(), strict=[True, False, True, False])
     assert strict[0] == plain[0] and strict[2] == plain[2]
-    assert (
-        np.asarray(stats.accepted_trusted)[[0, 2]].sum()
-        == 0
-        < np.asarray(stats.accepted_trusted)[[1, 3]].sum()
-    )
+    trusted = np.asarray(stats.accepted_trusted)
+    assert trusted[[0, 2]].sum() == 0 < trusted[[1, 3]].sum()
     found, stats = decoded(verify.mars(theta=np.inf, exact_prefix=8))
     assert all(found[row][: n + 8] == plain[row][: n + 8] for row, n in enumerate(LENGTHS))
     assert int(jnp.sum(stats.accepted_trusted)) > 0

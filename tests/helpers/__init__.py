@@ -80,7 +80,7 @@ def judge(rule):
 
 
 def begin(
-    target, drafter, rule, prompts, lengths, *, controls=None, seeds=None, params=NO_WEIGHTS, **settings
+    target, drafter, rule, prompts, lengths, *, controls=None, seeds=None, params=NO_WEIGHTS, chunk=16, **settings
 ):
     """Return a decoder and the state of a batch before its first step. `settings` are those of `make_controls`."""
     batch, buffer = prompts.shape
@@ -89,7 +89,7 @@ def begin(
     if not isinstance(seeds, jax.Array):
         # Seeds in host memory: JAX compiles nothing to create them.
         seeds = np.asarray(range(batch) if seeds is None else seeds, np.uint32)
-    decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
+    decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=chunk)
     batch = Prompts(prompts, lengths, controls, rule, keys_from_seeds(seeds))
     return decoder, decode.start(decoder, params, batch)
 
@@ -106,6 +106,16 @@ def decode_all(
     settings["limit"] = buffer if limit is None else limit
     decoder, state = begin(target, drafter, rule, prompts, lengths, seeds=seeds, params=params, **settings)
     return decode.run(decoder, params, state)
+
+
+def decode_rows(target, drafter, rule, prompts, lengths, rows=slice(None), *, params, **chosen):
+    """Decode some rows of a batch; return their committed tokens and the counters. `chosen` has all rows."""
+    index = np.arange(len(lengths))[rows]
+    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
+    state, stats = decode_all(
+        target, drafter, rule, prompts[index], lengths[index], seeds=index.tolist(), params=params, **chosen
+    )
+    return committed(state), stats
 
 
 def slow_but(values, *fast):

@@ -28,7 +28,7 @@ def third_party():
 
 
 def random_torch_model(config, seed: int = 0):
-    """A torch model of a transformers config in which no parameter is left at ones or zeros."""
+    """Return a torch model of a transformers config with random parameters."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -36,11 +36,17 @@ def random_torch_model(config, seed: int = 0):
     torch.manual_seed(seed)
     with third_party():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return randomize(model)
+
+
+def randomize(model):
+    """Draw all parameters of a torch model, so that none is left at ones or zeros."""
+    import torch
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * (
-                0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            )
+            noise = torch.randn_like(parameter)
+            noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.copy_(noise + 1 if "norm" in name else noise)
     return model.eval()
 

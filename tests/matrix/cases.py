@@ -1,8 +1,7 @@
-"""What the tables of drafters and rules allow, and which of it the documents refuse.
+"""Draw cases from the tables of drafters and rules.
 
-A new row of `specs` is a level here without a line of its own. A case is a drafter on a surface, and every rule that
-the drafter can have decodes in rows of its own there (`among.py`), so that every triple of drafter, rule and surface
-is driven. What else there is to choose is spread over cases and rows.
+A case is a drafter on a surface with drawn settings. All rules that the drafter supports decode in one batch, so that
+every triple of drafter, rule and surface runs. A new row of `specs` needs no line here.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tree": {"tree": "2-2-1"},
     "dynamic": {"tree": "dynamic:2-3-6"},
     "auto": {"num_draft_tokens": 4, "draft_size": "auto"},
-    "rounds": {"num_draft_tokens": 6},  # of systems that vouch for their drafts
+    "rounds": {"num_draft_tokens": 6},  # systems that trust draft tokens without the target
     "nothing": {},
 }
 
 
 def _shapes(row: specs.DraftRow) -> list[str]:
-    """What a drafter can draft, by its row."""
+    """Return the shapes that a drafter supports."""
     if row.name == "none":
         return ["nothing"]
     if row.trusts:
         return ["rounds"]
     chains = row.length is not None or row.block
-    has = {"chain": chains, "tree": row.trees, "dynamic": row.dynamic, "auto": row.resizes}
-    return [shape for shape, there in has.items() if there]
+    supported = {"chain": chains, "tree": row.trees, "dynamic": row.dynamic, "auto": row.resizes}
+    return [shape for shape in supported if supported[shape]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A row of the table with one of its choices: a base, a margin, whole blocks."""
+    """A row of the table with at most one structural choice: a base, a margin, whole blocks."""
 
     row: specs.RuleRow
     chosen: tuple[tuple[str, Any], ...]
@@ -53,39 +52,39 @@ class Rule:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Numbers that relax much: the loosest of the grid that a row has for its first number."""
-        made = dict(self.chosen)
-        structure = {n: s.default for n, s in self.row.settings.items() if s.choices} | made
+        """Numbers that relax much: the loosest value in the grid of the first number."""
+        settings = dict(self.chosen)
+        structure = {n: s.default for n, s in self.row.settings.items() if s.choices} | settings
         for name, setting in self.row.settings.items():
             if name == "window":
-                made[name] = WINDOW
+                settings[name] = WINDOW
             elif setting.default is None:
-                made[name] = TAU
-            elif (grid := setting.range(**structure).grid) and len(made) == len(self.chosen):
-                made[name] = grid[-1]
-        return made
+                settings[name] = TAU
+            elif (grid := setting.range(**structure).grid) and len(settings) == len(self.chosen):
+                settings[name] = grid[-1]
+        return settings
 
 
 def _choices(row: specs.RuleRow) -> list[Rule]:
-    """The usual choices, and each other one alone."""
-    found = [Rule(row, ())]
+    """Return the rule with its defaults, and with each other structural choice."""
+    rules = [Rule(row, ())]
     for name, setting in row.settings.items():
-        others = setting.choices or ((False, True) if setting.kind is bool else ())
-        found += [Rule(row, ((name, choice),)) for choice in others if choice != setting.default]
-    return found
+        values = setting.choices or ((False, True) if setting.kind is bool else ())
+        rules += [Rule(row, ((name, value),)) for value in values if value != setting.default]
+    return rules
 
 
 DRAFTERS = [(row, shape) for row in specs.DRAFTERS.values() for shape in _shapes(row)]
 RULES = [rule for row in specs.RULES.values() for rule in _choices(row)]
-SURFACES = ("generate", "refill", "text", "chat", "insert")
-OTHERS: dict[str, tuple[Any, ...]] = {
+SURFACES = ("generate", "refill", "text", "chat")
+SETTINGS: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 0.9),
     "constraint": ("regex", "json_schema", "choice", "allowed_tokens", None),
     "edits": (None, "bans", "penalties"),
     "span": (None, "relax_in", "strict_in"),
     "weights": ("float32", "float32", "bfloat16", "int8", "int4"),
     "cache": (None, None, "bfloat16", "int8"),
-    "mesh": (None, None, None, None, None, None, None, None, "data=2", "model=2", "data=2,model=2"),
+    "mesh": (None,) * 8 + ("data=2", "model=2", "data=2,model=2"),
     "log_probs": (False, True),
     "stop_strings": (False, True),
 }
@@ -95,7 +94,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 class Case:
     drafter: str
     shape: str
-    drawn: bool  # by the rules that need a draft's q, for which it is drawn where it can be
+    drawn: bool  # rules that need the draft's q, and drafts sampled from it
     surface: str
     temperature: float
     constraint: str | None
@@ -116,26 +115,18 @@ class Case:
         return _rules(self.drafter, self.shape, self.drawn)
 
     def __str__(self) -> str:
-        *first, drawn, surface = (self.drafter, self.shape, "drawn" if self.drawn else "", self.surface)
-        others = [str(getattr(self, name)) for name in OTHERS if getattr(self, name) not in (None, False)]
-        return ", ".join(x for x in (*first, drawn, surface, *others) if x)
-
-    def pairs(self) -> set[tuple[Any, ...]]:
-        """Pairs of levels; every rule of the case is a level."""
-        levels = [(name, getattr(self, name)) for name in ("surface", *OTHERS)]
-        levels.append(("drafter", (self.drafter, self.shape)))
-        found = set(itertools.combinations(levels, 2))
-        return found | {(level, ("rule", str(rule))) for rule in self.rules for level in levels}
+        parts = [self.drafter, self.shape, "drawn" if self.drawn else "", self.surface]
+        parts += [str(getattr(self, name)) for name in SETTINGS if getattr(self, name) not in (None, False)]
+        return ", ".join(part for part in parts if part)
 
 
 def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
-    """What the sentence that refuses a drafter and a rule says, or None: as their rows have it."""
-    needs = rule.needs
-    if drafter.name == "none" and "draft" in needs:
+    """Return a part of the message that refuses a drafter with a rule, or None if they work together."""
+    if drafter.name == "none" and "draft" in rule.needs:
         return "none"
-    if "chain" in needs and shape in ("tree", "dynamic"):
+    if "chain" in rule.needs and shape in ("tree", "dynamic"):
         return "chain"
-    if "long" in needs and not drafter.stops:
+    if "long" in rule.needs and not drafter.stops:
         return "simulated does not apply"
     if shape == "auto" and not rule.row.lossless:
         return "lossy"
@@ -144,57 +135,30 @@ def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
 
 @functools.cache
 def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
-    """Those that a drafter can have, as it drafts."""
+    """Return the rules of a case. Trusted tokens never reach a rule, so with them its defaults suffice."""
     row = specs.DRAFTERS[drafter]
     return tuple(
         rule
         for rule in RULES
-        if refusal(row, shape, rule) is None and worth(row, rule) and ("q" in rule.needs) == drawn
+        if refusal(row, shape, rule) is None
+        and not (row.trusts and rule.chosen)
+        and ("q" in rule.needs) == drawn
     )
-
-
-def worth(drafter: specs.DraftRow, rule: Rule) -> bool:
-    """A rule never sees what a drafter vouches for, so with such drafters its usual choices do."""
-    return not (drafter.trusts and rule.chosen)
-
-
-TRIES = 24
 
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Every drafter on every surface, drawn or not; of some draws of the others the one with most new pairs."""
-    made: list[Case] = []
-    seen: set[tuple[Any, ...]] = set()
+    """Return a case for every drafter on every surface, drawn or not, each with its own draw of the settings."""
+    drawn_cases = []
     for (row, shape), drawn, surface in itertools.product(DRAFTERS, (False, True), SURFACES):
-        tried = [_drawn(row.name, shape, drawn, surface, number) for number in range(TRIES)]
-        if not tried[0].rules:
-            continue
-        made.append(max(tried, key=lambda case: len(case.pairs() - seen)))
-        seen |= made[-1].pairs()
-    return tuple(made)
+        if _rules(row.name, shape, drawn):
+            drawn_cases.append(_draw(row.name, shape, drawn, surface))
+    return tuple(drawn_cases)
 
 
-def _drawn(drafter: str, shape: str, drawn: bool, surface: str, number: int) -> Case:
-    draw = hashlib.sha256(f"{drafter} {shape} {drawn} {surface} {number}".encode()).digest()
-    others = {name: levels[draw[i] % len(levels)] for i, (name, levels) in enumerate(OTHERS.items())}
-    if surface in ("chat", "insert") and str(others["mesh"]).startswith("data=2"):  # one row is not divided
-        others["mesh"] = None
-    return Case(drafter, shape, drawn, surface, **others)
-
-
-def fast(count: int) -> list[Case]:
-    """Greedily those with most pairs that no earlier one has, of those that compile soon.
-
-    They have no mesh, chains, and one program.
-    """
-    soon = [c for c in cases() if c.shape == "chain" and c.surface == "generate" and not (c.mesh or c.drawn)]
-    left = {case: case.pairs() for case in soon}
-    chosen: list[Case] = []
-    while len(chosen) < count:
-        best = max(left, key=lambda case: len(left[case]))
-        gone = left.pop(best)
-        chosen.append(best)
-        for pairs in left.values():
-            pairs -= gone
-    return chosen
+def _draw(drafter: str, shape: str, drawn: bool, surface: str) -> Case:
+    draw = hashlib.sha256(f"{drafter} {shape} {drawn} {surface}".encode()).digest()
+    settings = {name: levels[draw[i] % len(levels)] for i, (name, levels) in enumerate(SETTINGS.items())}
+    if surface == "chat" and str(settings["mesh"]).startswith("data=2"):
+        settings["mesh"] = None  # a chat has one row, which does not divide
+    return Case(drafter, shape, drawn, surface, **settings)

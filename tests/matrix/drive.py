@@ -1,4 +1,8 @@
-"""A case through its surface, and what must hold of every one of them."""
+"""Decode a case through its surface, and compare it with slow references.
+
+References: the target without a draft, the same requests in batches without refilling, and log-probabilities from one
+forward over the text.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +20,16 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import specs, verify
-from mars_jax.core import decode
+from mars_jax.core import struct
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import Visible
-from mars_jax.serve.prepare import prepared
-from tests.matrix.among import Among
 from tests.matrix.cases import SHAPES, Case
 from tests.matrix.world import target, world
 
 PROMPTS = ("the sea", "a story of the sun, of the sun", "of a man", "t")
 NEW = 12
 BANNED = (261, 264, 265, 266, 271, 273)
-"""Tokens that the target says often; each is several letters, so that a constraint can be met without them."""
+"""Frequent tokens of the target. Each has several letters, so that constraints can be met without them."""
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 23, "of"]}}, "required": ["a"]}
 CONSTRAINTS: dict[str, Any] = {
     "regex": "(a|the) [a-e ,]{3,30}",
@@ -38,11 +40,50 @@ CONSTRAINTS: dict[str, Any] = {
 PER_ROW = ("temperature", "strict", "relax_constrained", "seed", *CONSTRAINTS)
 KINDS = ("free", "strict", "constrained", "strict and constrained")
 COSTS = [1.0, 1.3, 1.6]
-"""Of steps of each size where drafts are as long as pays: given, so that nothing depends on a clock."""
+"""Fixed costs of steps of each size for adaptive drafts, so that results do not depend on a clock."""
+ROWS = 4
+"""Rows of a batch that refills."""
 
 
-class Found(NamedTuple):
-    """Of one prompt."""
+@struct.dataclass(kw_only=True)
+class Among:
+    """A rule that verifies each row by one of several rules. It keeps the state of all of them."""
+
+    rules: tuple[Any, ...]
+    which: Any = np.int32(0)  # i32[B]
+    needs: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def lossless(self) -> bool:
+        return all(rule.lossless for rule in self.rules)
+
+    def __call__(self, evidence):
+        verdicts, states = [], []
+        # Without branches, XLA compiles what the rules share only once.
+        with mock.patch.object(jax.lax, "cond", _select):
+            for rule, params in zip(self.rules, evidence.params, strict=True):
+                verdict, state = rule(evidence.replace(params=params))
+                verdicts.append(verdict)
+                states.append(state)
+
+        def of_row(*arrays):
+            stacked = jnp.stack(arrays)
+            return stacked[self.which, jnp.arange(stacked.shape[1])]
+
+        return jax.tree.map(of_row, *verdicts), self.replace(rules=tuple(states))
+
+    def check_drafter(self, drafter):
+        for rule in self.rules:
+            if hasattr(rule, "check_drafter"):
+                rule.check_drafter(drafter)
+
+
+def _select(condition, true, false, *operands):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), true(*operands), false(*operands))
+
+
+class Decoded(NamedTuple):
+    """The result of one prompt."""
 
     request: Any
     text: str
@@ -53,46 +94,52 @@ class Found(NamedTuple):
     log_probs: tuple[float, ...] | None
 
 
-def of_completion(completion: Any) -> Found:
+def _decoded(completion: Any) -> Decoded:
     m = completion.metrics
     counts = (m.proposed, m.accepted_exact, m.accepted_relaxed, m.accepted_trusted, tuple(m.depth_histogram))
-    given = completion.log_probs
-    return Found(
+    log_probs = None if completion.log_probs is None else tuple(completion.log_probs.log_prob)
+    return Decoded(
         completion.request,
         completion.text,
         tuple(completion.tokens),
         completion.finish_reason,
         m.steps,
         counts,
-        None if given is None else tuple(given.log_prob),
+        log_probs,
     )
 
 
 def options(case: Case) -> dict[str, Any]:
     """Return the options of `generate` for one prompt of each kind and rule."""
     kinds = [(rule, kind) for rule in case.rules for kind in KINDS]
-    made: dict[str, Any] = {"max_new_tokens": NEW, "seed": [3 + i % 7 for i in range(len(kinds))]}
-    made["temperature"] = [case.temperature * (i % 4 != 3) for i in range(len(kinds))]
+    chosen: dict[str, Any] = {"max_new_tokens": NEW, "seed": [3 + i % 7 for i in range(len(kinds))]}
+    chosen["temperature"] = [case.temperature * (i % 4 != 3) for i in range(len(kinds))]
     if case.edits == "bans":
-        made["banned_tokens"] = list(BANNED)
+        chosen["banned_tokens"] = list(BANNED)
     if case.edits == "penalties":
-        made |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1}
+        chosen |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1}
+    if case.stop_strings:
+        chosen["stop_strings"] = ["nd", "qq"]
     lossy = [not rule.row.lossless for rule, _ in kinds]
     if case.constraint:
-        made[case.constraint] = [
-            CONSTRAINTS[case.constraint] if "constrained" in kind else None for _, kind in kinds
-        ]
+        value = CONSTRAINTS[case.constraint]
+        chosen[case.constraint] = [value if "constrained" in kind else None for _, kind in kinds]
         if any(lossy):
-            made["relax_constrained"] = lossy
+            chosen["relax_constrained"] = lossy
     if case.span and any(lossy):
-        made[case.span] = "think" if case.span == "relax_in" else "code"
+        chosen[case.span] = "think" if case.span == "relax_in" else "code"
     if any(lossy) or case.row.trusts:
-        made["strict"] = [
-            "strict" in kind and (far or case.row.trusts) for (_, kind), far in zip(kinds, lossy, strict=True)
-        ]
-    if case.stop_strings and case.surface != "insert":  # the embedded step knows no texts
-        made["stop_strings"] = ["nd", "qq"]
-    return made
+        can_be_strict = [case.row.trusts or is_lossy for is_lossy in lossy]
+        chosen["strict"] = ["strict" in kinds[i][1] and can_be_strict[i] for i in range(len(kinds))]
+    return chosen
+
+
+def _options_of(case: Case, rows: list[int]) -> dict[str, Any]:
+    """Return the options of some of the prompts."""
+    return {
+        name: [value[i] for i in rows] if name in PER_ROW and isinstance(value, list) else value
+        for name, value in options(case).items()
+    }
 
 
 def prompts(case: Case) -> list[str]:
@@ -104,296 +151,185 @@ def target_of(case: Case) -> Any:
 
 
 def drafter_of(case: Case) -> Any:
-    given = dict(SHAPES[case.shape])
-    size = given.pop("draft_size", "fixed")
-    if "tree" in given:
-        given["tree"] = specs.parse_tree(given["tree"])
-    loaded = mj.drafters.load(
-        world().drafters[case.drafter], target_of(case), sample=case.drawn and case.row.samples, **given
-    )
+    shape = dict(SHAPES[case.shape])
+    size = shape.pop("draft_size", "fixed")
+    if "tree" in shape:
+        shape["tree"] = specs.parse_tree(shape["tree"])
+    drafter, sample = world().drafters[case.drafter], case.drawn and case.row.samples
+    loaded = mj.drafters.load(drafter, target_of(case), sample=sample, **shape)
     return mj.drafters.sized(loaded, costs=COSTS) if size == "auto" else loaded
 
 
-def rule_of(case: Case, which: Any = None) -> LoadedRule:
-    """Return one rule made of all rules of the case.
-
-    Each of them verifies one prompt of every kind, unless `which` has the number of the rule of each prompt.
-    """
-    found = [verify.load(world().rules[r.row.name], target_of(case), **r.settings) for r in case.rules]
-    rows = np.repeat(np.arange(len(found)), len(KINDS)) if which is None else which
+def rule_of(case: Case, prompt_numbers: list[int]) -> LoadedRule:
+    """Return one rule made of all rules of the case. The prompts of a rule have consecutive numbers."""
+    loaded = [verify.load(world().rules[r.row.name], target_of(case), **r.settings) for r in case.rules]
+    if len(loaded) == 1:
+        return loaded[0]
+    which = np.asarray([number // len(KINDS) for number in prompt_numbers], np.int32)
     needs = tuple(sorted({need for rule in case.rules for need in rule.needs}))
-    made = Among(rules=tuple(one.rule for one in found), which=np.asarray(rows, np.int32), needs=needs)
-    if len(found) == 1:  # a lossless rule alone is one
-        return found[0]
-    return LoadedRule(made, tuple(one.params for one in found))
+    rule = Among(rules=tuple(one.rule for one in loaded), which=which, needs=needs)
+    return LoadedRule(rule, tuple(one.params for one in loaded))
 
 
-def generated(case: Case, **more: Any) -> list[Found]:
+def _generate(case: Case, rows: list[int], **more: Any) -> list[Decoded]:
+    texts = prompts(case)
     result = mj.generate(
         target_of(case),
         drafter_of(case),
-        prompts(case),
-        verify=rule_of(case),
+        [texts[i] for i in rows],
+        verify=rule_of(case, rows),
         log_probs=case.log_probs,
-        **options(case),
+        **_options_of(case, rows),
         **more,
     )
-    return [of_completion(c) for c in result.completions]
+    return [_decoded(c) for c in result.completions]
 
 
 @functools.lru_cache(maxsize=64)
-def alone(case: Case) -> list[Found]:
-    """The target alone, with the same requests: a batch of the same size for every case of the same settings."""
-    result = mj.generate(
-        target_of(case),
-        "none",
-        prompts(case),
-        **{
-            k: v
-            for k, v in options(case).items()
-            if k not in ("strict", "relax_constrained", "relax_in", "strict_in")
-        },
-    )
-    return [of_completion(c) for c in result.completions]
+def without_draft(case: Case) -> list[Decoded]:
+    """Decode the same requests with the target only."""
+    lossy_only = ("strict", "relax_constrained", "relax_in", "strict_in")
+    chosen = {name: value for name, value in options(case).items() if name not in lossy_only}
+    result = mj.generate(target_of(case), "none", prompts(case), **chosen)
+    return [_decoded(c) for c in result.completions]
 
 
-# The surfaces, and what a case is compared with: the same requests, each batch started again. It runs the programs
-# that the surface runs, since they take longer to compile than anything else does.
-
-ROWS = 4
-"""Of a batch in which prompts take turns."""
-
-
-def generate(case: Case) -> list[Found]:
-    """All prompts side by side, in one device loop."""
-    return generated(case)
+def by_batches(case: Case) -> list[Decoded]:
+    """Decode the same requests in batches without refilling. The last batch repeats the first prompts."""
+    count = len(prompts(case))
+    results: list[Decoded] = []
+    for begin in range(0, count, ROWS):
+        results += _generate(case, [i % count for i in range(begin, begin + ROWS)])
+    return results[:count]
 
 
-def backwards(case: Case) -> list[Found]:
-    """All prompts side by side in the opposite order: no row depends on its neighbours."""
-    texts = prompts(case)[::-1]
-    rules = np.repeat(np.arange(len(case.rules)), len(KINDS))[::-1]
-    given = {
-        name: value[::-1] if name in PER_ROW and isinstance(value, list) else value
-        for name, value in options(case).items()
-        if name not in CONSTRAINTS or isinstance(value, list)
-    }
-    result = mj.generate(
-        target_of(case),
-        drafter_of(case),
-        texts,
-        verify=rule_of(case, rules),
-        log_probs=case.log_probs,
-        **given,
-    )
-    return [of_completion(c) for c in result.completions][::-1]
-
-
-def refill(case: Case) -> list[Found]:
-    """More prompts than rows."""
-    return generated(case, batch_size=ROWS)
-
-
-def by_batches(case: Case) -> list[Found]:
-    """No row takes another prompt."""
-    found: list[Found] = []
-    loaded, drafter, rows = target_of(case), drafter_of(case), prompts(case)
-    for begin in range(0, len(rows), ROWS):
-        batch = [i % len(rows) for i in range(begin, begin + ROWS)]
-        given = {
-            k: [v[i] for i in batch] if k in PER_ROW and isinstance(v, list) else v
-            for k, v in options(case).items()
-        }
-        rule = rule_of(case, [i // len(KINDS) for i in batch])
-        result = mj.generate(
-            loaded, drafter, [rows[i] for i in batch], verify=rule, log_probs=case.log_probs, **given
-        )
-        found += [of_completion(c) for c in result.completions]
-    return found[: len(rows)]
-
-
-def text(case: Case) -> list[Found]:
-    """As it is said; what is told adds up to what was decoded."""
-    said = ["" for _ in prompts(case)]
-    found: dict[int, Found] = {}
+def _stream(case: Case) -> list[Decoded]:
+    """Decode with refilling. The streamed pieces of a text add up to it."""
+    texts = prompts(case)
+    streamed, results = ["" for _ in texts], {}
     for event in mj.generate_stream(
         target_of(case),
         drafter_of(case),
-        prompts(case),
-        verify=rule_of(case),
+        texts,
+        verify=rule_of(case, list(range(len(texts)))),
         batch_size=ROWS,
         log_probs=case.log_probs,
         **options(case),
     ):
         if hasattr(event, "completion"):
-            found[event.index] = of_completion(event.completion)
+            results[event.index] = _decoded(event.completion)
         else:
-            said[event.index] += event.text
-    for index, one in found.items():
-        assert said[index] == one.text
-    return [found[i] for i in range(len(said))]
+            streamed[event.index] += event.text
+    for index, result in results.items():
+        assert streamed[index] == result.text
+    return [results[i] for i in range(len(texts))]
 
 
-def chat(case: Case) -> list[tuple[Found, Found]]:
-    """The second turn of a conversation by each rule, with what is said where all of it is read again."""
-    found = []
+def _chat(case: Case) -> list[tuple[Decoded, Decoded]]:
+    """Return the second turn of a conversation under each rule, and the same turn after the first was read again."""
+    turns = []
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
-        given = {k: v[index] if k in PER_ROW and isinstance(v, list) else v for k, v in options(case).items()}
-        given = {k: v for k, v in given.items() if v is not None} | {"temperature": case.temperature}
-        if not given.keys() & CONSTRAINTS.keys():
-            given.pop("relax_constrained", None)
-        talk, afresh = (
-            mj.Chat(target_of(case), drafter_of(case), verify=rule_of(case, number), **given)
-            for _ in range(2)
-        )
-        talk.say("t")
-        afresh.messages = talk.messages
-        found.append(tuple(of_completion(one.say("the sea and the sun")) for one in (talk, afresh)))
-    return found
-
-
-def insert(case: Case) -> list[Found | None]:
-    """Rows that come into a running state of the embedded step; None for those that were there."""
-    count = len(prompts(case))
-    rows = np.arange(0, count, 2, dtype=np.int32)
-
-    def put(made, state):
-        state, _ = decode.run(made.decoder, made.params, state, max_steps=jnp.int32(2))
-        new = made.prompts(rows.tolist())
-        return jax.jit(made.decoder.insert)(made.params, state, jnp.asarray(rows), new)
-
-    found = _embedded(case, [*reversed(range(count))], put)
-    return [one if row in rows else None for row, one in enumerate(found)]
-
-
-def embedded(case: Case) -> list[Found]:
-    """All rows from the start."""
-    return _embedded(case, [*range(len(prompts(case)))], lambda made, state: state)
-
-
-def _embedded(case: Case, first: list[int], then: Callable[[Any, Any], Any]) -> list[Found]:
-    asked = mj.make_requests(target_of(case), prompts(case), **options(case))
-    made = prepared(target_of(case), drafter_of(case), asked, verify=rule_of(case))
-    with made.target.on_mesh():
-        state = then(made, made.start(first))
-        state, stats = decode.run(made.decoder, made.params, state, max_steps=jnp.int32(NEW))
-    tokens, begins, lengths, steps = jax.device_get(
-        (state.tokens, state.prompt_length, state.length, stats.steps)
-    )
-    return [
-        Found(
-            asked[row],
-            "",
-            tuple(tokens[row, begins[row] : lengths[row]].tolist()),
-            "",
-            int(steps[row]),
-            (),
-            None,
-        )
-        for row in range(len(asked))
-    ]
-
-
-# What must hold.
+        chosen = {
+            k: v[0] if k in PER_ROW and isinstance(v, list) else v
+            for k, v in _options_of(case, [index]).items()
+        }
+        chosen = {k: v for k, v in chosen.items() if v is not None} | {"temperature": case.temperature}
+        if not chosen.keys() & CONSTRAINTS.keys():
+            chosen.pop("relax_constrained", None)
+        rule = rule_of(case, [index])
+        chat, reread = (mj.Chat(target_of(case), drafter_of(case), verify=rule, **chosen) for _ in range(2))
+        chat.say("t")
+        reread.messages = chat.messages
+        turns.append(tuple(_decoded(one.say("the sea and the sun")) for one in (chat, reread)))
+    return turns
 
 
 def check(case: Case) -> None:
     """Decode the case, and compare."""
     if case.surface == "chat":
-        for said, again in chat(case):
-            lawful(case, said)
-            same(case, said, again)
+        for result, reread in _chat(case):
+            check_allowed(case, result)
+            check_same(case, result, reread)
         return
-    drive, again = SURFACES[case.surface]
-    again = again and again(case)
-    for number, one in enumerate(drive(case)):
-        if one is None:
-            continue
+    every = list(range(len(prompts(case))))
+    reference = None if case.surface == "generate" else by_batches(case)
+    if case.surface == "generate":
+        results = _generate(case, every)
+    elif case.surface == "refill":
+        results = _generate(case, every, batch_size=ROWS)
+    else:
+        results = _stream(case)
+    for number, result in enumerate(results):
         rule = case.rules[number // len(KINDS)]
-        lawful(case, one)
-        own = one.request.strict or (rule.row.lossless and not case.row.trusts)
-        if own and (one.request.temperature == 0 or "q" not in rule.needs):
-            same(case, one, alone(case)[number], counted=False)
-        if again:
-            same(case, one, again[number], counted=case.shape != "auto")
-        teacher_forced(case, one)
+        check_allowed(case, result)
+        lossless = result.request.strict or (rule.row.lossless and not case.row.trusts)
+        if lossless and (result.request.temperature == 0 or "q" not in rule.needs):
+            check_same(case, result, without_draft(case)[number], counted=False)
+        if reference is not None:
+            check_same(case, result, reference[number], counted=case.shape != "auto")
+        check_log_probs(case, result)
 
 
-SURFACES: dict[str, tuple[Callable[[Case], Any], Callable[[Case], list[Found]] | None]] = {
-    "generate": (generate, backwards),
-    "refill": (refill, by_batches),
-    "text": (text, by_batches),
-    "insert": (insert, embedded),
-}
-
-
-def lawful(case: Case, one: Found) -> None:
-    """Nothing that is banned, and nothing that a constraint forbids."""
-    assert one.tokens and one.finish != "failed", one
+def check_allowed(case: Case, result: Decoded) -> None:
+    """Check that no token is banned and that the text meets its constraint."""
+    assert result.tokens and result.finish != "failed", result
     if case.edits == "bans":
-        assert not set(one.tokens) & set(BANNED), (one.tokens, BANNED)
-    wanted = one.request.constraint
-    if wanted is None:
+        assert not set(result.tokens) & set(BANNED), (result.tokens, BANNED)
+    if result.request.constraint is None:
         return
-    said = one.text or target_of(case).decode([i for i in one.tokens if i])
-    ended = one.finish == "stop" or one.tokens[-1] == 0
-    if case.stop_strings and ended and one.tokens[-1] != 0:  # cut short by a text of its own
+    text = result.text or target_of(case).decode([i for i in result.tokens if i])
+    ended = result.finish == "stop" or result.tokens[-1] == 0
+    if case.stop_strings and ended and result.tokens[-1] != 0:  # a stop string cut the text
         return
     if case.constraint == "regex":
         pattern = CONSTRAINTS["regex"]
-        assert re.fullmatch(pattern, said) if ended else re.match(r"a|t|$", said), said
+        assert re.fullmatch(pattern, text) if ended else re.match(r"a|t|$", text), text
     if case.constraint == "choice":
         choices = CONSTRAINTS["choice"]
-        assert said in choices if ended else any(c.startswith(said) for c in choices), said
+        assert text in choices if ended else any(c.startswith(text) for c in choices), text
     if case.constraint == "json_schema":
         if ended:
-            jsonschema.validate(json.loads(said), SCHEMA)
+            jsonschema.validate(json.loads(text), SCHEMA)
         else:
-            assert said.startswith("{"), said
+            assert text.startswith("{"), text
     if case.constraint == "allowed_tokens":
-        assert set(one.tokens) <= {0, *CONSTRAINTS["allowed_tokens"]}, one.tokens
+        assert set(result.tokens) <= {0, *CONSTRAINTS["allowed_tokens"]}, result.tokens
 
 
-def same(case: Case, one: Found, other: Found, *, counted: bool = True) -> None:
-    """Equal tokens, steps and counts; in low precision they may part where two tokens are nearly tied."""
-    if one.tokens == other.tokens:
-        if counted:
-            slack = other.steps // 2 if case.shape == "auto" else 0
-            assert abs(one.steps - other.steps) <= slack, ("steps", one, other)
-            if one.counts and other.counts and not slack:
-                assert one.counts == other.counts, ("counts", one, other)
+def check_same(case: Case, result: Decoded, other: Decoded, *, counted: bool = True) -> None:
+    """Check that tokens, steps and counts are equal."""
+    if result.tokens != other.tokens:
+        # With coarser rounding, or sums in another order over devices, nearly tied tokens may change places.
+        exact = case.weights == "float32" and case.cache is None and case.mesh is None
+        assert not exact, ("tokens", result, other)
+    elif counted and case.shape == "auto":
+        assert abs(result.steps - other.steps) <= other.steps // 2, ("steps", result, other)
+    elif counted:
+        assert (result.steps, result.counts) == (other.steps, other.counts), ("counts", result, other)
+
+
+def check_log_probs(case: Case, result: Decoded) -> None:
+    """Compare log-probabilities with those of one forward over the text."""
+    if result.log_probs is None:
         return
-    # Where sums are rounded coarsely, or in another order over devices, two tokens that are nearly tied may change
-    # places, and one text then goes on as another.
-    assert case.weights != "float32" or case.cache is not None or case.mesh is not None, (
-        "tokens",
-        one,
-        other,
-    )
-
-
-def teacher_forced(case: Case, one: Found) -> None:
-    """Log-probabilities are those of one forward over the text."""
-    if one.log_probs is None:
-        return
-    assert all(map(math.isfinite, one.log_probs))
+    assert all(map(math.isfinite, result.log_probs))
     if case.weights != "float32" or case.cache is not None:
-        return  # a forward without a cache of low precision is another one
-    table = _log_softmax((*one.request.prompt_tokens, *one.tokens))
-    begin = len(one.request.prompt_tokens) - 1
-    wanted = [table[begin + i, token] for i, token in enumerate(one.tokens)]
-    np.testing.assert_allclose(one.log_probs, wanted, atol=1e-3, rtol=0)
+        return  # the forward below has full precision
+    table = _log_softmax((*result.request.prompt_tokens, *result.tokens))
+    begin = len(result.request.prompt_tokens) - 1
+    expected = [table[begin + i, token] for i, token in enumerate(result.tokens)]
+    np.testing.assert_allclose(result.log_probs, expected, atol=1e-3, rtol=0)
 
 
 WIDTH = 64
 
 
 def _log_softmax(ids: tuple[int, ...]) -> np.ndarray:
-    made = target("float32", None, None)
+    loaded = target("float32", None, None)
     row = np.zeros((1, WIDTH), np.int32)
     row[0, : len(ids)] = ids
-    return np.asarray(_forward(made.model, made.params, row))[0]
+    return np.asarray(_forward(loaded.model, loaded.params, row))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""Random checkpoints of every kind that a command can open, so small that a decode costs its compilation alone."""
+"""Random checkpoints of every kind that a command opens. They are so small that compilation takes most of the time."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from mars_jax.contrib.drafters.system_files import System, save_system
 from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
 from tests.cli.conftest import write_tokenizer
@@ -33,19 +34,19 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}
 @dataclasses.dataclass(frozen=True)
 class World:
     target: str
-    drafters: dict[str, str]  # specs by the names of `specs.DRAFTERS`
-    rules: dict[str, str]  # specs by the names of `specs.RULES`
+    drafters: dict[str, str]  # name in `specs.DRAFTERS` -> name and path
+    rules: dict[str, str]  # name in `specs.RULES` -> name and path
 
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory:
-    """Gone when the process ends."""
+    """Return a folder that is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="mars-jax-matrix-")
 
 
 @functools.cache
 def world() -> World:
-    """The checkpoints, made once in a process."""
+    """Write the checkpoints, once in a process."""
     folder = Path(_folder().name)
     vocab = write_tokenizer(folder / "target", CORPUS, 20)
     (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
@@ -62,7 +63,7 @@ def world() -> World:
     shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
     def drawn(shapes, scale):
-        """Weights of numpy, for which nothing is compiled; norms stay near 1."""
+        """Draw weights in numpy, which compiles nothing. Norms stay near 1."""
         return jax.tree.map(
             lambda x: (draw.normal(size=x.shape) * scale + (x.ndim == 1)).astype(np.float32), shapes
         )
@@ -76,29 +77,26 @@ def world() -> World:
         made = drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
         return made | {"ids": own.astype(np.int32)} if "ids" in made else made
 
+    # Heads draft from all but 8 tokens of the target.
     own = np.setdiff1d(np.arange(vocab), np.random.default_rng(1).choice(vocab, 8, replace=False))
-    """The tokens that heads draft from: not all of the target's."""
 
     params = drawn(shapes, 0.5)
-    # Letters and spaces are what is said, so that stop strings, spans and constraints meet texts.
+    # The target prefers letters and spaces, so that stop strings, spans and constraints occur in texts.
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    said = {i for i in range(vocab) if set(tokenizer.decode([i])) <= set(string.ascii_lowercase + " ,")}
-    params["unembed"] = params["unembed"] * np.isin(np.arange(vocab), [*said])[:, None].astype(np.float32)
+    letters = {i for i in range(vocab) if set(tokenizer.decode([i])) <= set(string.ascii_lowercase + " ,")}
+    params["unembed"] = params["unembed"] * np.isin(np.arange(vocab), [*letters])[:, None].astype(np.float32)
     hub.save(folder / "target", config, params, overwrite=True)
     for name, share in (("draft", 0.03), ("proxy", 0.02)):
-        hub.save(folder / name, config, noisy(params, share))
-        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            if (folder / "target" / file).exists():
-                (folder / name / file).write_bytes((folder / "target" / file).read_bytes())
-    layer = config
+        shutil.copytree(folder / "target", folder / name)
+        hub.save(folder / name, config, noisy(params, share), overwrite=True)
     head = EagleConfig(
-        version=3, layer=layer, target_hidden_size=32, draft_vocab_size=len(own), feature_layers=(0,)
+        version=3, layer=config, target_hidden_size=32, draft_vocab_size=len(own), feature_layers=(0,)
     )
     hub.save_eagle(folder / "eagle", head, heads(eagle_head.init_params, head))
     few = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
     save_medusa(folder / "medusa", few, heads(medusa_layers.init_params, few))
     block = DFlashConfig(
-        layer=dataclasses.replace(layer, family="qwen3", qk_norm=True),
+        layer=dataclasses.replace(config, family="qwen3", qk_norm=True),
         target_hidden_size=32,
         feature_layers=(0,),
         block_size=5,
@@ -118,8 +116,7 @@ def world() -> World:
         for part in ("draft", "proxy"):
             shutil.copytree(folder / part, folder / system.name / part)
     rows = [{"tokens": draw.integers(1, vocab, 9).tolist() * 3}]
-    (folder / "replay").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "replay").rename(folder / "replay.jsonl")
+    (folder / "replay.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     contrib.save(folder / "learned", heads(indicator.init_params, 32))
     contrib.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
     places = {name: folder / name for name in specs.DRAFTERS} | {
@@ -141,13 +138,6 @@ def world() -> World:
 
 @functools.cache
 def target(dtype: str, cache_dtype: str | None, mesh: str | None):
-    """The target, loaded once for each form of it."""
-    given = {} if mesh is None else {"mesh": mesh_of(mesh)}
-    return mj.load(world().target, dtype=dtype, cache_dtype=cache_dtype, **given)
-
-
-def mesh_of(text: str):
-    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
-    )
+    """Load the target, once for each combination of arguments."""
+    options = {} if mesh is None else {"mesh": parse_mesh(mesh)}
+    return mj.load(world().target, dtype=dtype, cache_dtype=cache_dtype, **options)

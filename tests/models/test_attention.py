@@ -136,18 +136,6 @@ def test_attention_of_cudnn_is_asked_for_the_same(nodes):
     np.testing.assert_allclose(got, attend_all(q, k, v, mask, live, scale=0.2), atol=2e-6)
 
 
-def test_cudnn_attends_where_it_reads_the_arrays_and_is_faster():
-    def suits(batch, nodes, dtype=jnp.bfloat16, cap=None, cache=None):
-        q = jax.ShapeDtypeStruct((batch, nodes, 8, 4, 128), dtype)
-        return attention._suits_flash(q, jax.ShapeDtypeStruct((batch, 4096, 8, 128), cache or dtype), cap)
-
-    assert suits(32, 60) and suits(1, 512) and suits(8, 1) and suits(8, 10, jnp.float16)
-    assert not suits(1, 1) and not suits(1, 60) and not suits(2, 10)
-    assert (
-        not suits(32, 60, jnp.float32) and not suits(32, 60, cache=jnp.int8) and not suits(32, 60, cap=20.0)
-    )
-
-
 def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
     """Private jax: cuDNN's version and the card are asked of a library that is not here."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -168,36 +156,3 @@ def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
     assert calls(32) == 1 and calls(1) == 0
     monkeypatch.setattr(attention, "current", lambda: AbstractMesh((2,), ("model",)))
     assert calls(32) == 0, "of several"
-
-
-def test_a_block_is_as_large_as_fast_memory_and_a_turn_allow():
-    def block(nodes: int, *, batch: int = 1, heads: int = 8, group: int = 4) -> int:
-        q = jax.ShapeDtypeStruct((batch, nodes, heads, group, 128), jnp.bfloat16)
-        return wide_block(q, jax.ShapeDtypeStruct((batch, 16384, heads, 128), jnp.bfloat16))
-
-    assert block(1) == 1024  # 4 MiB of keys and values
-    assert block(60, heads=2) == 4096
-    assert block(512, heads=2) == 512  # 8 MiB of scores
-    assert block(1, batch=32, heads=2) == 1024  # 32 MiB, and few turns
-    assert block(60, batch=64) == block(8192, batch=9) == 256  # never less
-    devices = jax.sharding.AbstractMesh((4,), ("model",))
-    with jax.sharding.use_abstract_mesh(devices):
-        assert block(1) == 4096  # of two heads a device
-
-
-def test_a_loop_of_known_length_gives_the_same_numbers_and_gradients():
-    given = case(8, slots=300, live=131)
-    q, k, v, mask, _ = given
-
-    def loss(form, live):
-        return lambda q: jnp.sum(jnp.sin(form(q, k, v, mask, live)))
-
-    np.testing.assert_allclose(attention._attend_blocks(q, k, v, mask, None), attend_all(*given), atol=1e-6)
-    ours = jax.grad(loss(attention._attend_blocks, None))(q)
-    np.testing.assert_allclose(ours, jax.grad(loss(attend_all, None))(q), atol=1e-6)
-
-
-def test_wide_blocks_give_the_same_numbers():
-    given = case(7, slots=2148, live=1027)
-    wide = attention._attend_blocks(*given, None, None, 1024)
-    np.testing.assert_allclose(wide, attend_all(*given), atol=1e-6)

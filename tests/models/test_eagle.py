@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +100,7 @@ def torch_head(config: EagleConfig, target):
             attn_implementation="eager",
         )
     hidden, features = c.hidden_size, len(config.feature_layers)
+    embed, unembed = (torch.tensor(np.asarray(target[name])) for name in ("embed", "unembed"))
 
     if c.qk_norm:
         from transformers import Qwen3Config
@@ -170,10 +170,7 @@ def torch_head(config: EagleConfig, target):
         def forward(self, feature, tokens):
             """Features and logits after a whole sequence, no cache."""
             n = tokens.shape[1]
-            table = (
-                self.embed_tokens.weight if config.own_embed else torch.tensor(np.asarray(target["embed"]))
-            )
-            word = table[tokens]
+            word = (self.embed_tokens.weight if config.own_embed else embed)[tokens]
             future = torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)
             attention = {
                 "attention_mask": torch.zeros(n, n).masked_fill(future, float("-inf"))[None, None],
@@ -191,104 +188,59 @@ def torch_head(config: EagleConfig, target):
             else:
                 x = self.fc(torch.cat([word, feature], dim=-1))
                 following = normed = self.layers[0](x, **attention)
-            weight = (
-                self.lm_head.weight if config.own_unembed else torch.tensor(np.asarray(target["unembed"]))
-            )
+            weight = self.lm_head.weight if config.own_unembed else unembed
             return following, normed @ weight.T
 
     torch.manual_seed(1)
     torch.set_num_threads(1)
     head = Head()
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            noise = torch.randn_like(parameter)
-            noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            parameter.copy_(noise + 1 if "norm" in name else noise)
-    return head.eval()
-
-
-class Pair:
-    """A head in both libraries with the same weights, its target, and random input for it."""
-
-    def __init__(self, config: EagleConfig):
-        rng = np.random.default_rng(2)
-        table = (VOCAB, config.target_hidden_size)
-        # All that a head asks of its target's weights.
-        draw = (jnp.asarray(0.2 * rng.standard_normal(table, np.float32)) for _ in range(2))
-        weights = dict(zip(("embed", "unembed"), draw, strict=True))
-        self.config, self.target = config, language_model(LAYER)
-        self.torch = torch_head(config, weights)
-        state = {name: value.numpy() for name, value in self.torch.state_dict().items()}
-        draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
-        assert not state  # every parameter has its row
-        self.params = Params(target=weights, draft=draft)
-        shape = (max(len(config.feature_layers), 1), BATCH, N, config.target_hidden_size)
-        self.taken = rng.standard_normal(shape, np.float32)
-        self.tokens = rng.integers(0, VOCAB, (BATCH, N + MORE))
-
-    def fuse(self):
-        given = tuple(jnp.asarray(x) for x in self.taken)
-        cache = self.config.init_cache(1, 1, "float32")
-        output = ForwardOutput(hidden=given[0], features=given, cache=cache)
-        return jax.jit(functools.partial(eagle_head.fuse, self.config))(self.params.draft, output)
-
-    def run(self, feature, first, cache=None):
-        """Features, logits and cache of the tokens from `first` on, one for each of the features given."""
-        n = feature.shape[1]
-        cache = self.config.init_cache(BATCH, SLOTS, "float32") if cache is None else cache
-        tokens = jnp.asarray(self.tokens[:, first : first + n], jnp.int32)
-        return self.program(self.params, feature, tokens, jnp.full((BATCH,), first, jnp.int32), cache)
-
-    @functools.cached_property
-    def program(self):
-        def program(params, feature, tokens, start, cache):
-            visible = Visible.causal(start, tokens.shape[1])
-            out = eagle_head.forward(self.config, self.target, params, feature, tokens, visible, cache)
-            return out[0], eagle_head.unembed(self.config, self.target, params, out[0]), out[1]
-
-        return jax.jit(program)
+    return transformers_oracle.randomize(head)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_equals_its_transcription_in_pytorch(name):
-    """Over a sequence at once, and over the tokens that it drafts after it from its own features."""
+    """Compare a whole sequence, and the tokens drafted after it from the head's own features."""
     torch = pytest.importorskip("torch")
-    pair = Pair(CASES[name])
-    ours = pair.fuse()
+    config, rng = CASES[name], np.random.default_rng(2)
+    table = (VOCAB, config.target_hidden_size)
+    # A head reads only the embedding and the unembedding of its target.
+    target = {key: jnp.asarray(0.2 * rng.standard_normal(table, np.float32)) for key in ("embed", "unembed")}
+    reference = torch_head(config, target)
+    state = {key: value.numpy() for key, value in reference.state_dict().items()}
+    draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
+    assert not state  # every parameter has its row
+    params = Params(target=target, draft=draft)
+    shape = (max(len(config.feature_layers), 1), BATCH, N, config.target_hidden_size)
+    features = rng.standard_normal(shape, np.float32)
+    tokens = rng.integers(0, VOCAB, (BATCH, N + MORE))
+
+    @jax.jit
+    def fuse(features):
+        output = ForwardOutput(features[0], tuple(features), config.init_cache(1, 1, "float32"))
+        return eagle_head.fuse(config, params.draft, output)
+
+    @jax.jit
+    def forward(feature, tokens, start, cache):
+        visible = Visible.causal(start, tokens.shape[1])
+        out, cache = eagle_head.forward(
+            config, language_model(LAYER), params, feature, tokens, visible, cache
+        )
+        return out, eagle_head.unembed(config, language_model(LAYER), params, out), cache
+
+    ours = fuse(jnp.asarray(features))
     with torch.no_grad(), transformers_oracle.third_party():
-        theirs = pair.torch.fuse([torch.tensor(x) for x in pair.taken])
+        theirs = reference.fuse([torch.tensor(x) for x in features])
         # 1e-5: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
-        cache, first = None, 0
+        cache, first = config.init_cache(BATCH, SLOTS, "float32"), 0
         for last in range(N, N + MORE + 1):
-            ours, logits, cache = pair.run(ours, first, cache)
-            following, expected = pair.torch(theirs, torch.tensor(pair.tokens[:, :last]))
+            new_tokens = jnp.asarray(tokens[:, first:last], jnp.int32)
+            ours, logits, cache = forward(ours, new_tokens, jnp.full((BATCH,), first, jnp.int32), cache)
+            following, expected = reference(theirs, torch.tensor(tokens[:, :last]))
             np.testing.assert_allclose(ours, following[:, first:], atol=1e-5, rtol=0)
             np.testing.assert_allclose(logits, expected[:, first:], atol=1e-5, rtol=0)
             ours, first = ours[:, -1:], last
             theirs = torch.cat([theirs, following[:, -1:]], dim=1)
-
-
-@pytest.mark.parametrize("name", ["eagle-3.1", "eagle-1"])
-def test_token_by_token_equals_all_at_once(name):
-    pytest.importorskip("torch")
-    pair = Pair(CASES[name])
-    feature = pair.fuse()
-    whole, logits, cache = pair.run(feature, 0)
-    one = None
-    for i in range(N):
-        got, scores, one = pair.run(feature[:, i : i + 1], i, one)
-        np.testing.assert_allclose(got, whole[:, i : i + 1], atol=1e-5, rtol=0)
-        np.testing.assert_allclose(scores, logits[:, i : i + 1], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(one.k[0], cache.k[0], atol=1e-5, rtol=0)
-
-
-def test_the_table_names_every_leaf_of_params_once():
-    for config in CASES.values():
-        table = config.weights()
-        params = jax.eval_shape(functools.partial(eagle_head.init_params, config), jax.random.key(0))
-        ids = config.draft_vocab_size < VOCAB
-        assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids
 
 
 def test_draft_tokens_and_logits_map_to_the_targets():

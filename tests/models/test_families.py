@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mars_jax import hub
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.models.attention import _attend_blocks, attend_all
 from tests.helpers import slow_but, transformers_oracle
 
 pytest.importorskip("transformers")
@@ -51,28 +48,18 @@ CASES = {
         BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
     "llama, gelu": ("Llama", BASE | {"hidden_act": "gelu", "rms_norm_eps": 1e-3}),
-    "llama, tanh gelu": ("Llama", BASE | {"hidden_act": "gelu_pytorch_tanh"}),
     "llama 3.1": ("Llama", BASE | rope("llama3", **TRAINED, **BANDS)),
-    "llama, linear": ("Llama", BASE | rope("linear")),
-    "llama, yarn": ("Llama", BASE | rope("yarn", **TRAINED)),
-    "llama, yarn with mscale": ("Llama", BASE | rope("yarn", **TRAINED, mscale=0.7, mscale_all_dim=1.3)),
     "llama, yarn, every field": (
         "Llama",
         BASE | rope("yarn", **TRAINED, attention_factor=1.2, beta_fast=4.0, beta_slow=2.0, truncate=False),
     ),
     "mistral, window": ("Mistral", MISTRAL | {"sliding_window": 8}),
-    "mistral, no window, head_dim 16": ("Mistral", MISTRAL | {"sliding_window": None, "head_dim": 16}),
-    "qwen2, tied": ("Qwen2", BASE | {"tie_word_embeddings": True}),
     "qwen2, windows from layer 1 on": ("Qwen2", BASE | ALTERNATING | {"max_window_layers": 1}),
     "qwen2.5, yarn": ("Qwen2", BASE | rope("yarn", **TRAINED)),
     "qwen3": ("Qwen3", BASE | {"head_dim": 16}),
     "qwen3, tied, biases, head_dim 6": (
         "Qwen3",
         BASE | {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "qwen3, layer types": (
-        "Qwen3",
-        BASE | ALTERNATING | {"head_dim": 8} | FULL_IN_THE_MIDDLE,
     ),
     "mixtral": ("Mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, window, one expert of eight": (
@@ -192,31 +179,6 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, prompts(), 16))
 
 
-@pytest.mark.parametrize("form", [attend_all, _attend_blocks])
-def test_both_forms_of_attention_scale_and_cap_the_scores(form):
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 2, 1, 1, 4), *[(1, 9, 1, 4)] * 2)
-    )
-    mask = jnp.asarray(rng.random((1, 2, 9)) < 0.7)
-
-    def ours(q, k, v):
-        return form(q, k, v, mask, jnp.int32(9), scale=0.7, cap=1.1)[0, :, 0, 0]
-
-    def formula(q, k, v):
-        scores = 1.1 * jnp.tanh(0.7 * q[0, :, 0, 0] @ k[0, :, 0].T / 1.1)
-        return jax.nn.softmax(jnp.where(mask[0], scores, -jnp.inf), axis=-1) @ v[0, :, 0]
-
-    # 1e-6: sums of nine float32 terms.
-    np.testing.assert_allclose(jax.jit(ours)(q, k, v), formula(q, k, v), atol=1e-6)
-
-    def slopes(f):
-        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))(q, k, v)
-
-    for a, b in zip(slopes(ours), slopes(formula), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "old",
     [
@@ -235,9 +197,5 @@ def test_configs_from_before_transformers_5_mean_the_same(old, tmp_path):
     data = {key: value for key, value in data.items() if key not in ("rope_parameters", "dtype")}
     (tmp_path / "config.json").write_text(json.dumps(data | old | {"torch_dtype": "float32"}))
     logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 1)
-    np.testing.assert_allclose(
-        logits,
-        transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path), prompts()),
-        atol=1e-4,
-        rtol=0,
-    )
+    expected = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path), prompts())
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)

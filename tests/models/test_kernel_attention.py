@@ -7,7 +7,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from kernels_pallas import trial
@@ -73,35 +72,6 @@ def test_the_tokens_are_those_without_the_kernel(name):
     wanted, counted, _ = decoded(name, "xla")
     assert tokens == wanted and steps == counted
     assert all(len(row) == BUFFER for row in tokens)
-
-
-@pytest.mark.slow
-def test_a_tree_after_ragged_rows_has_the_same_features():
-    first = jnp.asarray([0, 9, 17], jnp.int32)
-    parents, depths = [-1, 0, 0, 1, 1, 3], jnp.asarray([[0, 1, 1, 2, 2, 3]], jnp.int32)
-    seen = np.eye(6, dtype=bool)
-    for node, parent in enumerate(parents[1:], 1):
-        seen[node] |= seen[parent]
-    rng = np.random.default_rng(0)
-    before = jnp.asarray(rng.integers(0, VOCAB, (3, 20)), jnp.int32)
-    tokens = jnp.asarray(rng.integers(0, VOCAB, (3, 6)), jnp.int32)
-    tree = Visible(
-        first=first, positions=first[:, None] + depths, slot=first, seen=jnp.asarray(np.stack([seen] * 3))
-    )
-    found = []
-    for attention in ("interpret", "xla"):
-        model = language_model(CONFIG, attention=attention)
-
-        def forward(params, model=model):
-            cache = model.forward(
-                params, before, Visible.causal(jnp.zeros(3, jnp.int32), 20), model.init_cache(3, 26)
-            ).cache
-            return model.forward(params, tokens, tree, cache).hidden
-
-        found.append(
-            jax.jit(forward, compiler_options={"xla_backend_optimization_level": 0})(params().target)
-        )
-    np.testing.assert_allclose(*found, atol=1e-4)
 
 
 @pytest.mark.slow

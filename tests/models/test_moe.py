@@ -12,10 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.mosaic import experts as in_8_bits
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN, Visible
-from mars_jax.models import ModelConfig, init_params, language_model, moe
+from mars_jax.models import ModelConfig, moe
 from mars_jax.models.quantize import Int8, quantize
-from mars_jax.models.weights import get, weights
 from tests.helpers import slow_but
 
 CONFIG = ModelConfig(
@@ -152,33 +150,6 @@ def test_a_broken_row_breaks_no_other():
     others = np.asarray([0, 1, 3, 4, 5])
     np.testing.assert_allclose(broken[0, others], clean[0, others], atol=1e-6)
     assert np.isnan(broken[0, 2]).all()
-
-
-def test_padding_is_finite_and_changes_no_other_token():
-    params, model = init_params(CONFIG, jax.random.key(0), scale=0.5), language_model(CONFIG)
-    forward, start = jax.jit(model.forward), jnp.zeros((1,), jnp.int32)
-    padded, filled = (
-        forward(
-            params,
-            jnp.asarray([[3, 5, *rest]], jnp.int32),
-            Visible.causal(start, 4),
-            model.init_cache(1, 8),
-        ).hidden
-        for rest in ((NO_TOKEN, NO_TOKEN), (7, 11))
-    )
-    assert np.isfinite(padded).all()
-    np.testing.assert_allclose(padded[:, :2], filled[:, :2], atol=1e-5)
-
-
-def test_the_params_hold_the_experts_of_a_layer_in_one_array():
-    params = init_params(CONFIG, jax.random.key(0))
-    first, dense = params["layers"]
-    assert first["expert_gate"].shape == (5, 12, 16) and first["expert_down"].shape == (5, 16, 12)
-    assert "router" not in dense and dense["gate"].shape == (24, 16)
-    assert all(get(params, row.path).shape == row.shape for row in weights(CONFIG))
-    names = {row.name for row in weights(CONFIG)}
-    assert len(names) == len(weights(CONFIG)) and "model.layers.0.mlp.experts.4.down_proj.weight" in names
-    assert not np.array_equal(first["expert_up"][0], first["expert_up"][1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -9,12 +9,10 @@ import pytest
 
 from kernels_pallas.mosaic import int4
 from mars_jax import hub
-from mars_jax.contrib.models import medusa_layers
 from mars_jax.core.mesh import by_rows, parse_mesh
 from mars_jax.core.types import Visible
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers, moe
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers
 from mars_jax.models.layers import dense, embed
-from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.weights import Weight
 
@@ -81,30 +79,6 @@ def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatc
     np.testing.assert_array_equal(got, np.asarray(x, np.float32) @ values.T.astype(np.float32))
 
 
-def test_only_a_cpu_multiplies_by_blocks_and_converts_no_whole_matrix(monkeypatch):
-    monkeypatch.setattr(layers, "_BLOCK", 8 * 24)
-    x, w = jnp.ones((6, 24), jnp.bfloat16), quantize(normal(0, 40, 24, dtype="bfloat16"))
-    product = jax.jit(lambda x, w: dense(x, w))
-    cpu = product.lower(x, w).compile().as_text()
-    assert "s8[40,24]" in cpu and "f32[8,24]" in cpu and "f32[40,24]" not in cpu and "bf16[40,24]" not in cpu
-    for platform in ("tpu", "cuda"):
-        text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
-        assert "(tensor<40x24xi8>) -> tensor<40x24xbf16>" in text and "while" not in text
-
-
-def test_products_by_expert_are_those_of_the_dequantised_matrices():
-    x, w = normal(0, 6, 7), quantize(normal(1, 4, 5, 7))
-    sizes = jnp.asarray([2, 0, 3, 1], jnp.int32)
-    want = dense_by_expert(x, w.astype("float32"), sizes)
-    np.testing.assert_allclose(jax.jit(dense_by_expert)(x, w, sizes), want, atol=1e-5)
-    expert = np.repeat(np.arange(4), np.asarray(sizes))
-    ragged = jax.jit(moe._ragged)(x, w.values, sizes) * w.scale[expert]
-    np.testing.assert_allclose(ragged, want, atol=1e-5)
-    for platform in ("tpu", "cuda"):
-        text = jax.jit(dense_by_expert).trace(x, w, sizes).lower(lowering_platforms=(platform,)).as_text()
-        assert "4x5x7xi8" in text
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("inputs", "group"), [(96, 32), (192, 64), (256, 128)])
 def test_in_4_bits_no_weight_moves_by_more_than_half_a_step_of_its_group(inputs, group, dtype):
@@ -130,20 +104,6 @@ def test_products_in_4_bits_are_those_of_the_dequantised_matrix(rows, dtype, tol
     want = np.asarray(x, np.float32) @ np.asarray(w.astype("float32")).T
     product = dense if form == "cpu" else layers._dense_int4
     np.testing.assert_allclose(jax.jit(product)(x, w).astype("float32"), want, atol=tolerance)
-
-
-def test_a_tpu_multiplies_4_bits_by_groups_of_rows_padded_to_8():
-    w = quantize_4(np.asarray(normal(0, 7, 64)))
-    packed = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, "int4" if a.dtype == np.int8 else a.dtype), w
-    )
-
-    def text(rows):
-        x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
-        return jax.jit(dense).trace(x, packed).lower(lowering_platforms=("tpu",)).as_text()
-
-    assert "tensor<1x64x7xi4>) -> tensor<1x64x7xbf16>" in text(3) and "tensor<1x8x7xf32>" in text(3)
-    assert "tensor<1x64x7xi4>) -> tensor<1x64x7xf32>" in text(65)  # a prompt's rows
 
 
 def test_in_4_bits_some_matrices_have_8():
@@ -226,14 +186,6 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     x = jnp.concatenate([hidden, hidden], axis=-1)
     got = dense(x, loaded["fc"])
     np.testing.assert_allclose(got, dense(x, dequantized(loaded)["fc"]), atol=1e-5)
-
-    from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
-
-    heads = medusa_layers.MedusaConfig(num_heads=2, num_layers=1, hidden_size=32, vocab_size=29)
-    save_medusa(tmp_path / "medusa", heads, medusa_layers.init_params(heads, jax.random.key(3), scale=0.3))
-    _, loaded = load_medusa(tmp_path / "medusa", layer, dtype=dtype)
-    got = medusa_layers.logits(loaded, hidden[:, :1], 2)
-    np.testing.assert_allclose(got, medusa_layers.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)
 
 
 @pytest.mark.parametrize(

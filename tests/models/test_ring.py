@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mars_jax as mj
+from mars_jax import hub
 from mars_jax.core.types import Visible
 from mars_jax.models import ModelConfig, init_params, language_model, ring, transformer
 from mars_jax.models.rope import Rope
@@ -61,15 +63,8 @@ def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=No
     params = init_params(config, jax.random.key(0), scale=0.2)
     if bits is not None:
         params = quantized(config, params, bits)
-    if mesh is not None:
-        places = shardings.params_shardings(config, mesh)
-        params = (
-            jax.tree.map(
-                lambda x, place: x if isinstance(x, dict) else jax.device_put(x, place), params, places
-            )
-            if bits is None
-            else params
-        )
+    elif mesh is not None:
+        params = shardings.place(params, config, mesh)
     tokens = jax.random.randint(jax.random.key(1), (batch, 64), 0, config.vocab_size)
 
     def run(params, tokens, first, cache):
@@ -88,20 +83,9 @@ def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=No
 
 
 def quantized(config, params, bits):
-    from mars_jax.models.quantize import bits_of, quantize, quantize_4
-    from mars_jax.models.weights import leaves
-
-    def at(path):
-        return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
-
-    rows = {row.path: row for row in leaves(config)}
-    forms = {8: quantize, 4: lambda w: jax.tree.map(jnp.asarray, quantize_4(np.asarray(w)))}
-
-    def of(path, w):
-        chosen = bits_of(rows[at(path)], bits)
-        return w if chosen is None else forms[chosen](w)
-
-    return jax.tree_util.tree_map_with_path(of, params)
+    with tempfile.TemporaryDirectory() as folder:
+        hub.save(folder, config, params, overwrite=True)
+        return hub.load(folder, dtype=f"int{bits}").params
 
 
 GEMMA = {
@@ -117,7 +101,7 @@ GEMMA = {
         ({}, {}),
         (GEMMA, {"batch": 2}),
         pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, marks=pytest.mark.slow),
-        ({"qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}),
+        ({"family": "qwen2", "qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}),
         ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}),
         ({}, {"kept": ((True, False), (False, True))}),
     ],
@@ -137,10 +121,7 @@ def test_a_chunk_is_that_of_one_device(more, options):
     ("more", "axes"),
     [
         ({}, "data=2,model=2"),  # a loop over chunks ends where rows do, and not on all devices at once
-        (
-            {},
-            "expert=2,model=2",
-        ),  # the heads' order is another than that of the mesh, in which rows would be sent
+        ({}, "expert=2,model=2"),  # heads are in another order than the devices that rows would be sent to
         ({"num_kv_heads": 2}, "model=4"),  # two heads on four devices are on each
         ({"o_bias": True}, "model=2"),  # it would be added by each
         ({"num_experts": 4, "experts_per_token": 2, "expert_size": 32}, "model=2"),

@@ -126,15 +126,11 @@ def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward
     last, first = out.features
     norm = last * jax.lax.rsqrt(jnp.mean(last**2, axis=-1, keepdims=True) + CONFIG.norm_eps)
     np.testing.assert_allclose(norm * params["norm"][None, None], out.hidden, atol=1e-5)
-    shallow = language_model(
-        ModelConfig(**{**vars(CONFIG), "num_layers": 1, "windows": (None,)}), feature_layers=[0]
-    )
-    start = jnp.zeros((1,), jnp.int32)
-    cache = shallow.init_cache(1, SLOTS)
+    config = ModelConfig(**{**vars(CONFIG), "num_layers": 1, "windows": (None,)})
+    shallow = language_model(config, feature_layers=[0])
     one = {**params, "layers": params["layers"][:1]}
-    alone = jax.jit(shallow.forward)(
-        one, jnp.asarray([[1, 2, 3]], jnp.int32), Visible.causal(start, 3), cache
-    )
+    tokens, start = jnp.asarray([[1, 2, 3]], jnp.int32), jnp.zeros((1,), jnp.int32)
+    alone = jax.jit(shallow.forward)(one, tokens, Visible.causal(start, 3), shallow.init_cache(1, SLOTS))
     np.testing.assert_allclose(alone.features[0], first, atol=1e-5)
     with pytest.raises(MarsError, match="feature layer 2 does not exist: the model has layers 0 to 1"):
         language_model(CONFIG, feature_layers=(2,))
@@ -146,15 +142,9 @@ def test_bfloat16_stays_near_float32_and_gives_float32_logits(forward, params):
     tokens, start = jnp.asarray([[1, 2, 3, 4]], jnp.int32), jnp.zeros((1,), jnp.int32)
     forward_low = jax.jit(model.forward)
     out = forward_low(low, tokens, Visible.causal(start, 4), model.init_cache(1, SLOTS))
-    logits, exact = (
-        model.unembed(low, out.hidden),
-        MODEL.unembed(params, run_chain(forward, params, tokens).hidden),
-    )
-    assert (
-        out.hidden.dtype == jnp.bfloat16
-        and out.cache.k[0].dtype == jnp.bfloat16
-        and logits.dtype == jnp.float32
-    )
+    logits = model.unembed(low, out.hidden)
+    exact = MODEL.unembed(params, run_chain(forward, params, tokens).hidden)
+    assert out.hidden.dtype == out.cache.k[0].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     # 5% of the spread of the logits: two layers of 8-bit roundings.
     np.testing.assert_allclose(logits, exact, atol=0.05 * float(jnp.std(exact)) * 3)
 
@@ -171,9 +161,7 @@ def test_the_forward_is_differentiable_through_the_cache(params):
         lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params
     )
     slope = jax.jit(lambda p, d: jax.jvp(loss, (p,), (d,))[1])(params, direction)
-    total = sum(
-        jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
-    )
+    total = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
     np.testing.assert_allclose(total, slope, rtol=1e-4)
     assert all(float(jnp.max(jnp.abs(g))) > 0 for g in jax.tree.leaves(gradient))
 

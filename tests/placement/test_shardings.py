@@ -71,73 +71,24 @@ ONE_LAYER = ModelConfig(num_layers=1, qk_norm=True, **SIZES)  # of the case that
 
 MODEL = language_model(CONFIG)
 DYNAMIC = Dynamic(top_k=3, depth=3, nodes=9)
+CHAIN = drafters.language_model(MODEL, 3, sample=True)
 # Target, drafter, the config of the drafter's weights, rule.
 CASES = {
     "none, exact": (CONFIG, drafters.none(), None, verify.exact()),
     "ngram, mars": (ONE_LAYER, drafters.ngram(3), None, verify.mars()),
-    "model chain, rejection": (
-        CONFIG,
-        drafters.language_model(MODEL, 3, sample=True),
-        CONFIG,
-        verify.rejection(),
-    ),
-    "model chain, mars over block rejection": (
-        CONFIG,
-        drafters.language_model(MODEL, 3, sample=True),
-        CONFIG,
-        verify.mars(base=verify.rejection(block=True)),
-    ),
+    "model chain, rejection": (CONFIG, CHAIN, CONFIG, verify.rejection()),
+    "model chain, mars over block": (CONFIG, CHAIN, CONFIG, verify.mars(base=verify.rejection(block=True))),
     "model tree, mars": (CONFIG, drafters.language_model(MODEL, tree=(3, 1)), CONFIG, verify.mars()),
-    "model dynamic tree, exact": (
-        CONFIG,
-        drafters.language_model(MODEL, tree=DYNAMIC),
-        CONFIG,
-        verify.exact(),
-    ),
-    "eagle-3 chain, rejection": (
-        CONFIG,
-        drafters.eagle(EAGLE_3, MODEL, 3, sample=True),
-        EAGLE_3,
-        verify.rejection(),
-    ),
-    "eagle-3 dynamic tree, mars": (
-        CONFIG,
-        drafters.eagle(EAGLE_3, MODEL, tree=DYNAMIC),
-        EAGLE_3,
-        verify.mars(),
-    ),
-    "eagle-1 dynamic tree, exact": (
-        CONFIG,
-        drafters.eagle(EAGLE_1, MODEL, tree=DYNAMIC),
-        EAGLE_1,
-        verify.exact(),
-    ),
+    "model dynamic, exact": (CONFIG, drafters.language_model(MODEL, tree=DYNAMIC), CONFIG, verify.exact()),
+    "eagle-3 chain": (CONFIG, drafters.eagle(EAGLE_3, MODEL, 3, sample=True), EAGLE_3, verify.rejection()),
+    "eagle-3 dynamic": (CONFIG, drafters.eagle(EAGLE_3, MODEL, tree=DYNAMIC), EAGLE_3, verify.mars()),
+    "eagle-1 dynamic": (CONFIG, drafters.eagle(EAGLE_1, MODEL, tree=DYNAMIC), EAGLE_1, verify.exact()),
     "medusa tree, mars": (CONFIG, contrib.medusa(MEDUSA, MODEL, tree=(2, 2, 1)), MEDUSA, verify.mars()),
-    "medusa chain, rejection": (
-        CONFIG,
-        contrib.medusa(MEDUSA, MODEL, sample=True),
-        MEDUSA,
-        verify.rejection(),
-    ),
-    "dflash dynamic tree, mars": (
-        CONFIG,
-        contrib.dflash(DFLASH, MODEL, tree=DYNAMIC),
-        DFLASH,
-        verify.mars(),
-    ),
-    "dspark chain, rejection": (
-        CONFIG,
-        contrib.dflash(DSPARK, MODEL, 3, sample=True),
-        DSPARK,
-        verify.rejection(),
-    ),
+    "medusa chain": (CONFIG, contrib.medusa(MEDUSA, MODEL, sample=True), MEDUSA, verify.rejection()),
+    "dflash dynamic, mars": (CONFIG, contrib.dflash(DFLASH, MODEL, tree=DYNAMIC), DFLASH, verify.mars()),
+    "dspark chain": (CONFIG, contrib.dflash(DSPARK, MODEL, 3, sample=True), DSPARK, verify.rejection()),
     "experts, none, exact": (EXPERTS, drafters.none(), None, verify.exact()),
-    "experts, model tree, mars": (
-        EXPERTS,
-        drafters.language_model(MODEL, tree=(2, 1)),
-        CONFIG,
-        verify.mars(),
-    ),
+    "experts, model tree": (EXPERTS, drafters.language_model(MODEL, tree=(2, 1)), CONFIG, verify.mars()),
 }
 
 
@@ -255,26 +206,18 @@ def collectives(program):
     return collections.Counter(elements)
 
 
-def check(case, mesh, **options):
-    tokens, stats, program = on_mesh(case, mesh, **options)
-    wanted, counted = on_one_device(case)
-    assert tokens == wanted
-    for name in ("steps", "emitted", "accepted_exact", "accepted_relaxed"):
-        np.testing.assert_array_equal(getattr(stats, name), getattr(counted, name))
-    return program
-
-
 FAST = [("ngram, mars", "model=2", AxisType.Auto)]
-AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=2,expert=2,model=2")
-AXES_OF_ONE = ("data=1,model=1", "data=8,model=1", "data=1,model=2", "data=1,expert=1,model=2")
-ALL = [
-    (case, axes, kind)
+AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=8,model=1", "data=1,model=2")
+ALL = [(case, axes, AxisType.Auto) for case in CASES if not case.startswith("experts") for axes in AXES]
+ALL += [
+    (case, axes, AxisType.Auto)
+    for case in ("experts, none, exact", "experts, model tree")
+    for axes in ("data=2,expert=2,model=2", "data=1,expert=1,model=2")
+]
+# Explicit axes, on the mesh that divides everything.
+ALL += [
+    (case, "data=2,expert=2,model=2" if case.startswith("experts") else "data=2,model=4", AxisType.Explicit)
     for case in CASES
-    for axes in (*AXES, *AXES_OF_ONE)
-    for kind in (AxisType.Auto, AxisType.Explicit)
-    # Experts where there are any; and types that say how arrays are divided on the one mesh that has it all.
-    if ("expert=" in axes) == case.startswith("experts")
-    and (kind == AxisType.Auto or axes in ("data=2,model=4", "data=2,expert=2,model=2"))
 ]
 
 
@@ -284,7 +227,11 @@ ALL = [
 )
 def test_tokens_are_those_of_one_device(case, axes, kind):
     mesh = mesh_of(axes, kind)
-    program = check(case, mesh)
+    tokens, stats, program = on_mesh(case, mesh)
+    expected, expected_stats = on_one_device(case)
+    assert tokens == expected
+    for name in ("steps", "emitted", "accepted_exact", "accepted_relaxed"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(expected_stats, name))
     found = collectives(program)
     if mesh.shape.get("model", 1) == mesh.shape.get("expert", 1) == 1:
         assert not found
@@ -299,7 +246,7 @@ def test_tokens_are_those_of_one_device(case, axes, kind):
         # One sum for the embedding, one after each attention and one after each MLP.
         assert found["all-reduce", nodes * HIDDEN] == 1 + 2 * ONE_LAYER.num_layers
     allowed = (math.ceil(nodes / 8) * 8) * HIDDEN
-    if case == "eagle-3 chain, rejection":  # all of the draft vocabulary, a node at a time
+    if case == "eagle-3 chain":  # all of the draft vocabulary, a node at a time
         allowed = BATCH // mesh.shape.get("data", 1) * EAGLE_3.draft_vocab_size
     assert most <= allowed < nodes * VOCAB / 4
 
@@ -362,18 +309,14 @@ def test_what_does_not_divide_is_whole_and_said():
     placed = sharding.params_shardings(CONFIG, mesh)
     assert jax.tree.structure(placed) == jax.tree.structure(jax.eval_shape(lambda: weights(CONFIG)))
     layer = placed["layers"][0]
-    assert (layer["q"].spec, layer["k"].spec, layer["o"].spec) == (
-        P("model", None),
-        P(None, None),
-        P(None, "model"),
-    )
+    assert layer["q"].spec == P("model", None) and layer["k"].spec == P(None, None)
+    assert layer["o"].spec == P(None, "model")
     assert placed["embed"].spec == placed["unembed"].spec == P("model", None)
     assert layer["q_norm"].spec == placed["norm"].spec == P()
     for config in (EAGLE_3, EAGLE_1, MEDUSA):
         placed = sharding.params_shardings(config, mesh)
-        assert jax.tree.structure(placed) == jax.tree.structure(
-            jax.eval_shape(functools.partial(weights, config))
-        )
+        shapes = jax.eval_shape(functools.partial(weights, config))
+        assert jax.tree.structure(placed) == jax.tree.structure(shapes)
         assert any("model" in x.spec for x in jax.tree.leaves(placed))
 
 
