@@ -44,26 +44,18 @@ class _Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Parser of every command. It accepts no abbreviations, because a later flag would change their meaning.
 
-    `--help GROUP` explains the flags of one group.
-
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
       options: of argparse.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
-        super().__init__(
-            formatter_class=_Formatter,
-            allow_abbrev=False,
-            add_help=False,
-            **options,
-        )
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, add_help=False, **options)
         self._short = short
         self._positionals.title = "arguments"
         if add_help:
-            shown = "the flags" if short is None else "what most people need"
-            told = f"explain {shown}, or those of a GROUP"
-            self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=told)
+            shown = "the flags" if short is None else "the flags that most people need"
+            self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {shown}")
             self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
         if add_help and short is not None:
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
@@ -81,27 +73,7 @@ class Parser(argparse.ArgumentParser):
             made.end_section()
         made.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
         flags = sum(bool(action.option_strings) for action in self._actions)
-        rest = f"--help-all explains all {flags} flags, --help GROUP those of one group: {', '.join(self.groups())}."
-        made.add_text(textwrap.fill(rest, made._width, break_on_hyphens=False))
-        return made.format_help()
-
-    def format_group(self, name: str) -> str:
-        """Return the help of one group.
-
-        Raises:
-          MarsError: there is no such group.
-        """
-        groups, kinds = self.groups(), self.kinds()
-        if name in kinds:
-            return kinds[name].format_short()
-        if name not in groups:
-            near = did_you_mean(name, groups)
-            raise MarsError(f"there is no group '{name}' of flags{near}: choose one of {', '.join(groups)}.")
-        made = self._get_formatter()
-        made.start_section(name)
-        made.add_text(groups[name].description)
-        made.add_arguments(groups[name]._group_actions)
-        made.end_section()
+        made.add_text(f"--help-all explains all {flags} flags.")
         return made.format_help()
 
     def kinds(self) -> dict[str, Parser]:
@@ -152,16 +124,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print the short help, the help of a GROUP, or with `nargs=0` the full help, and exit."""
+    """Print the short help, or for --help-all the full help, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if self.nargs == 0:
-            text = parser.format_help()
-        else:
-            text = parser.format_short() if values is None else parser.format_group(values)
+        text = parser.format_help() if option_string == "--help-all" else parser.format_short()
         print(text, end="")
         parser.exit()
 

@@ -28,15 +28,14 @@ from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.drafters.sized import forced, measured
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
-from mars_jax.serve.compiling import Compile
-from mars_jax.serve.complete import complete
 from mars_jax.serve.events import events, look
 from mars_jax.serve.guides import guides_of
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, buffer_width, loaded_rule, of_mesh, prepare, prepared
-from mars_jax.serve.prepared import Prepared, draws
+from mars_jax.serve.prepared import Compile, Prepared, draws
 from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_of
 from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
+from mars_jax.serve.text import complete
 from mars_jax.verify import exact
 
 Rule = TypeVar("Rule", bound=AnyRule | None)

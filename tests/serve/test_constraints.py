@@ -167,9 +167,9 @@ def test_a_mesh_changes_nothing(target):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"regex": "a", "choice": ["b"]}, "choice is given beside another constraint"),
+        ({"regex": "a", "choice": ["b"]}, "choice does not apply with another constraint"),
         ({"regex": ["a", "b"]}, "regex has 2 values for 1 prompts"),
-        ({"constraint": "a"}, "constraint is 'a': expected one of mars_jax.constraints"),
+        ({"constraint": "a"}, "constraint is of type str: expected one of mars_jax.constraints"),
         ({"relax_constrained": True}, "relax_constrained does not apply where no text is constrained"),
         ({"relax_in": "think"}, "relax_in does not apply to the rule exact, which relaxes nothing"),
         ({"strict_in": "thought"}, "the span is 'thought'"),

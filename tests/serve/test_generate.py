@@ -272,15 +272,8 @@ def test_a_drafter_without_entropy_refuses_draft_stop(target, drafter):
 
 
 def test_an_option_that_does_not_exist_is_a_type_error(target):
-    for name, meant in (
-        ("max_tokens", "max_new_tokens"),
-        ("num_return_sequences", "samples"),
-        ("topk", "top_k"),
-    ):
-        with pytest.raises(
-            TypeError, match=rf"unexpected keyword argument '{name}' \(did you mean {meant}\?\)"
-        ):
-            mj.generate(target, "none", [[1]], **{name: 5})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'topk' \(did you mean top_k\?\)"):
+        mj.generate(target, "none", [[1]], topk=5)
     for given, said in (
         ((target.model, "none", [[1]]), "the target is of type LanguageModel: expected what mars_jax.load"),
         ((target, 5, [[1]]), "the drafter is of type int: give a spec such as 'ngram'"),

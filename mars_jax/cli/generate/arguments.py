@@ -25,6 +25,7 @@ from mars_jax.cli.flags import (
     numbers_of,
     part_of,
 )
+from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
@@ -278,18 +279,6 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
     add_host_flags(made)
 
 
-def _logit_bias(given: Sequence[str]) -> dict[int, float]:
-    """Return the X of each TOKEN=X by token id."""
-    made = {}
-    for text in given:
-        token, _, value = text.partition("=")
-        try:
-            made[int(token)] = float(value)
-        except ValueError:
-            raise MarsError(f"--logit-bias is {text!r}: expected TOKEN=X, such as 42=-inf.") from None
-    return made
-
-
 def _devices(text: str) -> tuple[int, ...]:
     """Return the numbers in N,N,..."""
     parts = text.split(",")
@@ -339,7 +328,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     numbers_of(args, specs.REQUEST)
-    args.logit_bias = _logit_bias(args.logit_bias or []) or None
+    if args.logit_bias is not None:
+        biases = (text.partition("=") for text in args.logit_bias)
+        args.logit_bias = logit_bias_of({token: value for token, _, value in biases})
     args.template_args = _template_args(args.template_args or []) or None
     if args.stop_strings is not None and not all(args.stop_strings):
         raise MarsError("--stop-string is empty: give at least one character.")
