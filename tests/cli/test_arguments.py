@@ -12,7 +12,6 @@ from mars_jax import __version__, drafters
 from mars_jax.cli.generate.arguments import parse, parser
 from mars_jax.cli.generate.command import main
 
-
 OUT_OF_RANGE = """
 --temperature=-0.1 --temperature=nan --temperature=warm --temperature=1e39 --top-k=1.5 --top-k=3000000000 --top-p=0
 --min-p=2 --theta=-1 --theta=no-such-file.json --max-relaxed-run=-1 --seed=4294967296 --max-new-tokens=0
