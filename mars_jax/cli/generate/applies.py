@@ -136,15 +136,15 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
 
 
 def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
-    """Check that rows with a calibrated threshold have the settings of the calibration."""
+    """Check that a run with a calibrated threshold has the settings of the calibration."""
     if args.theta_file is None:
         return
+    args.theta_file.check({name: value for name, value in vars(args).items() if name != "temperature"})
     for row in rows:
         if "theta" in row.numbers:
             continue
         try:
-            if "temperature" in row.settings:
-                args.theta_file.check({"temperature": row.settings["temperature"]})
+            args.theta_file.check({"temperature": row.settings.get("temperature", args.temperature or 0.0)})
             args.theta_file.check_settings(row.numbers)
         except MarsError as error:
             raise row.error(error) from None

@@ -347,6 +347,4 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given = given_settings(args)
     relaxes = (shows or given or args.compare) and args.draft != "none"
     args.rule, args.theta_file = rule_and_file(args.verify, given, "mars" if relaxes else "exact")
-    if args.theta_file is not None:
-        args.theta_file.check(vars(args) | {"temperature": args.temperature or 0.0})
     return args

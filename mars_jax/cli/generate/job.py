@@ -153,7 +153,10 @@ def open_job(
     if args.refine is not None:
         check_file(args.refine, f"--refine is {args.refine}")
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
-        raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
+        raise MarsError(
+            f"'{args.target}' has no tokenizer and so no text to show: put its files next to the weights, or add "
+            "--json for token ids."
+        )
     target = target or open_target(args, sketch)
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.
