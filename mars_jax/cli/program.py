@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import errno
 import os
 import re
 import sys
@@ -179,7 +178,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
 
 
 def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
-    out: Any = _Checked(sys.stdout)
+    out = sys.stdout
     try:
         # Output of libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
@@ -193,17 +192,18 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
                     hosts.check_devices()
                 raise
             finally:
-                out.flush()
+                try:
+                    out.flush()
+                except OSError:
+                    _discard(out)
+                    raise
     except MarsError as error:
-        if isinstance(error, _Lost):
-            _discard(out)
         _say(f"error: {' '.join(str(error).split())}")
         return BAD_INPUT
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        _discard(out)
         return BROKEN_PIPE
     except (Exception, SystemExit) as error:
         # Keep tracebacks of bugs in this package.
@@ -240,40 +240,6 @@ def _one_line_warnings() -> Iterator[None]:
         yield
 
 
-class _Lost(MarsError):
-    """Stdout cannot be written."""
-
-
-class _Checked:
-    """A stdout whose errors name stdout. `inner` is None if the caller closed it."""
-
-    def __init__(self, inner: IO[str] | None):
-        self._inner = inner
-
-    def write(self, text: str) -> int:
-        with self._errors():
-            if self._inner is None:
-                raise OSError(errno.EBADF, "it is closed")
-            return self._inner.write(text)
-
-    def flush(self) -> None:
-        with self._errors():
-            if self._inner is not None:
-                self._inner.flush()
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:  # the reader has had enough
-            raise
-        except OSError as error:
-            raise _Lost(f"stdout cannot be written ({error.strerror}): direct it to another place.") from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed too
         say(sentence)
@@ -291,6 +257,6 @@ def keep_compilations() -> None:
 
 
 def _discard(out: IO[str]) -> None:
-    """Send the flush at exit to /dev/null, because stdout is closed."""
+    """Send the flush at exit to /dev/null, because stdout cannot be written."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
