@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -106,30 +105,6 @@ def test_a_draft_that_nobody_named_is_as_long_as_pays(target):
 def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
     said = run("--target", target, *FEW, "--theta", 0.9, "--json", "the sea").err
     assert said.startswith("note: the draft is ngram, which copies from the text: mars accepts repetitions")
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_a_text_says_what_its_draft_was_worth(run, target, draft, pays, monkeypatch):
-    """Times are the machine's, so the plain step's is put in: a minute, then nothing."""
-    monkeypatch.setattr(session.Session, "plain_step_seconds", lambda self, requests: 60.0 if pays else 1e-9)
-    said = run("--target", target, *FEW, "--draft", f"model:{draft}", "the sea").err
-    assert "x the speed of plain decoding, whose step takes" in said
-    doubts = "the draft did not pay in this run; if --compare says so too, take --draft none"
-    assert (doubts in said) is not pays
-    if pays:  # at most tau: a step with a draft is no shorter than a plain one
-        assert re.search(r"tau ([\d.]+)", said)[1] == re.search(r"([\d.]+)x the speed", said)[1]
-    assert "the speed of" not in run("--target", target, *PLAIN, "the sea").err
-
-
-@pytest.mark.slow
-def test_a_plain_step_takes_a_time(target, draft):
-    """With a draft, and with a draft of several sizes, whose program decodes plainly too."""
-    for flags in (["--draft", f"model:{draft}"], []):
-        args = parse(["--target", str(target), *FEW, *flags, "the sea"])
-        prompts = from_texts(args.prompts)
-        job = open_job(args, check_flags(args, prompts), prompts)
-        assert 0 < job.plain_step < 1
-        assert job.plain_step == job.plain_step
 
 
 @pytest.mark.slow

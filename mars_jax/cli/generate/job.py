@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,12 +119,6 @@ class Job:
     def trusts(self) -> bool:
         """True if the drafter vouches for its own drafts."""
         return TRUSTS in self.session.drafter.drafter.traits
-
-    @functools.cached_property
-    def plain_step(self) -> float:
-        """Seconds of a step without a draft for the first batch, measured once."""
-        batch = next(self.session.batches(self.requests))
-        return batch.session.plain_step_seconds(batch.requests)
 
 
 def open_job(
