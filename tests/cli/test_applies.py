@@ -123,10 +123,7 @@ MEDUSA = ["--draft", "medusa:heads"]
         (["--compare", "--resume"], "--resume does not apply with --compare"),
         (["--compare", "--draft", "none"], "--compare does not apply to --draft none"),
         (["--compare", "--tau", "2"], "--tau does not apply to the rule mars"),
-        (
-            ["--tau", "2"],
-            "--tau does not apply to the rule mars, which has base, margin, ",
-        ),
+        (["--tau", "2"], "--tau does not apply to the rule mars, which has base, margin, "),
         ([*MODEL, "--verify", "simulated"], "--verify simulated needs a --tau"),
         (
             ["--verify", "simulated", "--tau", "2"],

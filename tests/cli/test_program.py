@@ -75,8 +75,7 @@ def test_a_warning_is_one_line_on_stderr_with_any_filter(filters, capsys):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    "flags",
-    slow_but(["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"], "--help"),
+    "flags", slow_but(["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"], "--help")
 )
 def test_a_full_disk_at_stdout_is_one_sentence(flags):
     found = shell(f"{COMMAND} {flags} >/dev/full")
@@ -164,12 +163,7 @@ def test_what_the_environment_says_stands(monkeypatch):
 
 @pytest.mark.parametrize(
     ("made", "expected"),
-    [
-        ([], False),
-        (["dev/accel0"], True),
-        (["dev/vfio/vfio"], False),
-        (["dev/vfio/0"], True),
-    ],
+    [([], False), (["dev/accel0"], True), (["dev/vfio/vfio"], False), (["dev/vfio/0"], True)],
 )
 def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, monkeypatch):
     for name in [n for n in os.environ if n.startswith(("TPU_", "JAX_FORCE"))]:

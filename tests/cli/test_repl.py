@@ -193,10 +193,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch)
     assert "stopped" in err and "12 tokens in" in err
     chat = mj.Chat(mj.load(str(chatty)), "none", max_new_tokens=12)
     said = "".join(calls[:2])
-    chat.messages = [
-        {"role": "user", "content": "the sun"},
-        {"role": "assistant", "content": said.strip()},
-    ]
+    chat.messages = [{"role": "user", "content": "the sun"}, {"role": "assistant", "content": said.strip()}]
     assert out == shown(said) + shown(chat.say("and?").text) + "\n"
 
 

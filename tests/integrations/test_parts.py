@@ -126,10 +126,7 @@ def test_rows_of_other_requests_and_settings_are_refused(folder, evaluate):
         (["--rows"], "--rows: expected one argument"),
         (["--part", "0/2"], "part does not apply without rows, the file of its answers: add it."),
         (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected I/N"),
-        (
-            ["--rows", "gs://bucket/rows.jsonl"],
-            "rows 'gs://bucket/rows.jsonl' is a URL: name a local path",
-        ),
+        (["--rows", "gs://bucket/rows.jsonl"], "rows 'gs://bucket/rows.jsonl' is a URL: name a local path"),
         (["--model_args", "draft=eagle:nowhere"], "there is no directory 'nowhere'"),
         (["--model_args", "verify=learned:nowhere"], "the weights of a rule 'nowhere' cannot be read"),
         (["--model_args", "seed=4294967296"], "seed is 4294967296: expected a whole number from 0"),
