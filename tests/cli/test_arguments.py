@@ -44,14 +44,8 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
         (["--base", "mars", "x"], "--base is mars: expected one of exact, rejection"),
         (["--rule-option", "theta", "x"], "--rule-option is theta: expected NAME=VALUE"),
         (["--rule-option", "theta=2", "x"], "--rule-option theta is 2: expected a number above 0"),
-        (
-            ["--rule-option", "fast=2", "x"],
-            "--rule-option fast does not apply to the rule mars, which has base, ",
-        ),
-        (
-            ["--rule-option", "theta=1", "--theta", "1", "x"],
-            "--rule-option theta=1 is given twice, also as --theta",
-        ),
+        (["--rule-option", "fast=2", "x"], "--rule-option fast does not apply to the rule mars, which has"),
+        (["--rule-option", "theta=1", "--theta", "1", "x"], "--rule-option theta=1 is given twice, also as"),
         (["--verify", "learned", "x"], "the rule learned needs weights: name them, as learned:PATH"),
         (["--verify", "mars:x", "x"], "the rule is mars:x: mars has no weights, so name it alone"),
         (["--verify", "nowhere.py:gate", "x"], "the file of a rule 'nowhere.py' cannot be read"),
@@ -60,10 +54,7 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
         (["--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["--temp", "1", "x"], "unrecognized arguments: --temp"),
         (["--theta"], "--theta: expected one argument"),
-        (
-            ["--draft", "eagle", "x"],
-            "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH, medusa:PATH, ",
-        ),
+        (["--draft", "eagle", "x"], "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH,"),
         (["--draft", "medusa:", "x"], "--draft is medusa:: expected"),
         (["--draft", "lookahead:heads", "x"], "--draft is lookahead:heads: expected"),
         (["--draft", "model:", "x"], "--draft is model:: expected"),

@@ -89,10 +89,7 @@ def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (
-            ["--system", "x", "The"],
-            "--system does not apply without --chat or messages, which have a chat template",
-        ),
+        (["--system", "x", "The"], "--system does not apply without --chat or messages, which have a chat"),
         (["--chat", "--template-arg", "x", "The"], "--template-arg is 'x': expected NAME=VALUE"),
     ],
 )
