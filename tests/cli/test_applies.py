@@ -149,37 +149,6 @@ def plan(*argv):
     return check_flags(parse([*argv, "hello"]), from_texts(["hello"]))
 
 
-def test_defaults_follow_the_drafter():
-    assert plan("--target", "x").draft == ("ngram", "") and plan("--target", "x").rule.name == "exact"
-    assert plan("--draft", "none").rule.name == "exact" and plan().rule.name == "mars"
-    assert plan("--compare").rule.name == "mars"
-
-
-def test_a_drafter_is_known_by_its_kind():
-    for kind in ("model", "eagle", "medusa", "dflash"):
-        assert plan("--draft", f"{kind}:a/b:c", "--tree", "2-1", "--draft-stop", "0.5").draft == (
-            kind,
-            "a/b:c",
-        )
-    assert plan(*EAGLE, "--tree", "dynamic", "--margin", "gap").rule.name == "mars"
-
-
-def test_heads_sample_for_rejection_as_models_do():
-    for draft in (EAGLE, MEDUSA):
-        assert not plan(*draft).samples_draft
-        assert plan(*draft, "--verify", "rejection").samples_draft
-        assert plan(*draft, "--base", "rejection", "--num-draft-tokens", "3").samples_draft
-    assert plan(*EAGLE, "--tree", "1-1-1", "--verify", "rejection").samples_draft
-
-
-def test_a_model_samples_only_for_rejection():
-    assert not plan(*MODEL).samples_draft
-    assert plan(*MODEL, "--verify", "rejection", "--block").samples_draft
-    assert plan(*MODEL, "--base", "rejection", "--block").samples_draft
-    assert not plan("--draft", "ngram", "--verify", "rejection").samples_draft
-    assert not plan(*MODEL, "--compare").samples_draft
-
-
 def test_text_streams_unless_it_is_switched_off():
     assert plan().streams
     for other in (["--no-stream"], ["--json"], ["--output", "x"], ["--compare"]):

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ def test_without_a_name_all_are_listed(capsys):
         assert code == 0
         for name, does in commands.COMMANDS.items():
             assert f"  {name} " in out and does in out
-
-
-def test_a_name_that_is_none_is_refused(capsys):
-    code, out, err = call(capsys, "generat")
-    assert (code, out) == (2, "") and err.startswith(
-        "error: there is no command 'generat' (did you mean generate?): choose one of generate, "
-    )
 
 
 @pytest.mark.parametrize("name", [None, *commands.COMMANDS])
@@ -72,18 +64,6 @@ def test_every_help_fits_eighty_columns(monkeypatch):
         line for one in (*made, *kinds) for line in (one.format_help() + one.format_short()).splitlines()
     ]
     assert len(lines) > 500 and [line for line in lines if len(line) > 80] == []
-
-
-def test_what_follows_the_name_reaches_the_command(capsys):
-    code, out, err = call(capsys, "generate", "--theta", "2", "hello")
-    assert (code, out) == (2, "") and err.startswith("error: --theta is 2: expected a number above 0")
-
-
-def test_the_console_script_is_the_module(capsys):
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"mars-jax": "mars_jax.__main__:main"}
-    run = subprocess.run([sys.executable, "-m", "mars_jax"], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0 and run.stdout == call(capsys)[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
@@ -132,12 +112,6 @@ def test_the_table_of_drafters(capsys):
     assert code == 0 and all(f"{row.spec}: {row.help}" in out for row in specs.DRAFTERS.values())
     code, out, _ = call(capsys, "generate", "--list-drafters", "--json")
     assert code == 0 and [row["name"] for row in json.loads(out)] == list(specs.DRAFTERS)
-
-
-def test_tables_answer_without_jax():
-    code = "import sys; from mars_jax.cli.commands import main; main(['generate', '--list-rules'])\n"
-    code += "assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
 
 
 # Values that are not there.

@@ -314,32 +314,9 @@ def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target,
     assert "has all 2 rows already" in run(*again).err
 
 
-@pytest.mark.slow
-def test_a_closed_pipe_ends_quietly(target):
-    prompts = [f"prompt {i}" for i in range(40)]
-    command = [sys.executable, "-m", "mars_jax.generate", "--target", str(target), *PLAIN, "--json"]
-    command += ["--batch-size", "1", *prompts]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=_root()) as process:
-        assert json.loads(process.stdout.readline())["prompt"] == "prompt 0"
-        process.stdout.close()
-        errors = process.stderr.read()
-        process.wait()
-    assert process.returncode == 141
-    assert [line for line in errors.splitlines() if b"compiling" not in line] == []
-
-
 def _root():
     """Where `python -m mars_jax.generate` finds the package under test."""
     return Path(mars_jax.__file__).parent.parent
-
-
-def test_interrupting_is_no_traceback(run, target, monkeypatch):
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(session, "Queue", interrupted)
-    outcome = run("--target", target, *PLAIN, "--json", "the sea")
-    assert outcome.code == 130 and outcome.out == "" and outcome.err == "interrupted\n"
 
 
 def test_the_module_is_the_function_too(target):

@@ -186,11 +186,6 @@ def test_stop_tokens_come_in_any_usual_shape(target):
         assert mj.generate(target, "none", [[3, 5, 8]], max_new_tokens=20, stop_tokens=given).tokens == [want]
 
 
-def test_a_drafter_without_weights_needs_no_loading(target):
-    named = mj.generate(target, "ngram", PROMPTS, max_new_tokens=9)
-    assert mj.generate(target, mj.drafters.ngram(8), PROMPTS, max_new_tokens=9).tokens == named.tokens
-
-
 def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
     params = init_params(CONFIG, jax.random.key(1))
     params["layers"][1]["q"] = params["layers"][1]["q"].at[3, 4].set(np.nan)
@@ -297,14 +292,6 @@ def test_buckets_grow_by_a_third_or_a_half():
     sizes = [batch.bucket(n) for n in range(1, 5000)]
     assert all(size >= n for n, size in enumerate(sizes, start=1))
     assert sorted(set(sizes)) == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
-
-
-@pytest.mark.slow
-def test_stories260k_tells_its_documented_story(stories):
-    result = mj.generate(stories, "ngram", ["Once upon a time"], max_new_tokens=64)
-    assert result.text[0].startswith(
-        ", there was a little girl named Lily. She loved to play outside in the park."
-    )
 
 
 @pytest.mark.slow

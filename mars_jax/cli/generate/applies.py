@@ -18,7 +18,6 @@ class Choices(NamedTuple):
 
     draft: specs.DraftSpec
     rule: RuleChoice
-    samples_draft: bool  # sample the draft, and pass its true q to the rule
     streams: bool
     draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where nodes drafted in vain cost most
 
@@ -45,7 +44,6 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     return Choices(
         draft=draft,
         rule=rule,
-        samples_draft="q" in rule.needs and draft.row.samples,
         streams=args.stream is not False and shows_text and args.refine is None,
         draft_size=draft_size,
     )

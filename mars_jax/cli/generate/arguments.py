@@ -39,15 +39,7 @@ _EPILOG = """\
 examples:
   mars-jax generate "Once upon a time"
   mars-jax generate --target PATH --draft eagle:HEAD --chat
-
-more examples:
-  mars-jax generate --target PATH --draft model:SMALL --verify exact "Hello"
   mars-jax generate --target PATH --prompts-file in.jsonl --output out.jsonl
-  mars-jax generate --target PATH --draft eagle:HEAD \\
-      --tree dynamic:8-6-40 "Hello"
-  mars-jax generate --target PATH --verify gates.py:entropy_gate \\
-      --rule-option entropy=1.5 "Hello"
-  mars-jax generate --target PATH --compare "Once upon a time"
 
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
