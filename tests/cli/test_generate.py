@@ -110,16 +110,8 @@ def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
 @pytest.mark.slow
 def test_a_sampled_draft_is_its_own_targets_equal(run, target):
     """With draft and target the same model p / q is 1, so rejection keeps every drafted token."""
-    argv = [
-        "--target",
-        target,
-        "--draft",
-        f"model:{target}",
-        "--num-draft-tokens",
-        "3",
-        "--ignore-eos",
-        "--json",
-    ]
+    argv = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", "3", "--ignore-eos"]
+    argv += ["--json"]
     argv += ["--temperature", "0.9", "--top-k", "9", *FEW]
     for flags in (["--verify", "rejection"], ["--base", "rejection", "--theta", "inf", "--block"]):
         [row] = rows(run(*argv, *flags, "the sea").out)
@@ -347,16 +339,8 @@ def test_a_real_checkpoint_tells_its_story(run):
 
 @pytest.mark.slow
 def test_simulated_acceptance_gives_the_tau_and_says_what_the_text_is_worth(run, refused, target, draft):
-    models = [
-        "--target",
-        target,
-        "--draft",
-        f"model:{draft}",
-        "--num-draft-tokens",
-        3,
-        "--verify",
-        "simulated",
-    ]
+    models = ["--target", target, "--draft", f"model:{draft}", "--num-draft-tokens", 3]
+    models += ["--verify", "simulated"]
     prompts = [f"the sea {i}" for i in range(8)]
     outcome = run(*models, "--tau", 2.5, "--ignore-eos", "--no-stream", "--max-new-tokens", 48, *prompts)
     assert outcome.code == 0 and "the text means nothing" in outcome.err

@@ -108,15 +108,8 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
     """An answer is that of the new pair over the conversation so far, and no target is loaded again."""
     opened = []
     monkeypatch.setattr(job, "open_target", lambda *given: opened.append(given) or open_target(*given))
-    lines = [
-        "the sun",
-        "/draft none",
-        "/rule exact",
-        "/draft none",
-        "and?",
-        "/draft ngram --num-draft-tokens 2",
-        "so",
-    ]
+    lines = ["the sun", "/draft none", "/rule exact", "/draft none", "and?"]
+    lines += ["/draft ngram --num-draft-tokens 2", "so"]
     out, err = talk("--chat", "--theta", "0.5", lines=lines, target=chatty)
     assert len(opened) == 1
     assert "error: --verify mars does not apply to --draft none" in err  # and the pair stays as it was

@@ -67,17 +67,8 @@ def test_a_conversation_has_the_ids_of_transformers(chatty):
 def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"messages": TURNS, "id": "a"}) + "\n" + json.dumps({"prompt": "The"}) + "\n")
-    argv = [
-        "--target",
-        str(chatty),
-        "--draft",
-        "none",
-        "--max-new-tokens",
-        "4",
-        "--json",
-        "--prompts-file",
-        str(path),
-    ]
+    argv = ["--target", str(chatty), "--draft", "none", "--max-new-tokens", "4", "--json"]
+    argv += ["--prompts-file", str(path)]
     assert main([*argv, "--system", "Be brief.", "--template-arg", "enable_thinking=false"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     target = hub.outline(str(chatty))

@@ -84,17 +84,8 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
     assert found.completions[0].metrics.steps < len(wanted[0])
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
-    argv = [
-        "--target",
-        "tiny/draft",
-        "--dtype",
-        "float32",
-        "--draft",
-        "ngram",
-        "--max-new-tokens",
-        "48",
-        "--json",
-    ]
+    argv = ["--target", "tiny/draft", "--dtype", "float32", "--draft", "ngram", "--max-new-tokens", "48"]
+    argv += ["--json"]
     assert main([*argv, "--json-schema", str(file), TEXT]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == wanted[0]
     rows = [
