@@ -101,7 +101,8 @@ def complete(
         # Without stop tokens a constrained row ends where nothing may follow.
         most = min(request.max_new_tokens, target.config.max_positions - len(request.prompt_tokens))
         stopped = len(new) < most
-    failed = failed[row] and not text.stopped  # what came after a stop string is nothing of this request
+    # Tokens after a stop string do not belong to the completion.
+    failed = failed[row] and not text.stopped
     return Completion(
         request=request,
         text="".join(pieces),
