@@ -25,6 +25,8 @@ def _reserve() -> None:
     os.close(number)
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w")  # noqa: SIM115
 

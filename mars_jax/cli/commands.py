@@ -1,13 +1,13 @@
-"""The commands by name, their parsers, and the completion of shells. Nothing here imports jax."""
+"""The commands by name, and their parsers. Nothing here imports jax."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO
 
-from mars_jax import __version__, specs
+from mars_jax import __version__
 from mars_jax.cli.program import Parser, program
 from mars_jax.core.errors import MarsError, did_you_mean
 
@@ -34,9 +34,6 @@ _HOME = {
 } | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}
 """Modules of the commands, by name: no import ties the library to the laboratory."""
 _PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
-SHELLS = ("bash", "zsh", "tcsh")
-"""Shells whose completion `--completion` prints."""
-
 USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
 
 
@@ -52,32 +49,6 @@ def parser_of(name: str) -> Parser | None:
     return importlib.import_module(home).parser()
 
 
-def completion(shell: str) -> str:
-    """Return a script that completes `mars-jax`, its commands, their flags and the choices of flags, made by shtab.
-
-    Rules and drafters are choices too, by their names in the tables; a path after a name is the user's to write.
-
-    Raises:
-      ImportError: shtab is not installed.
-    """
-    shtab = importlib.import_module("shtab")
-    names = {"RULE": list(specs.RULES), "DRAFT": list(specs.DRAFTERS)}
-    made = Parser(prog="mars-jax")
-    commands = made.add_subparsers()
-    for name, does in COMMANDS.items():
-        own = parser_of(name)
-        parents: list[Any] = [] if own is None else [own]
-        added = commands.add_parser(name, help=does, parents=parents, add_help=own is None)
-        for parser in (added, *added.kinds().values()):
-            for action in parser._actions:
-                if action.metavar in ("PATH", "FILE", "DIR"):
-                    action.complete = shtab.FILE  # type: ignore[attr-defined]
-                action.choices = action.choices or names.get(str(action.metavar))
-                # shtab fills in percents itself, of which no completion has any.
-                action.help = (action.help or "").partition("; ")[0].partition(" (")[0].replace("%", "%%")
-    return shtab.complete(made, shell)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Without a name, list them."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -88,23 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
-    """Print the help, version or completion of `mars-jax` itself, or refuse an unknown command."""
-    name, *rest = given or ["--help"]
+    """Print the help or the version of `mars-jax` itself, or refuse an unknown command."""
+    name, *_ = given or ["--help"]
     if name in ("-h", "--help"):
         lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
-        lines += ["", f"mars-jax --completion SHELL prints a completion script for {', '.join(SHELLS)}."]
         print("\n".join(lines), file=out)
     elif name == "--version":
         print(f"mars-jax {__version__}", file=out)
-    elif name == "--completion":
-        if len(rest) != 1 or rest[0] not in SHELLS:
-            raise MarsError(
-                f"--completion is {' '.join(rest) or 'empty'}: expected one of {', '.join(SHELLS)}."
-            )
-        try:
-            print(completion(rest[0]), file=out)
-        except ImportError:
-            raise MarsError("the package shtab is not installed: pip install shtab.") from None
     else:
         near = did_you_mean(name, COMMANDS)
         raise MarsError(f"there is no command '{name}'{near}: choose one of {', '.join(COMMANDS)}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import errno
 import os
 import re
 import sys
@@ -44,26 +43,18 @@ class _Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Parser of every command. It accepts no abbreviations, because a later flag would change their meaning.
 
-    `--help GROUP` explains the flags of one group.
-
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
       options: of argparse.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
-        super().__init__(
-            formatter_class=_Formatter,
-            allow_abbrev=False,
-            add_help=False,
-            **options,
-        )
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, add_help=False, **options)
         self._short = short
         self._positionals.title = "arguments"
         if add_help:
-            shown = "the flags" if short is None else "what most people need"
-            told = f"explain {shown}, or those of a GROUP"
-            self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=told)
+            shown = "the flags" if short is None else "the flags that most people need"
+            self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {shown}")
             self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
         if add_help and short is not None:
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
@@ -81,27 +72,7 @@ class Parser(argparse.ArgumentParser):
             made.end_section()
         made.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
         flags = sum(bool(action.option_strings) for action in self._actions)
-        rest = f"--help-all explains all {flags} flags, --help GROUP those of one group: {', '.join(self.groups())}."
-        made.add_text(textwrap.fill(rest, made._width, break_on_hyphens=False))
-        return made.format_help()
-
-    def format_group(self, name: str) -> str:
-        """Return the help of one group.
-
-        Raises:
-          MarsError: there is no such group.
-        """
-        groups, kinds = self.groups(), self.kinds()
-        if name in kinds:
-            return kinds[name].format_short()
-        if name not in groups:
-            near = did_you_mean(name, groups)
-            raise MarsError(f"there is no group '{name}' of flags{near}: choose one of {', '.join(groups)}.")
-        made = self._get_formatter()
-        made.start_section(name)
-        made.add_text(groups[name].description)
-        made.add_arguments(groups[name]._group_actions)
-        made.end_section()
+        made.add_text(f"--help-all explains all {flags} flags.")
         return made.format_help()
 
     def kinds(self) -> dict[str, Parser]:
@@ -152,16 +123,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Print the short help, the help of a GROUP, or with `nargs=0` the full help, and exit."""
+    """Print the short help, or for --help-all the full help, and exit."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if self.nargs == 0:
-            text = parser.format_help()
-        else:
-            text = parser.format_short() if values is None else parser.format_group(values)
+        text = parser.format_help() if option_string == "--help-all" else parser.format_short()
         print(text, end="")
         parser.exit()
 
@@ -210,7 +178,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
 
 
 def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
-    out: Any = _Checked(sys.stdout)
+    out = sys.stdout
     try:
         # Output of libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
@@ -224,17 +192,18 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
                     hosts.check_devices()
                 raise
             finally:
-                out.flush()
+                try:
+                    out.flush()
+                except OSError:
+                    _discard(out)
+                    raise
     except MarsError as error:
-        if isinstance(error, _Lost):
-            _discard(out)
         _say(f"error: {' '.join(str(error).split())}")
         return BAD_INPUT
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        _discard(out)
         return BROKEN_PIPE
     except (Exception, SystemExit) as error:
         # Keep tracebacks of bugs in this package.
@@ -271,40 +240,6 @@ def _one_line_warnings() -> Iterator[None]:
         yield
 
 
-class _Lost(MarsError):
-    """Stdout cannot be written."""
-
-
-class _Checked:
-    """A stdout whose errors name stdout. `inner` is None if the caller closed it."""
-
-    def __init__(self, inner: IO[str] | None):
-        self._inner = inner
-
-    def write(self, text: str) -> int:
-        with self._errors():
-            if self._inner is None:
-                raise OSError(errno.EBADF, "it is closed")
-            return self._inner.write(text)
-
-    def flush(self) -> None:
-        with self._errors():
-            if self._inner is not None:
-                self._inner.flush()
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:  # the reader has had enough
-            raise
-        except OSError as error:
-            raise _Lost(f"stdout cannot be written ({error.strerror}): direct it to another place.") from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed too
         say(sentence)
@@ -322,6 +257,6 @@ def keep_compilations() -> None:
 
 
 def _discard(out: IO[str]) -> None:
-    """Send the flush at exit to /dev/null, because stdout is closed."""
+    """Send the flush at exit to /dev/null, because stdout cannot be written."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

@@ -55,7 +55,7 @@ class Cache:
 _DEFAULT = Cache()
 
 
-def _call_nnx(module: Any, tokens: Array, positions: Array, mask: Array, cache: PyTree, slot: Array) -> Any:
+def _call(module: Any, tokens: Array, positions: Array, mask: Array, cache: PyTree, slot: Array) -> Any:
     return module(tokens, positions, mask, cache, slot)
 
 
@@ -64,7 +64,7 @@ def from_nnx(
     *,
     vocab_size: int,
     init_cache: Callable[[int, int], PyTree],
-    call: Callable[..., tuple[Array, PyTree]] = _call_nnx,
+    call: Callable[..., tuple[Array, PyTree]] = _call,
     unembed: Callable[[Any, Array], Array] | None = None,
     embed: Callable[[Any, Array], Array] | None = None,
     cache: Cache = _DEFAULT,
@@ -102,18 +102,12 @@ def from_nnx(
     ), state
 
 
-def _call_linen(
-    apply: Callable[..., Any], tokens: Array, positions: Array, mask: Array, cache: PyTree, slot: Array
-) -> Any:
-    return apply(tokens, positions, mask, cache, slot)
-
-
 def from_linen(
     module: Any,
     *,
     vocab_size: int,
     init_cache: Callable[[int, int], PyTree],
-    call: Callable[..., tuple[Array, PyTree]] = _call_linen,
+    call: Callable[..., tuple[Array, PyTree]] = _call,
     unembed: Callable[[Any, Array], Array] | None = None,
     embed: Callable[[Any, Array], Array] | None = None,
     cache: Cache = _DEFAULT,

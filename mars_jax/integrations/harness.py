@@ -9,6 +9,8 @@ Oracle: PyTorch transformers with the same checkpoint, in tests/integrations/tes
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 import sys
 import time
@@ -17,25 +19,23 @@ from typing import Any
 
 import jax
 
-from mars_jax import assets, constraints, drafters, hub, specs
-from mars_jax import verify as rules
+from mars_jax import assets, constraints, specs
 from mars_jax.cli import remote
-from mars_jax.cli.flags import draft_of, part_of
-from mars_jax.cli.generate.output_file import fingerprints
-from mars_jax.cli.open_target import check_draft, open_mesh
+from mars_jax.cli.flags import flag_of, part_of
+from mars_jax.cli.generate.applies import check_flags
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.job import open_job
+from mars_jax.cli.generate.output_file import fingerprints, recorded
 from mars_jax.cli.progress import progress, speed
-from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.chat_template import bounded_templates
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.integrations.answer_file import Answers
 from mars_jax.placement import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
-from mars_jax.serve.rows import RowFile
-from mars_jax.serve.session import Session
+from mars_jax.serve.rows import RowFile, plain
 
 try:
     from lm_eval import utils
@@ -44,14 +44,17 @@ try:
 except ImportError:
     raise MarsError("the package lm-eval is not installed: pip install lm-eval.") from None
 
-_ELSEWHERE = {
-    *("self", "__class__", "settings", "verify"),  # the rule is recorded as it is resolved
-    *("batch_size", "prefill_chunk", "mesh", "coordinator", "num_processes", "process_id"),
-    *("max_batch_size", "device", "rows", "part"),
-}
-"""Arguments of a model that decide no answer."""
+FLAGS = (
+    *("verify", "num_draft_tokens", "tree", "dtype", "cache_dtype", "prefill_chunk", "attention", "seed"),
+    *("batch_size", "regex", "json_schema", "coordinator", "num_processes", "process_id"),
+)
+"""Arguments of a model that are flags of `generate`, with the same values."""
 CHUNK = 32
 """Batches of likelihoods that are written together; texts of one length share them."""
+
+
+class Answered(Exception):
+    """The end of a part, which has no score. The message has the number of rows on file."""
 
 
 @register_model("mars_jax")
@@ -62,134 +65,78 @@ class MarsJax(TemplateLM):
         self,
         target: str = assets.TARGET,
         draft: str | None = None,
-        verify: str | None = None,
-        num_draft_tokens: int | None = None,
-        tree: str | None = None,
-        dtype: str | None = None,
-        cache_dtype: str | None = None,
-        prefill_chunk: int | None = None,
-        attention: str = "auto",
         max_gen_toks: int = 256,
-        seed: int = 0,
-        regex: str | None = None,
-        json_schema: str | None = None,
         choice: str | None = None,
         mesh: str | None = None,
-        coordinator: str | None = None,
-        num_processes: int | None = None,
-        process_id: int | None = None,
         rows: str | None = None,
         part: str | None = None,
-        batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
-        **settings: Any,
+        **arguments: Any,
     ):
         """
         Args:
-          target, draft, dtype, cache_dtype, prefill_chunk, attention, num_draft_tokens, tree: as for
-            `python -m mars_jax.generate`; without a draft the target decodes alone, but for the embedded family.
-          verify: a rule as for `python -m mars_jax.generate`, by default exact, or mars where one of its settings is
-            given; one of your own is named as FILE.py:NAME, and its file is run.
-          max_gen_toks: most new tokens of a task that does not say.
-          seed: request i draws with seed + i.
-          regex, json_schema, choice: what every generated text is to be: a pattern, a file with a schema, or texts
-            divided by "|". A task may say so itself in its generation_kwargs, choice there as a list.
+          target, draft: as for `python -m mars_jax.generate`; only the embedded target has a draft by default.
+          max_gen_toks: most new tokens of a task that does not limit them.
+          choice: texts divided by "|", to one of which every generated text is constrained. A task may have
+            constraints of its own in its generation_kwargs, choice there as a list.
           mesh: axes with their sizes, joined by a plus since commas part arguments: data=2+model=4.
-          coordinator, num_processes, process_id: as for `python -m mars_jax.generate`; every process gives the harness
-            the same results, and only one should be given an --output_path.
           rows: a file of answers, one row each. A run with the same arguments answers only the requests that it lacks.
           part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
             without `part` scores the rows of all parts, joined in one file.
-          batch_size: prompts that decode side by side, a number; a row that ends is begun again with the next one.
-          max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
-          **settings: of the rule, such as theta, a number or a file of `mars-jax calibrate`, margin and base.
+          max_batch_size, device: ignored; the harness always passes them.
+          **arguments: `FLAGS` of `python -m mars_jax.generate`, and settings of the rule, such as theta. Request i
+            draws with seed + i. In a run of several processes, only one should be given an --output_path.
 
         Raises:
-          MarsError: with one sentence that names what is wrong and the cure.
+          MarsError: an argument is invalid; one sentence names it and the fix.
         """
-        arguments = dict(locals())
-        empty = [name for name, value in arguments.items() if value == ""]
-        if empty:
-            raise MarsError(f"{empty[0]} is empty: give it a value, or leave it out.")
         super().__init__()
         if part is not None and rows is None:
             raise MarsError("part does not apply without rows, the file of its answers: add it.")
-        share = None if part is None else part_of(part)
+        self._part = None if part is None else part_of(part)
         if rows is not None:
             remote.refuse(rows, "rows")
-        size = str(batch_size)
-        if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
-            raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
-        if target != assets.TARGET:
-            draft = draft or "none"
         specs.REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
-        specs.REQUEST["seed"].check(seed, shown="seed")
-        if num_draft_tokens is not None:
-            specs.REQUEST["num_draft_tokens"].check(num_draft_tokens, shown="num_draft_tokens")
-        kind, _ = spec = specs.parse_draft(draft_of(draft, target), shown="draft")
-        shape = None if tree is None else specs.parse_tree(tree, shown="tree")
-        given = {name: specs.Given(str(value), name) for name, value in settings.items()}
-        named, file = rule_and_file(verify, given, "mars" if given and kind != "none" else "exact")
-        if "long" in named.needs:
-            raise MarsError(f"verify is {named.name}, whose text means nothing: choose another rule.")
-        if file is not None:
-            drafts = {"draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens, "tree": shape}
-            file.check({"target": target} | drafts)
-        if mesh is None and (coordinator, num_processes, process_id) != (None, None, None):
-            raise MarsError(
-                "coordinator, num_processes and process_id do not apply without mesh, over which several processes "
-                "divide the work: add it."
-            )
-        if mesh is not None:
-            hosts.connect(coordinator, num_processes, process_id)
+        draft = draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "none")
+        argv = [f"--target={target}", f"--draft={draft}"]
+        argv += [] if choice is None else [f"--choice={text}" for text in str(choice).split("|")]
+        argv += [] if mesh is None else [f"--mesh={mesh.replace('+', ',')}"]
+        settings = {name: value for name, value in arguments.items() if name not in FLAGS}
+        argv += [f"{flag_of(name)}={value}" for name, value in arguments.items() if name in FLAGS]
+        argv += [f"--rule-option={name}={value}" for name, value in settings.items()]
+        args = parse(argv)
+        if "long" in args.rule.needs:
+            raise MarsError(f"verify is {args.rule.name}, whose text means nothing: choose another rule.")
+        choices = check_flags(args, [])
+        if args.mesh is not None:
+            hosts.connect(args.coordinator, args.num_processes, args.process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
-        given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
-        self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
-        told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
-        told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
-        told["rule_source"] = specs.source_digest(named.spec)
-        if json_schema and self._constraint is not None:
-            told["json_schema"] = self._constraint.content  # the file's, which may change
+        # Refuse a wrong file before the weights are loaded.
+        self._rows = None
         if rows is not None:
-            # Refuse a wrong file before the weights are loaded.
-            RowFile(rows, told, flag="--rows").close()
-        sketch = hub.outline(target)
-        if not sketch.has_tokenizer:
-            raise MarsError(
-                f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
-            )
-        check_draft(sketch, spec)
-        rules.load(named.spec, sketch, **named.settings)
-        loaded = hub.load(
-            target,
-            dtype=dtype,
-            mesh=None if mesh is None else open_mesh(mesh.replace("+", ","), sketch.config),
-            cache_dtype=cache_dtype,
-            prefill_chunk=prefill_chunk,
-            attention=attention,
-        )
-        rule = rules.load(named.spec, loaded, **named.settings)
-        drafter = drafters.load(
-            draft_of(draft, target),
-            loaded,
-            num_draft_tokens=num_draft_tokens,
-            tree=shape,
-            sample=spec.row.samples and rules.needs_q(rule.rule),
-            dtype=dtype if spec.row.path else None,
-        )
-        if file is not None:
-            file.check_weights(loaded, drafter, rule)
-        self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
-        self._answers = None
-        if rows is not None:
-            row_file = RowFile(rows, told, flag="--rows")
-            row_file.start(fingerprints(self._session, spec))
-            self._answers = Answers(row_file, share)
-        self._max_gen_toks, self._seed = max_gen_toks, seed
-        self.tokenizer = loaded.tokenizer
+            run = recorded(args, choices, []) | {"max_gen_toks": max_gen_toks}
+            self._rows = RowFile(rows, run, flag="--rows")
+        try:
+            session = open_job(args, choices, []).session
+            self._session = dataclasses.replace(session, batch_size=args.batch_size or 1)
+            if self._rows is not None:
+                self._rows.start(fingerprints(self._session, choices.draft))
+        except BaseException:
+            self._close()
+            raise
+        self._count, self._answered, self._ended = 0, 0, False
+        schema, fields = args.json_schema, {"regex": args.regex, "choice": args.choice}
+        self._constraint = constraints.from_fields(fields | {"json_schema": schema})
+        self._max_gen_toks, self._seed = max_gen_toks, args.seed or 0
+        self.tokenizer = self._target.tokenizer
         self._template: str | None = None
+
+    def _close(self) -> None:
+        """Close the file of rows, so that a program may open it again."""
+        if self._rows is not None:
+            self._rows.close()
 
     @property
     def _target(self) -> Pretrained:
@@ -197,10 +144,21 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """0. The harness reads this property again after the last answer, and the file of rows is then closed."""
-        if self._answers is not None:
-            self._answers.end()
-        return super().rank
+        """0. The harness reads this property again after the last answer, and the file of rows is then closed.
+
+        Raises:
+          Answered: this was a part.
+          MarsError: the part has none of the requests.
+        """
+        if self._rows is None or not self._count or self._ended:
+            return super().rank
+        self._ended = True
+        self._close()
+        if self._part is None:
+            return super().rank
+        if not self._answered:
+            raise MarsError(f"--part has none of the {self._count} requests: divide them into fewer parts.")
+        raise Answered(f"{self._rows.path}: {self._answered} of {self._count} rows")
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Refuse the harness's own cache if there is a file of rows: it would keep the placeholders of other parts.
@@ -208,7 +166,7 @@ class MarsJax(TemplateLM):
         Raises:
           MarsError: there is a file of rows.
         """
-        if self._answers is not None:
+        if self._rows is not None:
             raise MarsError("--use_cache does not apply with rows, which keep the answers too: leave it out.")
         super().set_cache_hook(cache_hook)
 
@@ -316,10 +274,52 @@ class MarsJax(TemplateLM):
     def _each(
         self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]], other: Any
     ) -> list[Any]:
-        """Return the answers: those on file, those of `answer`, and `other` for requests of other parts."""
-        if self._answers is None:
+        """Return the answers to the requests of one call of the harness, which calls in a fixed order.
+
+        A row has the number of its request among all of them, so that the rows of several parts can be joined.
+
+        Args:
+          kind: of the requests.
+          requests: of the call.
+          answer: answers the requests with some indices, in their order. Each answer is written at once.
+          other: placeholder for the answers of other parts.
+
+        Raises:
+          MarsError: the file answers other requests, or cannot be written.
+        """
+        if self._rows is None:
             return list(answer(range(len(requests))))
-        return self._answers.of(kind, requests, answer, other)
+        if self._ended:
+            raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
+        by_number = {row.get("id"): row for row in self._rows.rows}
+        numbers = range(self._count, self._count + len(requests))
+        in_part = [
+            i for i, n in enumerate(numbers) if self._part is None or n % self._part.step == self._part.start
+        ]
+        self._count += len(requests)
+        answers = [other] * len(requests)
+        try:
+            missing = []
+            for index in in_part:
+                row = by_number.get(numbers[index])
+                if row is None:
+                    missing.append(index)
+                elif row.get("request") != _key(kind, requests[index]):
+                    raise MarsError(
+                        f"row {numbers[index]} of '{self._rows.path}' answers another request: choose another --rows, "
+                        "or the tasks of the run that began it."
+                    )
+                else:
+                    answers[index] = row["answer"]
+            for index, value in zip(missing, answer(missing) if missing else (), strict=True):
+                key = _key(kind, requests[index])
+                self._rows.append({"id": numbers[index], "request": key, "answer": plain(value)})
+                answers[index] = self._rows.rows[-1]["answer"]
+        except BaseException:
+            self._close()
+            raise
+        self._answered += len(in_part)
+        return answers
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Likelihood of texts after their contexts, and whether greedy decoding gives them."""
@@ -378,7 +378,7 @@ class MarsJax(TemplateLM):
         if not made:
             return
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
-        queue = self._session.queue(made, order=longest_first(made) if self._answers is None else numbers)
+        queue = self._session.queue(made, order=longest_first(made) if self._rows is None else numbers)
         began, ended, waiting = time.perf_counter(), {}, iter(numbers)
         tokens = steps = 0
         with progress("prompts") as show:
@@ -394,6 +394,10 @@ class MarsJax(TemplateLM):
         if hosts.is_first():
             rate = speed(tokens, steps, time.perf_counter() - began)
             print(f"mars_jax: {len(numbers)} answers, {rate}", file=sys.stderr)
+
+
+def _key(kind: str, request: Any) -> str:
+    return f"{kind} {hashlib.sha256(repr(request.args).encode()).hexdigest()[:16]}"
 
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:

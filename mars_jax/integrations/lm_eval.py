@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -14,17 +13,9 @@ from mars_jax.cli.flags import PART_HELP
 from mars_jax.cli.program import Parser, program
 from mars_jax.core.errors import MarsError
 
-_HELP = """\
-usage: mars-jax lm_eval --model mars_jax --model_args NAME=VALUE,... [flags]
-
-Run lm-evaluation-harness with a draft and a rule. The flags are the harness's:
-pip install lm-eval, and --help lists them. --model_args takes flags of
-mars-jax generate by their names: target, draft, verify, theta and others.
---rows FILE keeps the answers, and --part I/N answers one part of the requests.
-
-example:
-  mars-jax lm_eval --model mars_jax --tasks gsm8k --limit 100 \\
-      --model_args target=PATH,draft=model:SMALL,verify=mars,theta=0.9
+_DESCRIPTION = """\
+Run lm-evaluation-harness with a draft and a rule. With --model mars_jax, --model_args takes flags of
+mars-jax generate by their names, such as target=PATH,draft=model:SMALL,verify=mars,theta=0.9.
 """
 
 
@@ -36,11 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given == ["--version"]:
             print(f"mars-jax {__version__}", file=out)
             return
-        if given in (["--help"], ["-h"]) and importlib.util.find_spec("lm_eval") is None:
-            print(_HELP, end="", file=out)
-            return
-
-        ours = Parser(prog="mars-jax lm_eval", add_help=False)
+        ours = Parser(prog="mars-jax lm_eval", description=_DESCRIPTION, add_help=False)
         keeps = "keep the answers in this file; a run with the same flags answers only what it lacks"
         ours.add_argument("--rows", metavar="FILE", help=keeps)
         ours.add_argument(
@@ -57,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             given += ["--model_args", json.dumps(kept)]  # the harness adds them to those that are given
 
-        from mars_jax.integrations import harness  # noqa: F401  # enters the model into the harness's registry
-        from mars_jax.integrations.answer_file import Answered
+        # The import enters the model into the harness's registry.
+        from mars_jax.integrations.harness import Answered
 
         from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, which says where it is missing
 

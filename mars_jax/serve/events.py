@@ -19,9 +19,8 @@ from mars_jax.core.metrics import DecodeStats, accumulate
 from mars_jax.core.types import DecodeState, StepInfo
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
-from mars_jax.serve.complete import complete, token_log_probs
 from mars_jax.serve.requests import Request, StreamEvent
-from mars_jax.serve.text import RowText
+from mars_jax.serve.text import RowText, complete, token_log_probs
 
 
 def events(

@@ -17,9 +17,8 @@ from mars_jax.core.mesh import size_of
 from mars_jax.core.rule import LoadedRule, Rule, facts, structure, user_errors
 from mars_jax.core.types import DecodeState, Params
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.serve.compiling import Compile
 from mars_jax.serve.guides import guides_of, placed
-from mars_jax.serve.prepared import Prepared
+from mars_jax.serve.prepared import Compile, Prepared
 from mars_jax.serve.requests import Request, check_request
 from mars_jax.serve.sizes import with_costs
 from mars_jax.verify import exact

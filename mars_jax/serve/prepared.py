@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,30 @@ from mars_jax.core.types import NO_TOKEN, DecodeState, Params, Prompts, keys_fro
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
-from mars_jax.serve.compiling import Compile, beside
 from mars_jax.serve.guides import RequestGuides
 from mars_jax.serve.requests import Request
+
+Compile = Callable[[Decoder, Params, DecodeState], object]
+"""Function that compiles a loop over the step for a state, which may be given as its shapes."""
+
+
+@contextlib.contextmanager
+def compiling(work: Callable[[], object]) -> Iterator[None]:
+    """Compile something in another thread while the block compiles, because XLA spends most of the time on one core.
+
+    An error of `work` is ignored here: the run of the program raises it again.
+    """
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,16 +115,15 @@ class Prepared:
     def start(self, entries: Sequence[int | None], *, loop: Compile | None = None) -> DecodeState:
         """Return the state after prefill of some of the requests.
 
-        `loop`, if it is given, compiles what comes then meanwhile.
-
-        Not on a mesh, over which the shapes alone do not say how the state will be divided.
+        `loop`, if it is given, compiles the following loop meanwhile; not on a mesh, where shapes do not determine how
+        the state is divided.
         """
         prompts = self.prompts(entries)
         with self.target.on_mesh():
             if loop is None or self.target.mesh is not None:
                 return decode.start(self.decoder, self.params, prompts)
             state = decode.shapes(self.decoder, self.params, prompts)
-            with beside(functools.partial(loop, self.decoder, self.params, state)):
+            with compiling(functools.partial(loop, self.decoder, self.params, state)):
                 return decode.start(self.decoder, self.params, prompts)
 
 

@@ -27,12 +27,11 @@ from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
 from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
-from mars_jax.serve.complete import complete
 from mars_jax.serve.prepare import of_mesh
 from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.sizes import with_costs
-from mars_jax.serve.text import RowText
+from mars_jax.serve.text import RowText, complete
 
 WAIT = 32
 """Rows for each one that may be done and wait: rows refill together, so a large batch does not stop at every step."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from mars_jax import specs
+from mars_jax import constraints, specs
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.edits import bias_of
@@ -27,20 +27,20 @@ from mars_jax.core.limits import SAMPLES
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
-from mars_jax.serve.constrained import with_constraints
 from mars_jax.serve.options import Options
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A text, texts, token ids, a conversation or conversations."""
-MEANT = {
-    "max_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "stop": "stop_strings",
-    "do_sample": "temperature",
-    "n": "samples",
-    "num_return_sequences": "samples",
+_CONSTRAINTS = {
+    "constraint": lambda constraint: constraint,
+    "regex": constraints.regex,
+    "json_schema": constraints.json_schema,
+    "choice": constraints.choice,
+    "allowed_tokens": constraints.tokens,
 }
-"""Options of other libraries, and what they are called here."""
+"""Options that constrain a text, and functions from their values to constraints."""
+_SEQUENCES = ("stop_tokens", "banned_tokens", "stop_strings", "choice", "allowed_tokens")
+"""Options whose value for one prompt is a sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,11 +208,10 @@ def make_requests(
                 raise MarsError(
                     f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
                 )
-        near = f" (did you mean {MEANT[name]}?)" if name in MEANT else did_you_mean(name, known)
-        raise TypeError(f"generate() got an unexpected keyword argument '{name}'{near}")
+        raise TypeError(f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, known)}")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    settings = with_constraints(_with_bans(target, {"seed": 0, **options}, len(given)), len(given))
+    settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, len(given)), len(given))
     spread = {name: _spread(name, value, len(given)) for name, value in settings.items()}
     requests = []
     for index, prompt in enumerate(given):
@@ -277,6 +276,46 @@ def _with_bans(target: Pretrained, options: dict[str, Any], count: int) -> dict[
     return others | {"logit_bias": merged}
 
 
+def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return options of `count` prompts in which `constraint` replaces all options that constrain a text.
+
+    Raises:
+      MarsError: two constraints of one prompt, or as the functions of `constraints`.
+    """
+    others = {
+        name: value
+        for name, value in options.items()
+        if name not in _CONSTRAINTS and name != "relax_constrained"
+    }
+    by_prompt: list[Constraint | None] = [None] * count
+    for name, make_constraint in _CONSTRAINTS.items():
+        made: dict[int, Constraint] = {}
+        for index, value in enumerate(_spread(name, options.get(name), count)):
+            if value is None:
+                continue
+            if by_prompt[index] is not None:
+                raise MarsError(f"{name} does not apply with another constraint: leave one of them out.")
+            if id(value) not in made:
+                made[id(value)] = make_constraint(value)
+            check_type(
+                "constraint", made[id(value)], Constraint, "one of mars_jax.constraints, such as regex(...)"
+            )
+            by_prompt[index] = made[id(value)]
+    relaxes = _spread("relax_constrained", options.get("relax_constrained", False), count)
+    for value in relaxes:
+        check_switch("relax_constrained", value)
+    if not any(by_prompt):
+        if any(relaxes):
+            raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
+        return others
+    pairs = zip(by_prompt, relaxes, strict=True)
+    return others | {
+        "constraint": [
+            constraint.relaxed() if constraint and relax else constraint for constraint, relax in pairs
+        ]
+    }
+
+
 def _ids(target: Pretrained, name: str, value: Any) -> tuple[int, ...]:
     """Return one token id or several."""
     return token_ids(name, (value,) if isinstance(value, int) else value, target.config.vocab_size)
@@ -295,8 +334,8 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
     many = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
-    if name in ("stop_tokens", "banned_tokens", "stop_strings"):  # one value of these is a sequence itself
-        many = many and any(isinstance(one, list | tuple) or np.ndim(one) for one in value)
+    if name in _SEQUENCES:
+        many = many and any(one is None or isinstance(one, list | tuple) or np.ndim(one) for one in value)
     if not many:
         return [value] * count
     if len(value) != count:

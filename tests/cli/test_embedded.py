@@ -1,7 +1,6 @@
 """A command that names no model takes the family inside the package."""
 
 import json
-import re
 
 import pytest
 
@@ -45,14 +44,11 @@ def test_what_is_left_open_follows_from_what_is_given(argv, draft, rule, size):
 
 
 @pytest.mark.slow
-def test_a_story_and_how_much_faster_it_came(run):
+def test_the_embedded_pair_tells_a_story(run):
     outcome = run("--max-new-tokens", 40, "Once upon a time")
     assert outcome.code == 0
     assert outcome.out.startswith("Once upon a time")
     assert len(outcome.out.split()) > 20
-    assert re.search(
-        r"\n\d+\.\d\dx the speed of plain decoding, whose step takes [\d.]+ ms here", outcome.err
-    )
 
 
 @pytest.mark.slow

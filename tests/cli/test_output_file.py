@@ -88,14 +88,6 @@ def test_flags_that_decide_no_row_may_change(path):
     RowFile(path, settings_of(*same.split())).close()
 
 
-def test_a_flag_of_a_later_version_is_recorded(path):
-    args = parse(["hello"])
-    rows = from_texts(["hello"])
-    args.fly_window = 4
-    with pytest.raises(MarsError, match="fly window at its default, not 4"):
-        RowFile(path, recorded(args, check_flags(args, rows), rows))
-
-
 # Parts.
 
 

@@ -132,16 +132,8 @@ def test_a_rule_of_ones_own_over_rejection_gets_a_sampled_draft(run, pair, gates
 
 @pytest.mark.slow
 def test_compare_takes_it_too(run, pair, gates):
-    argv = [
-        *pair,
-        "--max-new-tokens",
-        "8",
-        "--compare",
-        "--json",
-        "--verify",
-        f"{gates}:entropy_gate",
-        "the sea",
-    ]
+    argv = [*pair, "--max-new-tokens", "8", "--compare", "--json", "--verify", f"{gates}:entropy_gate"]
+    argv += ["the sea"]
     [made] = rows(run(*argv))
     assert [row["rule"] for row in made["rules"]][:2] == ["autoregressive", "exact"] and len(
         made["rules"]
@@ -179,17 +171,8 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
     pytest.importorskip("matplotlib")
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-    flags = [
-        *pair,
-        "--task",
-        f"jsonl={prompts}",
-        "--max-new-tokens",
-        12,
-        "--batch-size",
-        3,
-        "--temperatures",
-        0,
-    ]
+    flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3]
+    flags += ["--temperatures", 0]
     flags += ["--controls", "all", "--verify", f"{gates}:entropy_gate", "--rule-option", f"entropy={ALWAYS}"]
     assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -254,34 +237,20 @@ FAILURES = {
         RAISES.format("raise ValueError('no\\nentropy')"),
         "low raised ValueError (no); expected low to return bool[B, N]",
     ),
-    "zero": (
-        RAISES.format("1 / 0"),
-        "low raised ZeroDivisionError (division by zero); expected low to return bool[B, N]",
-    ),
     "exit": (RAISES.format("sys.exit(3)"), "low raised SystemExit (3); expected low to return bool[B, N]"),
     "helper": (
         "def low(self, evidence):\n        return self.help()\n    def help(self):\n        raise KeyError('x') # here",
         "help raised KeyError ('x'); expected low to return bool[B, N]",
-    ),
-    "traced": (
-        RAISES.format("return jnp.ones(3) if evidence.logits[0, 0, 0] > 0 else None"),
-        "low raised TracerBoolConversionError (Attempted boolean conversion of traced array with shape bool[]); "
-        "expected low to return bool[B, N]",
     ),
     "inside jax": (
         RAISES.format("return jnp.ones(3) @ jnp.ones(4)"),
         "low raised TypeError (dot_general requires contracting dimensions to have the same shape, got (3,) and (4,)); "
         "expected low to return bool[B, N]",
     ),
-    "shape": (
-        "def low(self, evidence): # here\n        return jnp.ones(3, bool)",
-        "low returned bool[3]; expected bool[1, 3]",
-    ),
     "dtype": (
         "def low(self, evidence): # here\n        return verify.entropy(evidence.logits)",
         "low returned float32[1, 3]; expected bool[1, 3]",
     ),
-    "nothing": ("def low(self, evidence): # here\n        pass", "low returned None; expected bool[1, 3]"),
     "relaxable": (
         "def relaxable(self, evidence): # here\n        return 'all'",
         "relaxable returned 'all'; expected bool[1, 3]",
@@ -327,11 +296,9 @@ CONSTRUCTORS = {
     ),
     "exits": ("sys.exit('stop') # here", "gate raised SystemExit (stop); expected gate to return a rule"),
     "no rule": ("3", "gate returned 3; expected a rule"),
-    "no numbers": ("Gate(theta='high')", "gate returned an object of type Gate; expected a rule"),
 }
 IMPORTS = {
     "exit": ("import sys\nsys.exit(1) # here", "<module> raised SystemExit (1)"),
-    "name": ("\nundefined # here", "<module> raised NameError (name 'undefined' is not defined)"),
     "syntax": ("def gate(: # here", "SyntaxError (invalid syntax)"),
 }
 

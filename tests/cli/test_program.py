@@ -75,22 +75,18 @@ def test_a_warning_is_one_line_on_stderr_with_any_filter(filters, capsys):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    "flags",
-    slow_but(["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"], "--help"),
+    "flags", slow_but(["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"], "--help")
 )
 def test_a_full_disk_at_stdout_is_one_sentence(flags):
     found = shell(f"{COMMAND} {flags} >/dev/full")
     assert found.returncode == 2
-    last = "error: stdout cannot be written (No space left on device): direct it to another place."
+    last = "error: cannot write to the disk: No space left on device; make room, or choose another path."
     assert found.stderr.splitlines()[-1] == last and "Traceback" not in found.stderr
 
 
 @pytest.mark.slow
-def test_a_closed_stdout_is_one_sentence_where_it_is_needed(tmp_path):
-    found = shell(f"{COMMAND} --json 'the sea' >&-")
-    assert found.returncode == 2
-    assert found.stderr == ("error: stdout cannot be written (it is closed): direct it to another place.\n")
-    # A file of ours never gets its number, which libraries print to.
+def test_no_file_gets_the_number_of_a_closed_stdout(tmp_path):
+    """Libraries print to that number."""
     found = shell(f"{COMMAND} 'the sea' --output {tmp_path / 'rows.jsonl'} >&-")
     assert found.returncode == 0 and (tmp_path / "rows.jsonl").read_text().count("\n") == 1
 
@@ -99,7 +95,7 @@ def test_a_closed_stdout_is_one_sentence_where_it_is_needed(tmp_path):
 def test_closed_stdin_and_stderr_are_no_tracebacks():
     assert shell(f"{COMMAND} --prompts-file - <&-").returncode == 2
     found = shell(f"{COMMAND} --json 'the sea' 2>&-")
-    assert found.returncode == 0 and found.stdout.startswith('{"prompt"') and found.stdout.count("\n") == 1
+    assert found.returncode == 0 and found.stdout.startswith('{"id"') and found.stdout.count("\n") == 1
 
 
 # Quiet libraries.
@@ -167,12 +163,7 @@ def test_what_the_environment_says_stands(monkeypatch):
 
 @pytest.mark.parametrize(
     ("made", "expected"),
-    [
-        ([], False),
-        (["dev/accel0"], True),
-        (["dev/vfio/vfio"], False),
-        (["dev/vfio/0"], True),
-    ],
+    [([], False), (["dev/accel0"], True), (["dev/vfio/vfio"], False), (["dev/vfio/0"], True)],
 )
 def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, monkeypatch):
     for name in [n for n in os.environ if n.startswith(("TPU_", "JAX_FORCE"))]:

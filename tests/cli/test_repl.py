@@ -108,15 +108,8 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
     """An answer is that of the new pair over the conversation so far, and no target is loaded again."""
     opened = []
     monkeypatch.setattr(job, "open_target", lambda *given: opened.append(given) or open_target(*given))
-    lines = [
-        "the sun",
-        "/draft none",
-        "/rule exact",
-        "/draft none",
-        "and?",
-        "/draft ngram --num-draft-tokens 2",
-        "so",
-    ]
+    lines = ["the sun", "/draft none", "/rule exact", "/draft none", "and?"]
+    lines += ["/draft ngram --num-draft-tokens 2", "so"]
     out, err = talk("--chat", "--theta", "0.5", lines=lines, target=chatty)
     assert len(opened) == 1
     assert "error: --verify mars does not apply to --draft none" in err  # and the pair stays as it was
@@ -193,10 +186,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch)
     assert "stopped" in err and "12 tokens in" in err
     chat = mj.Chat(mj.load(str(chatty)), "none", max_new_tokens=12)
     said = "".join(calls[:2])
-    chat.messages = [
-        {"role": "user", "content": "the sun"},
-        {"role": "assistant", "content": said.strip()},
-    ]
+    chat.messages = [{"role": "user", "content": "the sun"}, {"role": "assistant", "content": said.strip()}]
     assert out == shown(said) + shown(chat.say("and?").text) + "\n"
 
 
@@ -221,12 +211,6 @@ def test_flags_of_prompts_that_are_there_are_refused(flags, monkeypatch, capsys)
     )
 
 
-def test_without_a_terminal_there_must_be_prompts(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert main([]) == 2
-    assert "there are no prompts: give texts, or a --prompts-file; on a terminal" in capsys.readouterr().err
-
-
 def test_the_history_is_the_users_alone(monkeypatch, tmp_path):
     readline = pytest.importorskip("readline")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -238,14 +222,6 @@ def test_the_history_is_the_users_alone(monkeypatch, tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     with line_editor.editing(io.StringIO(), ["/new"]):
         assert readline.get_history_item(1) == "a story"
-
-
-def test_a_history_that_cannot_be_kept_is_none(monkeypatch, tmp_path):
-    (tmp_path / "state").write_text("a file")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("builtins.input", lambda prompt: "a story")
-    with line_editor.editing(io.StringIO(), []) as ask:
-        assert ask("> ") == "a story"
 
 
 PROMPT = r"\n(\x1b\[\?2004h)?> $"
@@ -294,24 +270,6 @@ def test_a_real_terminal(target, tmp_path):
     shell.send("\x04")
     assert shell.ends() == 0
     assert (tmp_path / "mars_jax" / "history").read_text().split("\n")[:2] == ["a story", "a story!"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("columns", "env"), [(30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"}), (30, {}), (80, {"LC_ALL": "C"})]
-)
-def test_other_terminals(target, tmp_path, columns, env):
-    """No colour where there is none, and no word of ours is cut at the edge."""
-    shell = session(target, tmp_path, columns=columns, **env)
-    shell.until(PROMPT)
-    shell.send("a story\n")
-    shown = shell.until(DONE)
-    assert bool(re.search(r"\x1b\[[0-9;]*m", shown)) == (not env.keys() & {"TERM", "NO_COLOR"})
-    told = plain(shown)[plain(shown).index("8 tokens") :].replace("\r", "").split("\n")
-    if "TERM" not in env:  # of which no width is known
-        assert max(map(len, told)) <= columns
-    shell.send("\x04")
-    assert shell.ends() == 0
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax.cli import commands, signals
+from mars_jax.cli import commands
 from tests.helpers import slow_but
 from tests.helpers.shell import HEEDS, Shell
 
@@ -154,12 +154,6 @@ def test_ctrl_c_right_after_a_reply_ends_the_command():
     code += 'signals._state.marked.wait = lambda: (wait(), print("now", flush=True), time.sleep(60))\n'
     code += "with signals.stoppable():\n    pass\n"
     assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
-
-
-def test_a_block_without_handlers_leaves_no_event_behind():
-    with signals.stoppable() as stop:
-        assert signals._state.stop is stop
-    assert signals._state.stop is None
 
 
 AT_ENTRY = """

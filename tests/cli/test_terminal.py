@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from mars_jax.cli.generate import terminal
 from mars_jax.cli.generate.terminal import TextPrinter, console, statistics
@@ -79,24 +78,6 @@ def test_text_cannot_drive_the_terminal():
     assert file.getvalue() == "\N{REPLACEMENT CHARACTER}[2Jgone\N{REPLACEMENT CHARACTER}\ttab\n"
 
 
-def test_a_chat_answers_on_a_line_of_its_own():
-    file = io.StringIO()
-    printer = TextPrinter(console(file), colours=False)
-    printer.prompt("Why?", chat=True)
-    printer.piece("exact", "So.")
-    printer.end()
-    assert file.getvalue() == "Why?\nSo.\n"
-
-
-def test_a_closed_pipe_is_left_to_main():
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        TextPrinter(console(Closed()), colours=False).piece("exact", "x")
-
-
 def test_statistics_count_what_was_drafted():
     text = statistics(METRICS, 2.0, "mars", drafts=True)
     assert "6 tokens in 2.00 s, 3.0 tokens/s, 2 steps, rule mars" in text
@@ -104,10 +85,6 @@ def test_statistics_count_what_was_drafted():
     assert "drafted 8, accepted 4 (50.0%): 3 exact, 1 relaxed" in text
     assert "0: 0  1: 1  2: 0  3: 1" in text
     assert "regret 0.1000 nats" in text
-
-
-def test_statistics_leave_out_drafts_that_there_were_not():
-    assert "tau" not in statistics(METRICS, 2.0, "exact", drafts=False)
 
 
 def test_the_legend_fits_the_terminal():
@@ -161,9 +138,3 @@ def test_a_reader_that_has_had_enough_ends_the_command_without_a_word(target):
         process.stdout.close()
         told = process.stderr.read()
     assert process.returncode == 141 and "Traceback" not in told and "error" not in told
-
-
-def test_the_legend_names_every_kind():
-    file = io.StringIO()
-    Console(file=file, width=200).print(terminal.legend(trusts=True))
-    assert all(kind in file.getvalue() for kind in terminal.STYLES)

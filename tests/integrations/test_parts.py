@@ -10,7 +10,9 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
+from mars_jax import hub
 from mars_jax.integrations import harness, lm_eval
+from mars_jax.serve.session import Session
 from tests.cli.conftest import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and what it imports warn of themselves
@@ -104,7 +106,7 @@ def test_rows_of_parts_have_the_scores_of_one_run(folder, evaluate, monkeypatch)
     out.write_bytes(b"\n".join(rows) + b"\n")
     # The scores come from the rows, without a step of the model.
     monkeypatch.setattr(harness, "score", None)
-    monkeypatch.setattr(harness.Session, "queue", None)
+    monkeypatch.setattr(Session, "queue", None)
     assert evaluate("--rows", out) == table
 
 
@@ -124,25 +126,17 @@ def test_rows_of_other_requests_and_settings_are_refused(folder, evaluate):
         (["--rows"], "--rows: expected one argument"),
         (["--part", "0/2"], "part does not apply without rows, the file of its answers: add it."),
         (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected I/N"),
-        (
-            ["--rows", "gs://bucket/rows.jsonl"],
-            "rows 'gs://bucket/rows.jsonl' is a URL: name a local path",
-        ),
-        (["--rows", "none/rows.jsonl"], "'none/rows.jsonl' cannot be opened (No such file or directory)"),
+        (["--rows", "gs://bucket/rows.jsonl"], "rows 'gs://bucket/rows.jsonl' is a URL: name a local path"),
         (["--model_args", "draft=eagle:nowhere"], "there is no directory 'nowhere'"),
         (["--model_args", "verify=learned:nowhere"], "the weights of a rule 'nowhere' cannot be read"),
-        (["--model_args", "seed=-1"], "seed is -1: expected a whole number from 0"),
+        (["--model_args", "seed=4294967296"], "seed is 4294967296: expected a whole number from 0"),
         (["--model_args", "max_gen_toks=0"], "max_gen_toks is 0: expected a whole number of at least 1"),
         (["--rows", "/"], "--rows '/' is not a regular file: choose another path."),
-        (["--rows", "/proc/rows.jsonl"], "'/proc/rows.jsonl' cannot be opened ("),
-        (
-            ["--part", "0/2", "--config", "run.yaml"],
-            "--part does not apply with --config: put it among its model_args",
-        ),
+        (["--part", "0/2", "--config", "run.yaml"], "--part does not apply with --config: put it among its"),
     ],
 )
 def test_flags_that_cannot_be_are_named_before_anything_loads(flags, message, evaluate, monkeypatch):
-    monkeypatch.setattr(harness.hub, "load", None)
+    monkeypatch.setattr(hub, "load", None)
     assert message in evaluate(*flags, code=2)
 
 
@@ -157,4 +151,5 @@ def test_help_has_our_flags_and_those_of_the_harness(capsys, monkeypatch):
         lm_eval.main(["run", "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0
-    assert out.index("--rows FILE") < out.index("answer only requests I, I + N") < out.index("--model_args")
+    theirs = out.index("the flags of lm-evaluation-harness")
+    assert out.index("--rows FILE") < out.index("answer only requests I, I + N") < theirs

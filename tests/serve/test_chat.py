@@ -67,17 +67,8 @@ def test_a_conversation_has_the_ids_of_transformers(chatty):
 def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"messages": TURNS, "id": "a"}) + "\n" + json.dumps({"prompt": "The"}) + "\n")
-    argv = [
-        "--target",
-        str(chatty),
-        "--draft",
-        "none",
-        "--max-new-tokens",
-        "4",
-        "--json",
-        "--prompts-file",
-        str(path),
-    ]
+    argv = ["--target", str(chatty), "--draft", "none", "--max-new-tokens", "4", "--json"]
+    argv += ["--prompts-file", str(path)]
     assert main([*argv, "--system", "Be brief.", "--template-arg", "enable_thinking=false"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     target = hub.outline(str(chatty))
@@ -89,10 +80,7 @@ def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (
-            ["--system", "x", "The"],
-            "--system does not apply without --chat or messages, which have a chat template",
-        ),
+        (["--system", "x", "The"], "--system does not apply without --chat or messages, which have a chat"),
         (["--chat", "--template-arg", "x", "The"], "--template-arg is 'x': expected NAME=VALUE"),
     ],
 )

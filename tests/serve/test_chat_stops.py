@@ -14,19 +14,8 @@ from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.serve.session import Session
 
-WORDS = [
-    "<s>",
-    "</s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<end_of_turn>",
-    "?",
-    "A",
-    "question",
-    "An",
-    "answer",
-]
+WORDS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "?", "A", "question"]
+WORDS += ["An", "answer"]
 TURNS = [{"role": "user", "content": "A question"}]
 CONFIGURED = WORDS.index("?")
 """The one stop token of the model's config."""

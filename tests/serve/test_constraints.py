@@ -84,17 +84,8 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
     assert found.completions[0].metrics.steps < len(wanted[0])
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
-    argv = [
-        "--target",
-        "tiny/draft",
-        "--dtype",
-        "float32",
-        "--draft",
-        "ngram",
-        "--max-new-tokens",
-        "48",
-        "--json",
-    ]
+    argv = ["--target", "tiny/draft", "--dtype", "float32", "--draft", "ngram", "--max-new-tokens", "48"]
+    argv += ["--json"]
     assert main([*argv, "--json-schema", str(file), TEXT]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == wanted[0]
     rows = [
@@ -167,9 +158,9 @@ def test_a_mesh_changes_nothing(target):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"regex": "a", "choice": ["b"]}, "choice is given beside another constraint"),
+        ({"regex": "a", "choice": ["b"]}, "choice does not apply with another constraint"),
         ({"regex": ["a", "b"]}, "regex has 2 values for 1 prompts"),
-        ({"constraint": "a"}, "constraint is 'a': expected one of mars_jax.constraints"),
+        ({"constraint": "a"}, "constraint is of type str: expected one of mars_jax.constraints"),
         ({"relax_constrained": True}, "relax_constrained does not apply where no text is constrained"),
         ({"relax_in": "think"}, "relax_in does not apply to the rule exact, which relaxes nothing"),
         ({"strict_in": "thought"}, "the span is 'thought'"),

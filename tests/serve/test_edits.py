@@ -35,17 +35,8 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
         found = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
         assert found.tokens == [want, free, want]
     flags = ["--repetition-penalty", "1.2", "--logit-bias", f"{liked}=1.5", "--logit-bias", f"{banned}=-inf"]
-    argv = [
-        "--target",
-        "tiny/draft",
-        "--dtype",
-        "float32",
-        "--draft",
-        "ngram",
-        "--verify",
-        "exact",
-        "--ignore-eos",
-    ]
+    argv = ["--target", "tiny/draft", "--dtype", "float32", "--draft", "ngram", "--verify", "exact"]
+    argv += ["--ignore-eos"]
     assert main([*argv, "--max-new-tokens", "40", "--json", *flags, TEXT]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == want
     with pytest.raises(mj.MarsError, match=r"logit_bias has 999999: 1\.0: expected one of the"):

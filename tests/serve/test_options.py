@@ -4,8 +4,6 @@ import dataclasses
 import inspect
 import re
 
-import pytest
-
 import mars_jax as mj
 from mars_jax.serve.generation import generate, generate_iter, generate_stream
 from mars_jax.serve.options import CallOptions, Options
@@ -44,29 +42,3 @@ def test_the_options_of_a_call_are_the_other_arguments_of_generate():
     for function in (generate_iter, generate_stream):
         assert keywords(generate) - keywords(function) == others
     assert keywords(mj.Chat.__init__) - {"verify"} < others
-
-
-def test_every_option_is_taken_and_no_other():
-    target = mj.load()
-    values = {
-        "temperature": 0.5,
-        "strict": True,
-        "stop_tokens": (),
-        "stop_strings": "x",
-        "logit_bias": {3: 1.0},
-        "banned_tokens": [4],
-        "constraint": mj.constraints.regex("a+"),
-        "regex": "a+",
-        "json_schema": {"type": "integer"},
-        "choice": ["a", "b"],
-        "allowed_tokens": [5],
-        "relax_in": "think",
-        "strict_in": "code",
-    }
-    for name in Options.__optional_keys__ - {"relax_constrained"}:
-        [request] = make_requests(target, "Once", **{name: values.get(name, 1)})
-        assert request.prompt == "Once", name
-    [relaxed] = make_requests(target, "Once", regex="a+", relax_constrained=True)
-    assert relaxed.constraint == mj.constraints.regex("a+").relaxed()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'prompt_tokens'"):
-        make_requests(target, "Once", prompt_tokens=(1,))

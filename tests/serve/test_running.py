@@ -280,15 +280,6 @@ def test_a_stream_that_its_caller_drops_is_kept_as_far_as_it_was_read():
     assert contents(chat) == ["a", "one", "c", "one two three"]
 
 
-def test_a_caller_may_change_the_conversation_at_the_last_event():
-    chat = scripted_chat()
-    for event in chat.stream("a"):
-        if event.completion:
-            chat.messages = []
-            break
-    assert chat.messages == []
-
-
 def test_turns_of_a_chat_draw_with_seeds_of_their_own(target):
     for options, wanted in (({}, [0, 1, 2]), ({"seed": 2**32 - 2}, [2**32 - 2, 2**32 - 1, 0])):
         chat = mj.Chat(target, temperature=1.0, **options)

@@ -18,7 +18,6 @@ class Choices(NamedTuple):
 
     draft: specs.DraftSpec
     rule: RuleChoice
-    samples_draft: bool  # sample the draft, and pass its true q to the rule
     streams: bool
     draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where nodes drafted in vain cost most
 
@@ -45,7 +44,6 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     return Choices(
         draft=draft,
         rule=rule,
-        samples_draft="q" in rule.needs and draft.row.samples,
         streams=args.stream is not False and shows_text and args.refine is None,
         draft_size=draft_size,
     )
@@ -136,15 +134,15 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
 
 
 def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
-    """Check that rows with a calibrated threshold have the settings of the calibration."""
+    """Check that a run with a calibrated threshold has the settings of the calibration."""
     if args.theta_file is None:
         return
+    args.theta_file.check({name: value for name, value in vars(args).items() if name != "temperature"})
     for row in rows:
         if "theta" in row.numbers:
             continue
         try:
-            if "temperature" in row.settings:
-                args.theta_file.check({"temperature": row.settings["temperature"]})
+            args.theta_file.check({"temperature": row.settings.get("temperature", args.temperature or 0.0)})
             args.theta_file.check_settings(row.numbers)
         except MarsError as error:
             raise row.error(error) from None

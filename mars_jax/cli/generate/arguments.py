@@ -25,6 +25,7 @@ from mars_jax.cli.flags import (
     numbers_of,
     part_of,
 )
+from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
@@ -38,15 +39,7 @@ _EPILOG = """\
 examples:
   mars-jax generate "Once upon a time"
   mars-jax generate --target PATH --draft eagle:HEAD --chat
-
-more examples:
-  mars-jax generate --target PATH --draft model:SMALL --verify exact "Hello"
   mars-jax generate --target PATH --prompts-file in.jsonl --output out.jsonl
-  mars-jax generate --target PATH --draft eagle:HEAD \\
-      --tree dynamic:8-6-40 "Hello"
-  mars-jax generate --target PATH --verify gates.py:entropy_gate \\
-      --rule-option entropy=1.5 "Hello"
-  mars-jax generate --target PATH --compare "Once upon a time"
 
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
@@ -278,18 +271,6 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
     add_host_flags(made)
 
 
-def _logit_bias(given: Sequence[str]) -> dict[int, float]:
-    """Return the X of each TOKEN=X by token id."""
-    made = {}
-    for text in given:
-        token, _, value = text.partition("=")
-        try:
-            made[int(token)] = float(value)
-        except ValueError:
-            raise MarsError(f"--logit-bias is {text!r}: expected TOKEN=X, such as 42=-inf.") from None
-    return made
-
-
 def _devices(text: str) -> tuple[int, ...]:
     """Return the numbers in N,N,..."""
     parts = text.split(",")
@@ -339,7 +320,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     numbers_of(args, specs.REQUEST)
-    args.logit_bias = _logit_bias(args.logit_bias or []) or None
+    if args.logit_bias is not None:
+        biases = (text.partition("=") for text in args.logit_bias)
+        args.logit_bias = logit_bias_of({token: value for token, _, value in biases})
     args.template_args = _template_args(args.template_args or []) or None
     if args.stop_strings is not None and not all(args.stop_strings):
         raise MarsError("--stop-string is empty: give at least one character.")
@@ -356,6 +339,4 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given = given_settings(args)
     relaxes = (shows or given or args.compare) and args.draft != "none"
     args.rule, args.theta_file = rule_and_file(args.verify, given, "mars" if relaxes else "exact")
-    if args.theta_file is not None:
-        args.theta_file.check(vars(args) | {"temperature": args.temperature or 0.0})
     return args

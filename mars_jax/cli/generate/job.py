@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,12 +120,6 @@ class Job:
         """True if the drafter vouches for its own drafts."""
         return TRUSTS in self.session.drafter.drafter.traits
 
-    @functools.cached_property
-    def plain_step(self) -> float:
-        """Seconds of a step without a draft for the first batch, measured once."""
-        batch = next(self.session.batches(self.requests))
-        return batch.session.plain_step_seconds(batch.requests)
-
 
 def open_job(
     args: argparse.Namespace,
@@ -153,7 +146,10 @@ def open_job(
     if args.refine is not None:
         check_file(args.refine, f"--refine is {args.refine}")
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
-        raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
+        raise MarsError(
+            f"'{args.target}' has no tokenizer and so no text to show: put its files next to the weights, or add "
+            "--json for token ids."
+        )
     target = target or open_target(args, sketch)
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.

@@ -22,7 +22,7 @@ from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
-"""Keys of constraints, at most one in a row."""
+"""Keys of constraints."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
 """Open files; shells replace <(...) by /dev/fd/63."""
@@ -239,10 +239,15 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
             as_conversation(messages)
         settings = {key: row.from_json(fields[key]) for key, row in _PER_REQUEST.items() if key in fields}
         if "stop_strings" in fields:
-            settings["stop_strings"] = _stop_strings(fields["stop_strings"])
+            settings["stop_strings"] = fields["stop_strings"]
         if "logit_bias" in fields:
-            settings["logit_bias"] = _logit_bias(fields["logit_bias"])
-        settings |= _constraints(fields)
+            settings["logit_bias"] = logit_bias_of(fields["logit_bias"])
+        settings |= {key: fields[key] for key in (*CONSTRAINTS, *SPANS) if fields.get(key) is not None}
+        if not isinstance(settings.get("json_schema", {}), dict):
+            # A schema by the name of its file would let a row read any file.
+            raise MarsError(
+                f"json_schema is {settings['json_schema']!r}: expected an object, the schema itself."
+            )
         chosen = {}
         for key in numbers.keys() & fields.keys():
             setting, structure = rule.setting(key)
@@ -260,38 +265,21 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
     )
 
 
-def _stop_strings(value: Any) -> list[str]:
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or not all(isinstance(text, str) and text for text in given):
-        raise MarsError(f"stop_strings is {value!r}: expected texts of at least one character.")
-    return given
+def logit_bias_of(value: Any) -> dict[int, float]:
+    """Return biases by token id, from a JSON object or from the flags.
 
+    Raises:
+      MarsError: a key is not a whole number, or a value is not a number.
 
-def _constraints(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a row's constraints and spans, with their types checked. Their content is read with the prompt."""
-    made = {name: fields[name] for name in (*CONSTRAINTS, *SPANS) if fields.get(name) is not None}
-    named = [name for name in CONSTRAINTS if name in made]
-    if len(named) > 1:
-        raise MarsError(f"{named[0]} and {named[1]} are both given: a text follows one, so leave one out.")
-    for name in ("choice", "allowed_tokens", *SPANS):
-        if (
-            name in made
-            and not isinstance(made[name], list)
-            and not (name in SPANS and isinstance(made[name], str))
-        ):
-            raise MarsError(f"{name} is {made[name]!r}: expected a list.")
-    if "json_schema" in made and not isinstance(made["json_schema"], dict):
-        raise MarsError(f"json_schema is {made['json_schema']!r}: expected an object, the schema itself.")
-    return made
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    """Return biases by token id from a JSON object with string keys."""
+    >>> logit_bias_of({"42": "-inf"})
+    {42: -inf}
+    """
     try:
         return {int(token): float(x) for token, x in value.items()}
     except (AttributeError, TypeError, ValueError):
         raise MarsError(
-            f'logit_bias is {value!r}: expected an object of token ids, such as {{"42": "-inf"}}.'
+            f"the logit bias is {value!r}: expected numbers by token id, such as --logit-bias 42=-inf, or in a file "
+            '{"42": "-inf"}.'
         ) from None
 
 

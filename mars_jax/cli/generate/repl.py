@@ -23,7 +23,6 @@ from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
 from mars_jax.cli.generate.line_editor import editing
 from mars_jax.cli.generate.prompts import PromptRow, from_texts
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
-from mars_jax.cli.generate.ways import StepClock, worth
 from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
@@ -103,11 +102,9 @@ class Talk:
         self._count = 0  # of answers
 
     def compile(self) -> None:
-        """Compile the step of the pair and time a plain one before the first answer."""
+        """Compile the step of the pair before the first answer."""
         with busy("compiling"):
             self.running.compile(self._job.requests[0])
-            if self._job.drafts:
-                _ = self._job.plain_step
 
     def _pair(self) -> str:
         return f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
@@ -177,12 +174,12 @@ class Talk:
     def _answer(self, text: str) -> None:
         [row] = from_texts([text])
         printer = TextPrinter(self._out, colours=self._job.drafts)
-        completion, clock = None, StepClock()
+        completion = None
         with signals.stoppable() as stop, contextlib.closing(self._events(text, row)) as events:
             self._last, self._count = text, self._count + 1
             if self._chat is None:
                 printer.prompt(text, chat=False)
-            for event in clock.timed(events):
+            for event in events:
                 for kind, piece in event.pieces:
                     printer.piece(kind, piece)
                 completion = event.completion
@@ -194,8 +191,6 @@ class Talk:
             return
         check_finite(self._job.session.target, [completion])
         self._tell(line_of(completion, drafts=self._job.drafts, read=self.running.read), "dim")
-        if said := worth(self._job, [completion], clock):
-            self._tell(said, "dim")
         self._tell_full(completion)
 
     def _events(self, text: str, row: PromptRow) -> Generator[StreamEvent, None, None]:

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import collections
 import sys
-import time
 from collections.abc import Iterator
-from typing import IO
+from statistics import median
+from typing import IO, Any
 
-from mars_jax.cli.generate.compare import compare, to_table
+from rich.table import Table
+
+from mars_jax import verify
 from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import Show, busy, progress, speed
+from mars_jax.cli.progress import Show, progress, speed
 from mars_jax.core.errors import say
-from mars_jax.serve.requests import Completion, Request, StreamEvent, total
+from mars_jax.core.rule import LoadedRule
+from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
 from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.session import Batch
+
+REPEATS = 5
+"""Timed runs of each row of the comparison; the median counts."""
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded. The first prompt of a batch streams, then the others follow."""
-    printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
+    printer, done = TextPrinter(console(out), colours=job.drafts), []
     with progress("prompts", bar=False) as show:
         for batch in job.session.batches(job.requests):
-            done.append(_show(job, printer, batch, clock.timed(job.stream(batch)), chat=chat))
+            done.append(_show(job, printer, batch, job.stream(batch), chat=chat))
             show(sum(map(len, done)), len(job.requests), "")
     everyone = [completion for batch in done for completion in batch]
-    with busy("timing a step without a draft, for comparison"):
-        said = worth(job, everyone, clock)
-    _report(job, everyone, _seconds(done), colours=printer.colours, worth=said)
+    # Rows of a batch share its time.
+    seconds = sum(max(completion.seconds for completion in batch) for batch in done)
+    _report(job, everyone, seconds, colours=printer.colours)
 
 
 def _show(
@@ -57,40 +63,6 @@ def _show(
     if all(completion.finish_reason == "failed" for completion in done):
         job.check_finite()  # the next batch would fail as well
     return done
-
-
-class StepClock:
-    """Number and seconds of streamed steps, from the first to the last of each batch."""
-
-    def __init__(self) -> None:
-        self.seconds, self.steps = 0.0, 0
-
-    def timed(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-        """Yield the events of one batch. The first step includes the prefill and is not counted."""
-        first, now, steps = None, 0.0, 0
-        for event in events:
-            now = time.perf_counter()
-            first = first or now
-            if event.completion is not None:
-                steps = max(steps, event.completion.metrics.steps - 1)
-            yield event
-        self.seconds, self.steps = self.seconds + now - (first or now), self.steps + steps
-
-
-def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
-    """Compare the speed with plain decoding in a sentence, which suggests what to try if drafting was slower.
-
-    A step emits tau tokens and a plain step one; both are timed while streaming. Return "" without drafts.
-    """
-    if not (job.drafts and clock.steps and clock.seconds):
-        return ""
-    plain = job.plain_step
-    # A step with a draft takes at least as long as a plain one; other timings are noise.
-    ratio = total(done).tau * min(1.0, plain * clock.steps / clock.seconds)
-    said = f"{ratio:.2f}x the speed of plain decoding, whose step takes {1e3 * plain:.3g} ms here"
-    if ratio >= 0.97:
-        return said
-    return f"{said}: the draft did not pay in this run; if --compare says so too, take --draft none"
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -158,6 +130,66 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     _report(job, done, decoding.seconds)
 
 
+def compare(job: Job, show: Show) -> dict[str, Any]:
+    """Decode everything `REPEATS` times each way, in turns, so that a slow spell strikes all alike.
+
+    Compilation happens before, and is not timed. `show(done, total, "")` is called after every run.
+
+    Raises:
+      MarsError: as `Session.decode`.
+    """
+    pair, requests = job.session, job.requests
+    exact = pair.using(LoadedRule(verify.exact()))
+    ways = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
+    for way in ways.values():
+        if len(requests) > way.batch_size:
+            way.queue(requests)
+        else:
+            way.compile(requests)
+    runs: dict[str, list[Result]] = {name: [] for name in ways}
+    for turn in range(REPEATS):
+        for place, (name, way) in enumerate(ways.items()):
+            runs[name].append(way.decode(requests))
+            show(turn * len(ways) + place + 1, REPEATS * len(ways), "")
+    rows = [_row(name, results) for name, results in runs.items()]
+    for row in rows:
+        row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+    return {"prompts": len(requests), "batch_size": pair.batch_size, "repeats": REPEATS, "rules": rows}
+
+
+def _row(name: str, results: list[Result]) -> dict[str, Any]:
+    metrics = results[0].metrics  # every repeat decodes the same tokens
+    seconds = median(result.seconds for result in results)
+    return {
+        "rule": name,
+        "tokens": metrics.emitted,
+        "seconds": seconds,
+        "tokens_per_second": metrics.emitted / max(seconds, 1e-9),
+        "speedup": 1.0,
+        "steps": metrics.steps,
+        "tau": metrics.tau,
+        "relaxed_share": metrics.relaxed_share,
+    }
+
+
+def to_table(comparison: dict[str, Any]) -> Table:
+    """Return the comparison as a table for people."""
+    prompts, repeats = comparison["prompts"], comparison["repeats"]
+    table = Table(
+        caption=f"{prompts} prompt{'s' * (prompts != 1)}, batches of {comparison['batch_size']}, median of "
+        f"{repeats} runs; relaxed: share of the accepted draft tokens",
+        caption_justify="left",
+    )
+    table.add_column("rule")
+    for name in ("tokens/s", "speedup", "tau", "relaxed"):
+        table.add_column(name, justify="right")
+    for row in comparison["rules"]:
+        relaxed = "-" if row["rule"] == "autoregressive" else f"{row['relaxed_share']:.1%}"
+        figures = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", f"{row['tau']:.2f}"
+        table.add_row(row["rule"], *figures, relaxed)
+    return table
+
+
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one object."""
     with progress("runs") as show:
@@ -185,9 +217,8 @@ def _report(
     seconds: float,
     *,
     colours: bool = False,
-    worth: str = "",
 ) -> None:
-    """Print totals on stderr, and `worth`, the comparison with plain decoding."""
+    """Print totals on stderr."""
     seconds = max(seconds, 1e-9)
     screen = console(sys.stderr)
     screen.print()
@@ -199,10 +230,3 @@ def _report(
         screen.print(job.refining.describe())
     if job.simulated:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
-    if worth:
-        screen.print(worth)
-
-
-def _seconds(batches: list[list[Completion]]) -> float:
-    # Rows of a batch share its time.
-    return max(sum(max(completion.seconds for completion in batch) for batch in batches), 1e-9)
