@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+import mars_jax as mj
 from mars_jax import hub
-from mars_jax.lab.commands import distill, distill_features, distill_heads
+from mars_jax.lab.commands import distill, distill_features, distill_run
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
-from mars_jax.lab.training import data, distillation, eagle_training
+from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
@@ -66,14 +67,12 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, draft, tmp_path):
-    pytest.importorskip("matplotlib")
     output = tmp_path / "made"
     flags = (*KINDS[kind], *(("--from", draft) if kind == "model" else ()))
     code, err = call(kind, "--target", target, "--data", text, "--output", output, *SIZES, *flags)
     assert code == 0, err
     figures = [json.loads(line) for line in (tmp_path / "made-training/log.jsonl").read_text().splitlines()]
     assert len(figures) == 4 and "accept_1" in figures[0]
-    assert (tmp_path / "made-training/plot.png").stat().st_size > 5000
 
     asked = ("--target", target, "--max-new-tokens", 12, "--json", "the sea", "a story of")
     spec = kind if kind in ("medusa", "dflash", "model") else "eagle"
@@ -87,7 +86,6 @@ def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, d
 @pytest.mark.slow
 def test_a_head_trains_on_features_that_were_written_before(call, run, text, target, tmp_path, monkeypatch):
     """Existing shards are not written again, and a finished training is not run again."""
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(distill_features, "SHARD", 14)
     dump, output = tmp_path / "features", tmp_path / "made"
     sizes = ("--target", target, "--feature-layers", "0,0,0", "--length", 32)
@@ -152,10 +150,9 @@ def test_a_head_trains_on_features_that_were_written_before(call, run, text, tar
 @pytest.mark.slow
 def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, monkeypatch):
     from mars_jax.contrib.rules import diversed_training
-    from mars_jax.lab.commands import distill_systems
 
-    monkeypatch.setattr(distill_systems, "read_arithmetic", lambda split: read_arithmetic(split, 8))
-    monkeypatch.setattr(distill_systems, "EVALUATIONS", 2)
+    monkeypatch.setattr(distill_run, "read_arithmetic", lambda split: read_arithmetic(split, 8))
+    monkeypatch.setattr(distill_run, "EVALUATIONS", 2)
     monkeypatch.setattr(diversed_training, "ROLLOUTS", 4)
     monkeypatch.setattr(diversed_training, "ANSWER_TOKENS", 8)
     monkeypatch.setattr(diversed_training, "UPDATES", 2)
@@ -202,25 +199,19 @@ def test_a_training_that_is_begun_too_early_leaves_nothing(call, target, tmp_pat
 
 @pytest.mark.slow
 def test_features_are_of_the_targets_answers(call, tmp_path):
-    """Of the embedded family, which chats: at temperature 0 each token is what is recorded as likeliest before it."""
-    import mars_jax as mj
-    from mars_jax.lab.training import features
-
-    questions = ["Tom has 3 apples. He eats 1. How many are left?", "What is 2 + 2?"]
-    path = tmp_path / "questions.txt"
-    path.write_text("\n<|endoftext|>\n".join(questions))
-    flags = ("--data", path, "--chat", "--temperatures", "0", "--length", 48)
-    code, err = call("features", *flags, "--output", tmp_path / "made")
-    assert code == 0 and "2 texts" in err, err
-    found = features.read_shard(tmp_path / "made" / "00000")
-    held = [found.tokens[row][found.segments[row] == 0].tolist() for row in range(len(found.tokens))]
+    """At temperature 0 each token of an answer of the embedded model is the one recorded as likeliest before it."""
+    question = "Tom has 3 apples. He eats 1. How many are left?"
+    path = tmp_path / "question.txt"
+    path.write_text(question)
+    code, err = call("features", "--data", path, "--chat", "--length", 48, "--output", tmp_path / "made")
+    assert code == 0 and "1 texts" in err, err
+    record = features.read_shard(tmp_path / "made" / "00000")
     target = mj.load(dtype="bfloat16")
-    asked = [target.encode(question, chat=True) for question in questions]
-    for row in range(len(found.tokens)):
-        ids = held[row]
-        answer = range(len(next(a for a in asked if ids[: len(a)] == a)) - 1, len(ids) - 1)
-        said = [int(found.top[row, i, 0]) == ids[i + 1] for i in answer]
-        assert np.mean(said) > 0.85  # bfloat16 in other shapes: ties
+    prompt = target.encode(question, chat=True)
+    tokens = record.tokens[0][record.segments[0] == 0].tolist()
+    assert tokens[: len(prompt)] == prompt and len(tokens) > len(prompt)
+    same = record.top[0, len(prompt) - 1 : len(tokens) - 1, 0] == tokens[len(prompt) :]
+    assert np.mean(same) > 0.85  # bfloat16 in other shapes: ties
 
 
 @pytest.mark.parametrize("kind", distill.KINDS)
@@ -254,7 +245,6 @@ def test_flags_of_features_are_checked(call, text, tmp_path):
     assert "--write does not apply to --features" in err("eagle3", "--features", tmp_path, "--write", 3)
     assert "unrecognized arguments: --write 3" in err("features", "--data", text, "--write", 3)
     assert "--length does not apply to --features" in err("eagle3", "--features", tmp_path, "--length", 3)
-    assert "give --chat" in err("features", "--data", text, "--temperatures", "1")
     head = ("--from", "tiny/eagle3", "--data", text)
     assert "--draft-vocab does not apply to a head of --from" in err("eagle3", *head, "--draft-vocab", 64)
     assert "--feature-layers does not apply to a head of --from" in err(
@@ -265,23 +255,21 @@ def test_flags_of_features_are_checked(call, text, tmp_path):
     assert "--layout is vllm: expected eagle or speculators" in err(
         "eagle3", "--data", text, "--layout", "vllm"
     )
-    assert "--temperatures is warm" in err("features", "--data", text, "--chat", "--temperatures", "warm")
 
 
 @pytest.mark.slow
 def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
-    pytest.importorskip("matplotlib")
     output = tmp_path / "made"
     flags = ("--write", 5, "--heads", 1, *SIZES[:2], "--step-tokens", 64, "--length", 24)
     code, err = call("medusa", "--target", target, "--data", text, "--output", output, *flags)
     assert code == 0, err
-    written = list(data.documents(tmp_path / "made-training/written.txt"))
-    assert len(written) == 5 and all(t.startswith("a story of the") for t in written)
+    rows = (tmp_path / "made-training/written.jsonl").read_text().splitlines()
+    texts = [json.loads(row)["text"] for row in rows]
+    assert len(texts) == 5 and all(text.startswith("a story of the") for text in texts)
 
 
 @pytest.mark.slow
 def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
-    pytest.importorskip("matplotlib")
     from mars_jax import load
     from mars_jax.core.mesh import parse_mesh
 
@@ -304,7 +292,6 @@ def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
 def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_path):
-    pytest.importorskip("matplotlib")
     from mars_jax import load
     from mars_jax.core.mesh import parse_mesh
 
@@ -345,7 +332,6 @@ def files(path):
 @pytest.mark.slow
 def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, target, tmp_path):
     """A deleted OUTPUT beside an old OUTPUT-training gave the old weights as new ones."""
-    pytest.importorskip("matplotlib")
     output, work = tmp_path / "made", tmp_path / "made-training"
     argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
     assert call(*argv)[0] == 0
@@ -369,7 +355,6 @@ def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, t
 @pytest.mark.slow
 def test_the_log_survives_a_restart_line_by_line(call, text, target, tmp_path):
     """A torn line, and lines behind the last checkpoint, go."""
-    pytest.importorskip("matplotlib")
     output, log = tmp_path / "made", tmp_path / "made-training" / "log.jsonl"
     argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
     assert call(*argv)[0] == 0
@@ -383,7 +368,6 @@ def test_the_log_survives_a_restart_line_by_line(call, text, target, tmp_path):
 def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
     call, text, target, draft, tmp_path, monkeypatch
 ):
-    pytest.importorskip("matplotlib")
     output = tmp_path / "made"
     argv = ("model", *SMALL[1:], "--target", target, "--from", draft, "--data", text, "--output", output)
 
@@ -391,7 +375,7 @@ def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_heads, "_copy_tokenizer", killed)
+        patch.setattr(distill_run, "_copy_tokenizer", killed)
         assert call(*argv)[0] == 130
     assert not output.exists()
     assert call(*argv)[0] == 0
