@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import doctest
 import importlib
 import inspect
 import re
@@ -108,12 +107,9 @@ def test_the_version_is_one():
 
 
 def test_the_notes_of_a_release_are_its_part_of_the_changelog():
-    found = doctest.testmod(notes)
-    assert found.attempted and not found.failed
-    text = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\n- New.\n\n## 0.1.0 (2026-11-01)\n\n- Old.\n"
-    assert notes.of("0.1.0", text) == "- Old.\n"
-    for version, why in (("0.3.0", "has no part for 0.3.0"), ("v0.2.0", "has no part")):
-        with pytest.raises(ValueError, match=why):
-            notes.of(version, text)
-    with pytest.raises(ValueError, match=r"says of 0\.1\.0 that it is unreleased"):
-        notes.of("0.1.0", "## 0.1.0 (unreleased)\n\n- New.\n")
+    text = "# Changelog\n\n## 0.2.0 (unreleased)\n\n- New.\n\n## 0.1.0 (2026-11-01)\n\n- Old.\n"
+    assert notes.notes_of("0.1.0", text) == "- Old.\n"
+    with pytest.raises(SystemExit, match=r"has no part for 0\.3\.0"):
+        notes.notes_of("0.3.0", text)
+    with pytest.raises(SystemExit, match=r"marks 0\.2\.0 as unreleased"):
+        notes.notes_of("0.2.0", text)

@@ -13,18 +13,37 @@ Oracle: tests/lab/evaluate/test_arithmetic.py.
 import hashlib
 import json
 import lzma
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from scripts.arithmetic import words
-from scripts.arithmetic.words import Kind
-
 COUNTS = {"train": 4096, "eval": 1300}
 """Number of problems in the file of each split."""
 FOLDER = Path(__file__).resolve().parents[2] / "mars_jax" / "lab" / "evaluate" / "tasks"
+
+
+class Kind(NamedTuple):
+    """One kind of step, and the phrases that tell it, ask for its result, and work it out."""
+
+    name: str
+    sign: str
+    tell: list[str]
+    ask: list[str]
+    work: list[str]
+    pair: bool = False  # it brings in a second person
+    last: bool = False  # nothing can follow
+
+    @property
+    def opens(self) -> bool:
+        """Whether the event starts a story without an opening sentence."""
+        return self.sign == "*" and not self.pair
+
+
+WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+KINDS = [Kind(**kind) for kind in WORDS["kinds"]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ def _kinds(number: int, rng: Random) -> list[Kind]:
         paired = any(kind.pair for kind in kinds)
         fits = [
             kind
-            for kind in words.KINDS
+            for kind in KINDS
             if (kind.sign != "*" or i == 0)
             and (not kind.last or i == number - 1)
             and not (kind.pair and paired)
@@ -138,25 +157,25 @@ def _split(steps: list[_Step]) -> str:
 def _worded(steps: list[_Step], rng: Random) -> Exercise:
     """The problem in words, drawn independently of its numbers."""
     people = [
-        (rng.choice(words.GIRLS.split()), "she", "her", "her"),
-        (rng.choice(words.BOYS.split()), "he", "his", "him"),
+        (rng.choice(WORDS["girls"].split()), "she", "her", "her"),
+        (rng.choice(WORDS["boys"].split()), "he", "his", "him"),
     ]
     rng.shuffle(people)
-    thing, box, tray = (rng.choice(nouns.split()) for nouns in (words.THINGS, words.BOXES, words.TRAYS))
+    thing, box, tray = (rng.choice(WORDS[nouns].split()) for nouns in ("things", "boxes", "trays"))
 
-    def say(phrases: str, step: _Step) -> str:
+    def say(phrases: list[str], step: _Step) -> str:
         """One of the phrases, its slots filled."""
         (who, he, his, him), (other, *_) = people
-        return rng.choice(_lines(phrases)).format(
+        return rng.choice(phrases).format(
             who=who, he=he, his=his, him=him, other=other, left=step.left, k=step.right,
-            kin=rng.choice(words.KIN.split()),
+            kin=rng.choice(WORDS["kin"].split()),
             times="twice" if step.right == 2 else f"{step.right} times",
             eq=f"{step.left} {step.kind.sign} {step.right} = {step.result}",
             things=_noun(2, thing), noun=_noun(step.result, thing), before=_noun(step.left, thing),
             boxes=_noun(2, box), trays=_noun(2, tray), tray=_noun(step.result, tray),
         )  # fmt: skip
 
-    story, work = [] if steps[0].kind.opens else [say(words.OPENINGS, steps[0])], []
+    story, work = [] if steps[0].kind.opens else [say(WORDS["openings"], steps[0])], []
     for step in steps:
         story.append(say(step.kind.tell, step))
         work.append(say(step.kind.work, step))
@@ -164,14 +183,11 @@ def _worded(steps: list[_Step], rng: Random) -> Exercise:
             thing = "coin"
         if step.kind.pair and not step.kind.last:
             people.reverse()
-    story[0] = f"{rng.choice(_lines(words.SCENES))}, {story[0]}"
+    scene = rng.choice(WORDS["scenes"])
+    story[0] = f"{scene}, {story[0]}"
     story.append(say(steps[-1].kind.ask, steps[-1]))
     result = steps[-1].result
     return Exercise(_sentences(story), f"{_sentences(work)}\n#### {result}", result)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
 
 
 def _sentences(parts: list[str]) -> str:

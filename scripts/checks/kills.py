@@ -10,7 +10,7 @@ code 1 if a command fails one of these checks. Writes scripts/results/kills.json
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -20,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mars_jax.hub.converted import MANIFEST
+from mars_jax.lab.training.loop import CHECKPOINTS
 from scripts import common
 
 RESULTS = common.RESULTS / "kills.json"
@@ -46,19 +46,12 @@ CHAIN = 5
 """Kills that one run of a command has to survive at most."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command line and its results."""
+class Command(NamedTuple):
+    """A command line, in which {} is its folder, and the output that a finished command would not overwrite."""
 
     name: str
-    argv: Callable[[Path], list[str]]  # given the working folder
-    result: Callable[[Path], Any]
-    # Whether the output is complete, so that the command would refuse to overwrite it.
-    finished: Callable[[Path], bool]
-
-
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    argv: str
+    output: str | None = None
 
 
 def timeless(value: Any) -> Any:
@@ -68,8 +61,22 @@ def timeless(value: Any) -> Any:
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 
-def files(path: Path) -> dict[str, str]:
-    return {p.name: p.read_bytes().hex() for p in sorted(path.iterdir())}
+def results(folder: Path) -> dict[str, Any]:
+    """The files in a folder: rows and JSON without times, weights as digests, and only the names of others."""
+    contents = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_dir() or CHECKPOINTS in path.parts:
+            continue
+        if path.suffix == ".jsonl":
+            contents[name] = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        elif path.suffix == ".json":
+            contents[name] = timeless(json.loads(path.read_text()))
+        elif path.suffix == ".safetensors":
+            contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        else:
+            contents[name] = None
+    return contents
 
 
 def commands(data: Path) -> list[Command]:
@@ -78,60 +85,27 @@ def commands(data: Path) -> list[Command]:
     prompts.write_text("".join(f"Once upon a time there were {i} bears, who\n" for i in range(24)))
     story = "Once upon a time, there was a little girl named Lily. She liked the sun, the sea and sand number"
     text.write_text("\n<|endoftext|>\n".join(f"{story} {i}." for i in range(200)))
-    few = ["--max-new-tokens", "24", "--task", "arithmetic", "--chat"]
+    short = "--max-new-tokens 24 --task arithmetic --chat"
     return [
         Command(
             "generate",
-            lambda f: [
-                *("--prompts-file", str(prompts), "--output", str(f / "rows.jsonl"), "--resume"),
-                *("--batch-size", "3", "--temperature", "1", "--max-new-tokens", "32"),
-            ],
-            lambda f: timeless(lines(f / "rows.jsonl")),
-            lambda f: False,
+            f"--prompts-file {prompts} --output {{}}/rows.jsonl --resume --batch-size 3 --temperature 1 "
+            "--max-new-tokens 32",
         ),
-        Command(
-            "benchmark",
-            lambda f: [
-                *few,
-                *("--problems", "4", "--batch-size", "2", "--temperatures", "1"),
-                *("--output", str(f / "out")),
-            ],
-            lambda f: (
-                timeless(lines(f / "out" / "rows.jsonl")),
-                timeless(json.loads((f / "out" / "summary.json").read_text())),
-                sorted(p.name for p in (f / "out").iterdir()),
-            ),
-            lambda f: False,
-        ),
+        Command("benchmark", f"{short} --problems 4 --batch-size 2 --temperatures 1 --output {{}}/out"),
         Command(
             "calibrate",
-            lambda f: [
-                *few,
-                *("--problems", "12", "--batch-size", "3", "--bound", "0.9", "--confidence", "0.5"),
-                *("--thetas", "0.9", "0.7", "--output", str(f / "theta.json")),
-            ],
-            lambda f: timeless(json.loads((f / "theta.json").read_text())),
-            lambda f: (f / "theta.json").exists(),
+            f"{short} --problems 12 --batch-size 3 --bound 0.9 --confidence 0.5 --thetas 0.9 0.7 "
+            "--output {}/theta.json",
+            "theta.json",
         ),
         Command(
             "distill",
-            lambda f: [
-                *("medusa", "--heads", "1", "--data", str(text), "--output", str(f / "made")),
-                *("--tokens", "6720", "--step-tokens", "64", "--length", "32", "--write", "64"),
-            ],
-            lambda f: (
-                files(f / "made"),
-                timeless(lines(f / "made-training" / "log.jsonl")),
-                sorted(os.listdir(f)),
-            ),
-            lambda f: (f / "made").exists(),
+            f"medusa --heads 1 --data {text} --output {{}}/made --tokens 6720 --step-tokens 64 --length 32 "
+            "--write 64",
+            "made",
         ),
-        Command(
-            "convert",
-            lambda f: ["tiny/target", str(f / "made"), "--dtype", "int8"],
-            lambda f: (json.loads((f / "made" / MANIFEST).read_text()), sorted(os.listdir(f))),
-            lambda f: (f / "made").exists(),
-        ),
+        Command("convert", "tiny/target {}/made --dtype int8", "made"),
     ]
 
 
@@ -139,7 +113,7 @@ def run(
     command: Command, folder: Path, *, kill_after: float | None = None, number: int = signal.SIGKILL
 ) -> dict[str, Any] | None:
     """Run a command; returns how the signal ended it, or None if it ended before. No process is left running."""
-    argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv(folder)]
+    argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv.format(folder).split()]
     log = folder.parent / f"{folder.name}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -182,13 +156,17 @@ def catches(process: int, number: int) -> bool:
 def attack(command: Command, work: Path, times: int, number: int, rng: random.Random) -> dict[str, Any]:
     """Kill a command `times` times, up to `CHAIN` times in one run, and compare its result with a whole run's."""
     whole = work / f"{command.name}-whole"
+
+    def finished(folder: Path) -> bool:
+        return command.output is not None and (folder / command.output).exists()
+
     for _ in range(2):  # the first compiles, the second tells how long it takes
         shutil.rmtree(whole, ignore_errors=True)
         whole.mkdir(parents=True)
         began = time.monotonic()
         run(command, whole)
         seconds = time.monotonic() - began
-    expected, moments, endings, runs, differing = command.result(whole), [], [], 0, []
+    expected, moments, endings, runs, differing = results(whole), [], [], 0, []
     earliest = EARLIEST[signal.Signals(number)]
     while len(moments) < times:
         folder = work / f"{command.name}-{runs}"
@@ -196,7 +174,7 @@ def attack(command: Command, work: Path, times: int, number: int, rng: random.Ra
         most = min(times, len(moments) + CHAIN)
         while len(moments) < most:
             moment = rng.uniform(earliest, max(seconds, earliest))
-            if command.finished(folder):
+            if finished(folder):
                 break
             if (ending := run(command, folder, kill_after=moment, number=number)) is None:
                 break
@@ -207,9 +185,9 @@ def attack(command: Command, work: Path, times: int, number: int, rng: random.Ra
                 file=sys.stderr,
                 flush=True,
             )
-        if not command.finished(folder):
+        if not finished(folder):
             run(command, folder)
-        if _as_json(command.result(folder)) != _as_json(expected):
+        if results(folder) != expected:
             differing.append(runs)
         else:
             shutil.rmtree(folder)
@@ -219,11 +197,6 @@ def attack(command: Command, work: Path, times: int, number: int, rng: random.Ra
         "command": command.name, "seconds": round(seconds, 1), "kills": len(moments), "runs": runs,
         "equal": runs - len(differing), "moments": moments, "differing": differing, "made": common.provenance(),
     }  # fmt: skip
-
-
-def _as_json(value: Any) -> str:
-    """Text that compares folders by content: their names differ, and stand in some files."""
-    return json.dumps(value, sort_keys=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

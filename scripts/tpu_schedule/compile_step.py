@@ -68,7 +68,7 @@ def prepare(case: Case) -> Programs:
     )
 
 
-def measure(case: Case, folder: Path, live: int | None = None) -> StepCost:
+def measure(case: Case, folder: Path) -> StepCost:
     """Compile a case into a folder, unless the folder has its program already, and read the cost of its step."""
     if not (folder / "hlo.txt").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def measure(case: Case, folder: Path, live: int | None = None) -> StepCost:
         bundles.read(folder),
         generation=place.generation,
         bandwidth=place.bandwidth,
-        live=live or case.context,
+        live=case.context,
     )
 
 

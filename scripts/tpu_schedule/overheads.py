@@ -1,22 +1,18 @@
-"""The table of overheads from which `mars-jax plan` estimates, and how near its estimates are to recorded schedules."""
+"""The table of overheads from which `mars-jax plan` estimates."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax.drafters import Dynamic
 from mars_jax.lab.planning import estimate
 from mars_jax.lab.planning.chips import topology
-from mars_jax.lab.planning.fit import count_work, planned_time
-from mars_jax.lab.planning.pair_programs import Programs, draft_of
+from mars_jax.lab.planning.fit import count_work
+from mars_jax.lab.planning.pair_programs import Programs
 from mars_jax.lab.provenance import provenance
-from mars_jax.models.eagle_head import EagleConfig
-from scripts.tpu_schedule.compile_step import ROOT, Case, measure, prepare
+from scripts.tpu_schedule.compile_step import Case, measure, prepare
 from scripts.tpu_schedule.step import StepCost
 
 SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -25,8 +21,6 @@ LAYERS = 4
 """Layers of the measured Llama-3.1-8B. A few suffice, since the cost of a layer and the rest are told apart by part."""
 DRAFTS = {"none": "none", "chain": "chain-5", "tree": "tree", "ngram": "ngram-5"}
 LAYER_PARTS = ("target", "target/attention", "target/mlp")
-RESULTS = ROOT / "scripts" / "results"
-ACCURACY = RESULTS / "plan_accuracy.json"
 
 
 def write_table(folder: Path, names: Sequence[str]) -> None:
@@ -110,52 +104,3 @@ class _Total(NamedTuple):
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in row.items()}
-
-
-def write_accuracy() -> None:
-    """Compare estimates with the schedules of whole models that `plan` read until 0.1, and write the ratios."""
-    rows = {}
-    for name, pair, slice_, (low, high) in _recorded():
-        _, time = planned_time(pair, topology(slice_))
-        rows[name] = {
-            "schedule": [low, high],
-            "estimate": [time.low_seconds, time.high_seconds],
-            "ratio": [time.low_seconds / low, time.high_seconds / high],
-        }
-        print(name, *(f"{value:.3f}" for value in rows[name]["ratio"]), time.missing)
-    for end, label in enumerate(("low", "high")):
-        ratios = sorted(row["ratio"][end] for row in rows.values())
-        print(f"{label}: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}")
-    ACCURACY.write_text(json.dumps(provenance("jaxlib", "libtpu") | {"rows": rows}, indent=1) + "\n")
-
-
-def _recorded() -> Iterator[tuple[str, Programs, str, tuple[float, float]]]:
-    """Yield recorded steps: name, programs, slice, and the low and high seconds."""
-    published = json.loads((RESULTS / "plan_published.json").read_text())["results"]
-    for model, row in published.items():
-        case = Case("none", row["topology"], model=model)
-        yield f"{model}, {row['topology']}, no draft", prepare(case), case.topology, row["alone"]
-        tree = Dynamic(top_k=10, depth=8, nodes=60)
-        pair = prepare(case._replace(draft="tree"))
-        draft = draft_of(EagleConfig.outline(pair.target), tree=tree)
-        pair = dataclasses.replace(pair, draft=draft, drafter=draft.make(pair.model))
-        yield f"{model}, {row['topology']}, tree of 60", pair, case.topology, row["step"]
-    bits = json.loads((RESULTS / "plan_bits.json").read_text())["results"]
-    for name, row in bits.items():
-        chip, dtype, draft = name.split(", ")
-        if "groups" in dtype:
-            continue
-        case = Case("none", f"{chip}:1x1", dtype, context=8192)
-        if "chain" in draft:
-            yield (
-                f"{chip}, {dtype}, no draft",
-                prepare(case),
-                case.topology,
-                _ends(row["autoregressive_step"]),
-            )
-        kind = re.sub("chain of ", "chain-", draft).replace("tree of 60", "tree")
-        yield name, prepare(case._replace(draft=kind)), case.topology, _ends(row["step"])
-
-
-def _ends(step: dict[str, float]) -> tuple[float, float]:
-    return step["low_seconds"], step["high_seconds"]

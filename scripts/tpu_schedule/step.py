@@ -211,12 +211,9 @@ class Reader:
     def turns(self, computation: Computation, loop: Instruction) -> int:
         """Return the turns of an inner loop, 1 if they are unknown.
 
-        Known are a count that the compiler noted, a counter with a constant bound, and a loop over the blocks of a
-        cache, which visits the blocks with live slots.
+        Known are a counter with a constant bound, and a loop over the blocks of a cache, which visits the blocks with
+        live slots.
         """
-        noted = re.search(r'known_trip_count"?:\{"n":"(\d+)"', loop.rest)
-        if noted:
-            return int(noted[1])
         condition = self.module.computations[loop.attribute("condition")]
         counted = _counted_turns(computation, loop, condition)
         if counted:
@@ -282,9 +279,6 @@ def _group_size(attributes: str) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     if listed:
         return listed[1].count(",") + 1
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", attributes)
-    if iota:
-        return int(iota[1])
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
     if mesh:
         sizes = dict(re.findall(r"('[^']*')=(\d+)", mesh[1]))

@@ -5,8 +5,8 @@
     python -m scripts.train.smollm2_head own --count 4000 --output prompts/own.txt
     mars-jax distill features --target smollm2 --data prompts/texts.txt --length 512 --output features/texts
     for name in own sources; do
-      mars-jax distill features --target smollm2 --data prompts/$name.txt --chat --temperatures 0,1 \\
-          --length 320 --output features/$name
+      mars-jax distill features --target smollm2 --data prompts/$name.txt --chat --length 320 \\
+          --output features/$name
     done
     mars-jax distill eagle3 --target smollm2 --features features/texts features/own features/sources \\
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\

@@ -27,7 +27,7 @@ import optax
 from mars_jax import hub
 from mars_jax.contrib.teaching import Batch, Training, predict
 from mars_jax.lab.training import data, distillation, eagle_training
-from mars_jax.lab.training.loop import fit, muon, plot
+from mars_jax.lab.training.loop import fit, muon
 from mars_jax.lab.training.objectives import divergence, forward_kl, total_variation
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
@@ -203,9 +203,7 @@ def export(args, name: str, config: ModelConfig, params) -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument(
-        "--work", type=Path, required=True, help="folder of the tokenizer, checkpoints, logs, plots"
-    )
+    parser.add_argument("--work", type=Path, required=True, help="folder of the tokenizer, checkpoints, logs")
     parser.add_argument("--export", type=Path, required=True, help="folder that takes target/ and draft/")
     for name in ("stories", "dialogues", "novels"):
         parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, metavar="FILE")
@@ -248,9 +246,7 @@ def main() -> None:
             steps=steps,
             step_tokens=size,
         )
-        params = fit(training, args.work / name, teacher=teacher, description=name)
-        plot(args.work / name, {"loss": ("loss",)}, tokens=size)
-        return params
+        return fit(training, args.work / name, teacher=teacher, description=name)
 
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)

@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
     )
     model = language_model(config)
     teacher, params = (init_params(config, jax.random.key(i), scale=0.8) for i in range(2))
-    models = diversed_training.Models(model, model)
+    models = (model, model)
     rewards = np.asarray([0.0, 1.0, 0.2, 0.7, 0.0, 1.0, 0.4], np.float32)
     head = mixer.init_params(2 * E, jax.random.key(2), draft_hidden_size=2 * E)
     head |= {"signals": jnp.asarray([0.1, 0.2, -0.3])}

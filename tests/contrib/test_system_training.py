@@ -90,6 +90,6 @@ def test_a_guided_search_stays_within_its_evaluations(tmp_path):
     assert sum(map(sum, found.mask)) == 6 and found.mask[0] == found.mask[-1] == (True, True)
 
 
-def test_more_than_lies_between_the_ends_is_refused():
+def test_more_than_lies_between_the_ends_is_refused(tmp_path):
     with pytest.raises(MarsError, match="5 of 8 sublayers are to be left out, and 4 lie between"):
-        via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.6)
+        via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.6, log=tmp_path / "masks.jsonl")

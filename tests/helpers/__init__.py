@@ -80,7 +80,17 @@ def judge(rule):
 
 
 def begin(
-    target, drafter, rule, prompts, lengths, *, controls=None, seeds=None, params=NO_WEIGHTS, chunk=16, **settings
+    target,
+    drafter,
+    rule,
+    prompts,
+    lengths,
+    *,
+    controls=None,
+    seeds=None,
+    params=NO_WEIGHTS,
+    chunk=16,
+    **settings,
 ):
     """Return a decoder and the state of a batch before its first step. `settings` are those of `make_controls`."""
     batch, buffer = prompts.shape

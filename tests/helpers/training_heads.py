@@ -2,13 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from mars_jax import drafters, verify
-from mars_jax.core.types import Params
+from mars_jax.contrib.teaching import Batch
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
+from mars_jax.lab.training.loop import make_step
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.transformer import init_params
-from tests.helpers import decode_all, ragged
+from tests.helpers import decode_all, draft_input, ragged
 
 SIZES = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
 CONFIG = ModelConfig(num_layers=3, **SIZES)
@@ -29,3 +34,41 @@ def target_texts(rows, length):
         TARGET, drafters.none(), verify.exact(), prompts, lengths, params=Params(target=WEIGHTS)
     )
     return state.tokens
+
+
+def drafted_text(drafter, params, rule, temperature):
+    """A text of 12 tokens with the chain that a drafter drafts after it, and that chain as a tree."""
+    prompts, lengths = ragged([12], 24, 16, seed=4)
+    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=8)
+    controls = make_controls(1, limit=24, temperature=temperature)
+    keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
+    state = decode.start(decoder, params, Prompts(prompts, lengths, controls, rule, keys))
+    tree, _ = drafter.propose(params, state.draft, draft_input(state))
+    return jnp.concatenate([prompts[:, :12], tree.tokens[:, 1:]], axis=1), tree
+
+
+def scored_drafts(make_loss, params, text):
+    """Compute a loss over one text, and return the draft logits that its divergence received."""
+    scored = []
+
+    def divergence(labels, drafted):
+        scored.append(drafted)
+        return jnp.zeros(drafted.shape[:-1])
+
+    trained = {name: value for name, value in params.items() if name != "ids"}
+    tokens = jnp.pad(text, ((0, 0), (0, 1)))
+    make_loss(divergence)(trained, Batch(tokens, jnp.zeros_like(tokens)), WEIGHTS)
+    return scored
+
+
+def train(loss, params, steps):
+    """Train on texts of the target; returns the figures of each step."""
+    tokens = target_texts(16, 33)
+    batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))
+    optimizer = optax.adam(3e-3)
+    step, state, rows = make_step(loss, optimizer), optimizer.init(params), []
+    with jax.numpy_dtype_promotion("standard"):  # optax's counters
+        for _ in range(steps):
+            params, state, figures = step(params, state, batch, WEIGHTS)
+            rows.append(figures)
+    return rows

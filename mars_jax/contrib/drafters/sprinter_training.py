@@ -19,6 +19,9 @@ from jax import Array
 from mars_jax.contrib.teaching import Batch, Training, document_mask, in_documents, predict
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 
+EPOCHS, ROWS = 20, 256
+"""Epochs over the examples, and examples of a step."""
+
 
 class Examples(NamedTuple):
     """Tokens that the small model would draft, each after a place of a text."""
@@ -83,15 +86,11 @@ def flattened(parts: Sequence[Examples]) -> Examples:
     )
 
 
-def training(
-    examples: Examples, *, epochs: int = 20, rows: int = 256, learning_rate: float = 5e-4, seed: int = 0
-) -> Training:
+def training(examples: Examples, *, learning_rate: float = 5e-4, seed: int = 0) -> Training:
     """Return the training of `weight` f32[E] and `bias` f32[1] by the cross entropy of `accepted`.
 
     Args:
       examples: from `flattened`.
-      epochs: over the examples.
-      rows: examples of a step.
       learning_rate: of Adam.
       seed: of the order.
     """
@@ -105,14 +104,14 @@ def training(
 
     count, size = examples.hidden.shape
     numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat()
-    numbers = numbers.batch(rows, drop_remainder=True)
+    numbers = numbers.batch(ROWS, drop_remainder=True)
     return Training(
         init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
         loss=loss,
         batches=numbers.map(lambda chosen: Examples(*(column[chosen] for column in examples))),
         optimizer=optax.adam(learning_rate),
-        steps=epochs * max(1, count // rows),
-        step_tokens=rows,
+        steps=EPOCHS * max(1, count // ROWS),
+        step_tokens=ROWS,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -60,20 +59,20 @@ def search(
     params: PyTree,
     batches: Sequence[Batch],
     *,
-    left_out: float = 0.45,
+    log: Path,
+    left_out: float,
     evaluations: int = 128,
     seed: int = 0,
-    log: str | os.PathLike[str] | None = None,
 ) -> Found:
     """Find the mask with the least KL(target || slim) over the batches.
 
     Args:
       model, params: the target; a transformer of this library, not in 8 bits.
       batches: text to compare on.
+      log: a file with one line per mask, from which a killed search continues.
       left_out: share of all sublayers.
       evaluations: the most masks to try.
       seed: of the search.
-      log: a file with one line per mask, from which a killed search continues.
 
     Raises:
       MarsError: weights in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
@@ -111,9 +110,8 @@ def search(
             kept = jnp.asarray(mask, jnp.float32)
             figures = np.mean([[float(x) for x in measure(params, kept, batch)] for batch in batches], axis=0)
             known[mask] = Found(mask, float(figures[0]), float(figures[1]))
-            if log is not None:
-                with Path(log).open("a") as file:
-                    file.write(json.dumps(known[mask]._asdict()) + "\n")
+            with log.open("a") as file:
+                file.write(json.dumps(known[mask]._asdict()) + "\n")
         return known[mask]
 
     return min(_tried(places, count, evaluations, seed, tried), key=lambda found: found.kl)
@@ -137,12 +135,10 @@ def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[F
         yield found
 
 
-def _logged(log: str | os.PathLike[str] | None) -> dict[Mask, Found]:
+def _logged(log: Path) -> dict[Mask, Found]:
     """Read the masks that were tried before. A line that a kill cut short is skipped."""
     known: dict[Mask, Found] = {}
-    if log is None or not Path(log).exists():
-        return known
-    for line in Path(log).read_text().splitlines():
+    for line in log.read_text().splitlines() if log.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:

@@ -27,6 +27,8 @@ from mars_jax.serve.generation import generate
 
 UPDATES, ROLLOUTS, CHAIN, ANSWER_TOKENS = 40, 48, 5, 128
 """Updates of a training, texts of an update, tokens of a draft, and tokens of an answer."""
+ACCEPTANCE, LEARNING_RATE = 0.5, 1e-2
+"""Weight of the share accepted relative to the reward, and learning rate of Adam."""
 
 
 class Rollouts(NamedTuple):
@@ -37,31 +39,24 @@ class Rollouts(NamedTuple):
     reward: Any  # f32[R]
 
 
-class Models(NamedTuple):
-    """The models whose distributions are mixed."""
-
-    target: LanguageModel
-    draft: LanguageModel
-
-
 def surrogate(
     head: PyTree,
     rollouts: Rollouts,
     params: tuple[PyTree, PyTree],
     *,
-    models: Models,
-    acceptance: float = 0.5,
+    models: tuple[LanguageModel, LanguageModel],
 ) -> tuple[Array, dict[str, Array]]:
-    """Return a loss whose gradient is that of -(reward + `acceptance` * share accepted), and its figures.
+    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and its figures.
 
-    `params` are those of the target and of the draft.
+    `params` and `models` are those of the target and of the draft.
     """
+    target, draft = models
     tokens = rollouts.tokens[:, :-1]
     segments = jnp.zeros_like(tokens)
-    output = read(models.target, params[0], tokens, segments)
-    log_p = jax.nn.log_softmax(models.target.unembed(params[0], output.hidden))
-    drafted = read(models.draft, params[1], tokens, segments)
-    log_q = jax.nn.log_softmax(models.draft.unembed(params[1], drafted.hidden))
+    output = read(target, params[0], tokens, segments)
+    log_p = jax.nn.log_softmax(target.unembed(params[0], output.hidden))
+    drafted = read(draft, params[1], tokens, segments)
+    log_q = jax.nn.log_softmax(draft.unembed(params[1], drafted.hidden))
     log_p, log_q, hidden, draft_hidden = jax.lax.stop_gradient((log_p, log_q, output.hidden, drafted.hidden))
     odds = mixer.logit(head, hidden, log_p, log_q, draft_hidden)[..., None]
     log_v = jnp.logaddexp(jax.nn.log_sigmoid(odds) + log_p, jax.nn.log_sigmoid(-odds) + log_q)
@@ -73,7 +68,7 @@ def surrogate(
     worth = jnp.mean(advantage * jnp.sum(log_prob * written, axis=1))
     weight = jnp.sum(jax.nn.sigmoid(odds[..., 0]) * written) / count
     figures = {"reward": jnp.mean(rollouts.reward), "accepted": accepted, "weight": weight}
-    return -(worth + acceptance * accepted), figures
+    return -(worth + ACCEPTANCE * accepted), figures
 
 
 def rollouts(
@@ -118,36 +113,25 @@ def rollouts(
     return prepare
 
 
-def training(
-    target: Pretrained,
-    small: Pretrained,
-    *,
-    steps: int | None = None,
-    acceptance: float = 0.5,
-    learning_rate: float = 1e-2,
-    seed: int = 0,
-) -> Training:
+def training(target: Pretrained, small: Pretrained, *, seed: int = 0) -> Training:
     """Return the training of a head, whose params are those of `contrib.diversed`.
 
     The frozen params of its loss are `(target.params, small.params)`, and its batches are the draws of `rollouts`.
 
     Args:
       target, small: one vocabulary.
-      steps: updates of Adam, default: `UPDATES`.
-      acceptance: weight of the share accepted relative to the reward.
-      learning_rate: of Adam.
       seed: of the first head.
     """
     import grain
     import optax
 
-    models, steps = Models(target.model, small.model), steps or UPDATES
+    models = target.model, small.model
     sizes = target.config.hidden_size, small.config.hidden_size
     return Training(
         init=lambda: mixer.init_params(sizes[0], jax.random.key(seed), draft_hidden_size=sizes[1]),
-        loss=lambda head, batch, params: surrogate(head, batch, params, models=models, acceptance=acceptance),
-        batches=grain.MapDataset.source(range(steps * ROLLOUTS)).batch(ROLLOUTS),
-        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate)),
-        steps=steps,
+        loss=lambda head, batch, params: surrogate(head, batch, params, models=models),
+        batches=grain.MapDataset.source(range(UPDATES * ROLLOUTS)).batch(ROLLOUTS),
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE)),
+        steps=UPDATES,
         step_tokens=ROLLOUTS,
     )

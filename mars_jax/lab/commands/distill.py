@@ -25,8 +25,8 @@ examples:
 
 `mars-jax distill KIND --help` explains the flags of a kind. Data are text files, plain, .xz
 or .gz, whose documents are separated by lines of <|endoftext|>. After a kill the same command
-continues from its last checkpoint. A command with other settings needs another --work. The
-directory --work also has a plot of loss and acceptance.
+continues from its last checkpoint. A command with other settings needs another --work, which
+also has the losses and acceptance of every step (log.jsonl).
 """
 
 
@@ -91,8 +91,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "NAME[=PATH]",
         "task whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
     ),
-    "--chat": {"action": "store_true", "default": None, "help": "the target answers each document"},
-    "--temperatures": _flag("T,U", "temperatures of the answers, in turns (default: 0,1)"),
+    "--chat": {
+        "action": "store_true",
+        "default": None,
+        "help": "the target answers each document, at temperatures 0 and 1 in turn",
+    },
 }
 _DATA = ("--target", "--data", "--output")
 _TRAINING = (
@@ -144,7 +147,7 @@ KINDS = {
     ),
     "features": Kind(
         "features of a text by a target, for eagle3 --features",
-        (*_DATA, "--length", "--seed", "--feature-layers", "--chat", "--temperatures"),
+        (*_DATA, "--length", "--seed", "--feature-layers", "--chat"),
     ),
 }
 
@@ -200,8 +203,6 @@ def check(args: argparse.Namespace) -> None:
         raise MarsError(
             f"--block-size is {args.block_size}: expected at least 2, the first being the last token."
         )
-    if args.temperatures is not None and args.chat is None:
-        raise MarsError("--temperatures does not apply to documents that are read as they are: give --chat.")
     if args.kind == "eagle3" and args.first is not None:
         names = ("draft_vocab", "intermediate_size", "feature_layers")
         _unused(args, names, "a head of --from, which has its own")

@@ -16,12 +16,11 @@ from mars_jax import hub
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.commands.distill_heads import feature_layers
-from mars_jax.lab.commands.training_text import write_answers
 from mars_jax.lab.folder import SETTINGS, check_folder, claim
-from mars_jax.lab.training import data, features
+from mars_jax.lab.training import data, eagle_training, features
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.fingerprint import digest, fingerprint
+from mars_jax.serve.generation import generate
 
 SHARD = 128
 """Documents of a shard."""
@@ -35,11 +34,10 @@ def write_features(args: argparse.Namespace) -> None:
     Raises:
       MarsError: a file cannot be read, the output is of another run, or no document is short enough to be answered.
     """
-    temperatures = _numbers(args.temperatures or "0,1")
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
     sketch = hub.outline(args.target)
-    layers = feature_layers(args, sketch, None)
+    layers = layers_of(args.feature_layers) or eagle_training.feature_layers(sketch.config)
     record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
@@ -47,7 +45,6 @@ def write_features(args: argparse.Namespace) -> None:
         "chat": args.chat,
         "length": args.length,
         "seed": args.seed,
-        "temperatures": temperatures,
         "shard": SHARD,
         "layers": list(layers),
         "data": digest("\0".join(documents).encode()),
@@ -59,7 +56,7 @@ def write_features(args: argparse.Namespace) -> None:
             if folder.exists():
                 continue
             began = time.perf_counter()
-            ids = _texts(target, documents[first : first + SHARD], args, temperatures, first)
+            ids = _texts(target, documents[first : first + SHARD], args, first)
             if not ids:
                 continue
             rows = features.pack(ids, args.length)
@@ -108,21 +105,38 @@ def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
     return digest(json.dumps([settings, names], sort_keys=True).encode())
 
 
+def layers_of(names: str | None) -> tuple[int, ...] | None:
+    """Parse `--feature-layers`.
+
+    >>> layers_of("1,14,26")
+    (1, 14, 26)
+    """
+    try:
+        return None if names is None else tuple(int(part) for part in names.split(","))
+    except ValueError:
+        raise MarsError(f"--feature-layers is {names}: expected layer numbers such as 1,15,28.") from None
+
+
 def _texts(
-    target: Pretrained,
-    documents: Sequence[str],
-    args: argparse.Namespace,
-    temperatures: list[float],
-    first: int,
+    target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
 ) -> list[list[int]]:
+    """Return the tokens of documents, or of chats in which the target answers them at temperatures 0 and 1 in turn."""
     if not args.chat:
         return target.encode_many(documents)
     prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
     if not prompts:
         return []
-    return write_answers(
-        target, prompts, length=args.length, temperatures=temperatures, seed=args.seed + first
+    result = generate(
+        target,
+        "none",
+        prompts,
+        chat=True,
+        temperature=[float(i % 2) for i in range(len(prompts))],
+        seed=[(args.seed + first + i) % 2**32 for i in range(len(prompts))],
+        max_new_tokens=[args.length - len(ids) for ids in prompts],
+        batch_size=64,
     )
+    return [[*prompt, *ids] for prompt, ids in zip(prompts, result.tokens, strict=True)]
 
 
 def _write(folder: Path, record: Any, target: Pretrained, rows: tuple[np.ndarray, np.ndarray]) -> None:
@@ -137,13 +151,3 @@ def _write(folder: Path, record: Any, target: Pretrained, rows: tuple[np.ndarray
         parts.append([np.asarray(x)[:count] for x in record(target.params, *padded)])
     joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
     features.write_shard(folder, features.Recorded(*joined))
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [-1.0]
-    if not all(0 <= t < float("inf") for t in numbers):
-        raise MarsError(f"--temperatures is {text}: expected numbers such as 0,1.")
-    return numbers

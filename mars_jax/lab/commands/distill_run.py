@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.util
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mars_jax import hub
+from mars_jax import contrib, drafters, hub
 from mars_jax.cli.flags import HOSTS
 from mars_jax.cli.open_target import open_mesh
-from mars_jax.cli.progress import busy
-from mars_jax.contrib.drafters.system_files import NGRAM
+from mars_jax.cli.progress import busy, progress
+from mars_jax.contrib.drafters import sprinter_training, via_sd_training
+from mars_jax.contrib.drafters.medusa_files import save_medusa
+from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
+from mars_jax.contrib.rules import diversed_training
+from mars_jax.contrib.teaching import Batch
 from mars_jax.core.errors import MarsError, say
-from mars_jax.hub.durable import sync
+from mars_jax.core.home import expanded
+from mars_jax.hub.durable import sync, writing
 from mars_jax.hub.files import resolve
-from mars_jax.hub.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.commands import distill_heads
-from mars_jax.lab.commands.distill_features import check_dump, dump_settings
-from mars_jax.lab.commands.distill_systems import SYSTEMS, rewarded
-from mars_jax.lab.commands.training_text import training_text
+from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
+from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_writable, claim, joined_with_folder
-from mars_jax.lab.training import data, distillation
-from mars_jax.lab.training.loop import CHECKPOINTS, refuse_version_0_1
+from mars_jax.lab.training import (
+    data,
+    dflash_training,
+    distillation,
+    eagle_training,
+    features,
+    medusa_training,
+)
+from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit, refuse_version_0_1
 from mars_jax.lab.training.objectives import divergence
+from mars_jax.models.config import ModelConfig
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.rows import plain
+from mars_jax.serve.generation import generate
+from mars_jax.serve.rows import RowFile, plain
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not change the training: paths, devices, and the dtype of the result. The contents of files count."""
+WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
+"""Texts that the target writes at a time, and texts between two writes to the file: rows refill within a group."""
+LEFT_OUT, EVALUATIONS = 0.45, 128
+"""Share of the sublayers that VIA-SD leaves out by default, and masks that its search tries."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
@@ -50,13 +73,12 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _distill(args: argparse.Namespace, work: Path) -> None:
-    for package in ("grain", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise MarsError(f"distill needs the package {package}: pip install {package}.")
+    if importlib.util.find_spec("grain") is None:
+        raise MarsError("distill needs the package grain: pip install grain.")
     # Refuse wrong arguments before the models load.
     if args.loss is not None:
         divergence(args.loss)
-    distill_heads.layers_of(args.feature_layers)
+    layers_of(args.feature_layers)
     free_directory(args.output, overwrite=False)
     check_writable(args.output)
     check_writable(work, flag="--work")
@@ -74,17 +96,22 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         target = hub.load(args.target, dtype=None if args.features is None else "bfloat16", mesh=mesh)
         first = None
         if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
-            first = distill_heads.open_first(args, target)
-    weights = (target.params, () if first is None else first.params)
+            first = _open_first(args, target)
+    if first is None:
+        first_params, layers = (), layers_of(args.feature_layers)
+    elif args.kind == "eagle3":
+        first_params, layers = first[1], first[0].feature_layers
+    else:
+        first_params, layers = first.params, None
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
     settings |= {
         "data": digest("\0".join(documents).encode()),
-        "weights": fingerprint(weights, target.path),
+        "weights": fingerprint((target.params, first_params), target.path),
     }
     if args.features is not None:
-        layers = distill_heads.feature_layers(args, target, first)
-        fingerprint_of_target = fingerprint((target.params,), target.path)
-        settings["features"] = [check_dump(dump, layers, fingerprint_of_target) for dump in args.features]
+        layers = layers or eagle_training.feature_layers(target.config)
+        target_fingerprint = fingerprint((target.params,), target.path)
+        settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
     with claim(work, settings, flag="--work"):
         make = SYSTEMS.get(args.kind, _train)
         make(args, target, first, documents, work)
@@ -92,47 +119,301 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
     spec = "eagle" if args.kind in ("eagle1", "eagle3") else args.kind
-    figures = "figures" if args.kind in SYSTEMS else "figures and plot"
-    say(f"{args.output}: draft with --draft {spec}:{args.output}; {figures} in {work}")
+    say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
+
+
+def _open_first(args: argparse.Namespace, target: Pretrained) -> Any:
+    """Load the checkpoint of --from: (config, params) of an EAGLE-3 head, or a model."""
+    if args.kind != "eagle3":
+        return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+    config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
+    if config.version != 3:
+        raise MarsError(
+            f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out to start a new one."
+        )
+    return config, params
 
 
 def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
     """Train a head, or a small model, on text or on features, and write it."""
+    tokenizer = target.tokenizer.backend_tokenizer
     options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
-    if args.features is not None:
-        streams = [data.stream(documents, target.tokenizer.backend_tokenizer)] if documents else []
-        ids = distill_heads.draft_vocabulary(args, target, streams)
-        apprentice = distill_heads.start(args, target, first, ids)
-        params = distillation.train_on_features(apprentice, target.params, args.features, work, **options)
+    if args.features is None:
+        texts = documents if args.write is None else _write_texts(args, target, documents, work)
+        streams = [data.stream(texts, tokenizer)]
+        say(f"{len(streams[0].tokens):,} tokens of text")
     else:
-        stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
-        say(f"{len(stream.tokens):,} tokens of text")
-        ids = distill_heads.draft_vocabulary(args, target, [stream])
-        apprentice = distill_heads.start(args, target, first, ids)
+        streams = [data.stream(documents, tokenizer)] if documents else []
+    apprentice = _start(args, target, first, _draft_vocabulary(args, target, streams))
+    if args.features is None:
         params = distillation.train(
-            apprentice, target.params, [stream], work, length=args.length, mesh=target.mesh, **options
+            apprentice, target.params, streams, work, length=args.length, mesh=target.mesh, **options
         )
+    else:
+        params = distillation.train_on_features(apprentice, target.params, args.features, work, **options)
     if hosts.is_first():
         _write(args, apprentice.config, params, first)
 
 
 def _write(args: argparse.Namespace, config: Any, params: Any, first: Any) -> None:
-    """Write the drafter, complete or not at all: a kill leaves no half of it at --output."""
-    cast = jax.tree.map(
+    """Write the drafter in the layout of its kind, complete or not at all: a kill leaves no half of it at --output."""
+    params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    staging = args.output.with_name(f".{args.output.name}.distilling")
-    shutil.rmtree(staging, ignore_errors=True)  # of a killed run; this process has locked --work
+    folder = args.output.with_name(f".{args.output.name}.distilling")
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed run; this process has locked --work
     try:
-        result = staging / args.output.name
-        distill_heads.save(result, args, config, cast, first)
-        result.replace(args.output)
-        sync(args.output.absolute().parent)
-    except OSError as error:
-        raise MarsError(
-            f"--output '{args.output}' cannot be written ({error.strerror}): fix that, then run this again."
-        ) from None
+        with writing(args.output):
+            if args.kind == "model":
+                hub.save(folder, config, params)
+                _copy_tokenizer(first.path, folder)
+            elif args.kind == "medusa":
+                save_medusa(folder, config, params)
+            elif args.kind == "dflash":
+                layout = args.layout or "dflash"
+                contrib.save_dflash(folder, config, params, layout=layout, verifier=str(args.target))
+            else:
+                layout = args.layout or "eagle"
+                hub.save_eagle(folder, config, params, layout=layout, verifier=str(args.target))
+            folder.replace(args.output)
+            sync(args.output.absolute().parent)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_tokenizer(source: Path, output: Path) -> None:
+    for file in source.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+            shutil.copy(file, output / file.name)
+
+
+def _draft_vocabulary(
+    args: argparse.Namespace, target: Pretrained, streams: Sequence[data.Stream]
+) -> np.ndarray | None:
+    """Choose the draft vocabulary of `--draft-vocab`, ids i32[W], from texts and dumps; None: all tokens."""
+    size = target.config.vocab_size
+    if args.draft_vocab in (None, size):
+        return None
+    texts = list(streams)
+    for dump in args.features or ():
+        for folder in features.shards(dump):
+            shard = features.read_shard(folder)
+            tokens = shard.tokens[shard.segments != features.PADDING]
+            texts.append(data.Stream(tokens, np.zeros_like(tokens), len(tokens)))
+    return data.draft_vocabulary(texts, args.draft_vocab, size, target.stop_tokens)
+
+
+def _write_texts(
+    args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
+) -> list[str]:
+    """Return --write texts, in which the target continues the first 16 tokens of documents.
+
+    They are kept in --work, so that a killed run continues.
+    """
+    # Cut long documents before they are tokenized: 16 tokens have fewer than 2,000 characters.
+    begun = (target.encode(text[:2000])[:16] for text in documents)
+    prompts = [ids for ids in begun if len(ids) == 16][: args.write]
+    if not prompts:
+        raise MarsError("no document has 16 tokens to begin a text with: give longer ones.")
+    drafter = drafters.load("ngram", target)
+    texts: list[str] = []
+
+    def write(numbers: Sequence[int]) -> list[dict[str, Any]]:
+        chosen = [prompts[i % len(prompts)] for i in numbers]
+        result = generate(
+            target,
+            drafter,
+            chosen,
+            temperature=1.0,
+            seed=[(args.seed + i) % 2**32 for i in numbers],
+            max_new_tokens=args.length - 16,
+            batch_size=WRITTEN_BATCH,
+        )
+        return [
+            {"number": i, "text": target.decode([*prompt, *ids])}
+            for i, prompt, ids in zip(numbers, chosen, result.tokens, strict=True)
+        ]
+
+    with (
+        contextlib.closing(RowFile(work / "written.jsonl", {}, flag="--work")) as file,
+        progress("texts") as show,
+    ):
+        file.start()
+        for first in range(0, args.write, WRITTEN_GROUP):
+            numbers = range(first, min(first + WRITTEN_GROUP, args.write))
+            keys = [{"number": i} for i in numbers]
+            texts += [row["text"] for row in file.batch(keys, functools.partial(write, numbers))]
+            show(len(texts), args.write, "")
+    return texts
+
+
+def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndarray | None) -> Apprentice:
+    """Make the apprentice of a kind; `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
+    loss = divergence(args.loss)
+    if args.kind == "model":
+        check_same_vocabulary(target, first)
+        return distillation.small_model(target.config, first.config, first.params, divergence=loss)
+    if args.kind == "medusa":
+        return medusa_training.new_medusa(
+            target.config, target.params, count=args.heads or 4, divergence=loss, seed=args.seed
+        )
+    if args.kind == "eagle1":
+        return eagle_training.new_eagle1(
+            target.config, intermediate_size=args.intermediate_size, divergence=loss, seed=args.seed
+        )
+    if args.kind == "dflash":
+        return dflash_training.new_dflash(
+            target.config,
+            target.params,
+            ids=ids,
+            layers=layers_of(args.feature_layers),
+            depth=args.head_layers or 5,
+            block_size=args.block_size or 16,
+            from_anchor=bool(args.markov_rank or args.confidence),
+            markov_rank=args.markov_rank or 0,
+            confidence=bool(args.confidence),
+            intermediate_size=args.intermediate_size,
+            divergence=loss,
+            seed=args.seed,
+        )
+    return eagle_training.new_eagle3(
+        target.config,
+        target.params,
+        ids=ids,
+        layers=layers_of(args.feature_layers),
+        intermediate_size=args.intermediate_size,
+        trained=first,
+        steps=args.steps_ahead or 5,
+        divergence=loss,
+        seed=args.seed,
+    )
+
+
+def draft_name(name: str, output: Path) -> str:
+    """Return the name of a model in config.json of `output`: the given one, or a path relative to the output."""
+    path = expanded(name)
+    if name == NGRAM or not path.is_dir():
+        return name
+    relative = os.path.relpath(path.resolve(), output.resolve())
+    if relative.startswith(".."):
+        raise MarsError(
+            f"--from is '{name}', which a system in '{output}' could not name once it is moved: give a name of the "
+            "hub's or of the package's, or copy the model to a directory within --output when it is there."
+        )
+    return relative
+
+
+def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[str]) -> list[Batch]:
+    stream = data.stream(documents, target.tokenizer.backend_tokenizer)
+    rows = max(2, args.step_tokens // args.length)
+    batches = data.batches([stream], rows=rows, length=args.length, seed=args.seed)
+    return [batches[i] for i in range(max(2, round(args.tokens / args.step_tokens)))]
+
+
+def _sprinter(
+    args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
+) -> None:
+    check_same_vocabulary(target, small)
+    batches = _batches(args, target, documents)
+    examples = jax.jit(
+        lambda teacher, params, batch, key: sprinter_training.examples(
+            target.model, teacher, small.model, params, batch, key
+        )
+    )
+    keys = jax.random.split(jax.random.key(args.seed), len(batches))
+    parts = [
+        jax.device_get(examples(target.params, small.params, batch, key))
+        for batch, key in zip(batches, keys, strict=True)
+    ]
+    held_out = max(1, len(parts) // 8)
+    training = sprinter_training.training(sprinter_training.flattened(parts[:-held_out]), seed=args.seed)
+    params = jax.device_get(fit(training, work, description="classifier"))
+    test = sprinter_training.flattened(parts[-held_out:])
+    figures = {f"at_{c}": sprinter_training.figures(test, params, c) for c in (0.3, 0.5, 0.7, 0.9)}
+    say(f"held out: {figures}")
+    save_system(args.output, System(name="sprinter", draft=draft_name(args.first, args.output)), params)
+
+
+def _via_sd(
+    args: argparse.Namespace,
+    target: Pretrained,
+    small: Pretrained | None,
+    documents: Sequence[str],
+    work: Path,
+) -> None:
+    if small is not None:
+        check_same_vocabulary(target, small)
+    if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
+        raise MarsError(
+            f"'{target.name}' cannot leave out layers: give a checkpoint of this library's models."
+        )
+    found = via_sd_training.search(
+        target.model,
+        target.params,
+        _batches(args, target, documents),
+        left_out=args.left_out or LEFT_OUT,
+        evaluations=EVALUATIONS,
+        seed=args.seed,
+        log=work / "masks.jsonl",
+    )
+    out = 2 * len(found.mask) - sum(map(sum, found.mask))
+    say(
+        f"without {out} of {2 * len(found.mask)} sublayers: KL {found.kl:.3f} nats a token, the same best token "
+        f"{found.same:.1%}"
+    )
+    name = draft_name(args.first or NGRAM, args.output)
+    save_system(args.output, System(name="via_sd", draft=name, layers=found.mask))
+
+
+def _diversed(
+    args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
+) -> None:
+    check_same_vocabulary(target, small)
+    problems = rewarded(args.task)
+    prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
+
+    def reward(number: int, text: str) -> float:
+        counts = score(problems[number], text)
+        return float(np.asarray(counts)[0]) if counts else 0.0
+
+    head = fit(
+        diversed_training.training(target, small, seed=args.seed),
+        work,
+        teacher=(target.params, small.params),
+        prepare=diversed_training.rollouts(target, small, prompts, reward, seed=args.seed),
+        save_every=1,
+        description="diversed",
+    )
+    contrib.save(args.output, jax.device_get(head), "diversed")
+
+
+SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str], Path], None]] = {
+    "sprinter": _sprinter,
+    "via_sd": _via_sd,
+    "diversed": _diversed,
+}
+"""Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
+
+Raises:
+  MarsError: the small model has another vocabulary, there is too little text, or a task without rewards.
+"""
+
+
+def rewarded(task: str | None) -> list[Problem]:
+    """Return the problems of `--task`, by default those of arithmetic.
+
+    Raises:
+      MarsError: there is no such task or file, or its answers have no rewards.
+    """
+    name, _, path = (task or "arithmetic").partition("=")
+    if name == "arithmetic" and not path:
+        return read_arithmetic("train")
+    problems = read(name, path or None, chat=True)
+    metrics = ("final_answer", "last_number", "rouge_l")
+    if any(p.metric not in metrics for p in problems):
+        raise MarsError(
+            f"--task {name} rewards no single answer: choose one whose metric is {', '.join(metrics)}."
+        )
+    return problems

@@ -8,6 +8,7 @@ vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.teaching import Batch, Loss, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
-from mars_jax.lab.training.eagle_training import cast, feature_layers, from_target
-from mars_jax.lab.training.loop import Apprentice, panels_of
-from mars_jax.lab.training.objectives import Divergence, forward_kl, total_variation
+from mars_jax.lab.training import objectives
+from mars_jax.lab.training.eagle_training import feature_layers, from_target
+from mars_jax.lab.training.loop import Apprentice
+from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
@@ -58,9 +60,7 @@ def dflash(
     *,
     ids: Array | None = None,
     blocks: int | None = None,
-    decay: float | None = None,
     divergence: Divergence = forward_kl,
-    confidence_weight: float = 1.0,
     dtype: Any = "bfloat16",
 ) -> Loss:
     """Return the loss of a head: a place of a block learns the target's distribution after the true tokens before it.
@@ -70,18 +70,16 @@ def dflash(
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller.
       blocks: A; default: one per `SPACING` tokens of a row.
-      decay: drafted place i weighs exp(-i / decay); default: `decay_of`.
       divergence: of the head's distribution from the target's.
-      confidence_weight: of the confidence head's cross-entropy, if there is one.
       dtype: of the computation.
     """
-    fade = decay_of(config.block_size) if decay is None else decay
+    fade = math.exp(-1 / decay_of(config.block_size))
 
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         lesson = teach(target, teacher, batch)
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
         places = anchors(tokens, blocks or max(1, tokens.shape[1] // SPACING))
-        both = Params(target=teacher, draft=cast(params, dtype) | ({} if ids is None else {"ids": ids}))
+        both = Params(target=teacher, draft=cast(params, dtype, ids))
         hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
 
         # Drafted place i learns the target's distribution after token `after[..., i]`.
@@ -102,21 +100,19 @@ def dflash(
             drafted = drafted + head.markov(config, both.draft, before.reshape(rows, -1))
         drafted = drafted.reshape(rows, count, drafts, -1)
 
-        weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / fade)
-        losses = _means(divergence(labels, drafted), valid)
-        total = jnp.sum(losses * weight) / jnp.sum(weight)
         named = config.to_target(both, jnp.argmax(drafted, axis=-1))
-        right = _means((named == choice).astype(jnp.float32), valid)
-        figures = {f"loss_{i + 1}": losses[i] for i in range(drafts)}
-        figures |= {f"accept_{i + 1}": right[i] for i in range(drafts)}
+        losses = objectives.masked_mean(divergence(labels, drafted), valid, axis=(0, 1))
+        right = objectives.masked_mean((named == choice).astype(jnp.float32), valid, axis=(0, 1))
+        total, figures = objectives.chain_mean(losses, fade), objectives.chain_figures(losses, right)
         if config.confidence:
             sure = head.confidence(config, both.draft, flat, before.reshape(rows, -1))
             sure = sure.reshape(rows, count, drafts)
-            overlap = jax.lax.stop_gradient(1 - total_variation(labels, drafted))
+            overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, drafted))
             entropy = jax.nn.softplus(sure) - overlap * sure  # cross-entropy of a chance and its logit
-            doubt = jnp.sum(_means(entropy, valid) * weight) / jnp.sum(weight)
-            total = total + confidence_weight * doubt
-            figures["confidence"] = doubt
+            figures["confidence"] = objectives.chain_mean(
+                objectives.masked_mean(entropy, valid, axis=(0, 1)), fade
+            )
+            total = total + figures["confidence"]
         return total, figures
 
     return loss
@@ -171,21 +167,15 @@ def block_hidden(
     return hidden[:, :, size - config.drafts :]
 
 
-def _means(values: Array, valid: Array) -> Array:
-    """Return f32[D]: means over the valid blocks."""
-    total = jnp.sum(jnp.where(valid, values, 0.0), axis=(0, 1))
-    return total / jnp.maximum(jnp.sum(valid, axis=(0, 1), dtype=jnp.float32), 1.0)
-
-
-def block_layers(target: ModelConfig, count: int = 5) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
+def block_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Return the layers that a DFlash head reads: five spread as published, or the thirds of a shallow target.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
     """
     if target.num_layers < 12:
         return feature_layers(target)
-    return tuple(round(1 + i * (target.num_layers - 4) / max(count - 1, 1)) for i in range(count))
+    return tuple(round(1 + i * (target.num_layers - 4) / 4) for i in range(5))
 
 
 def new_dflash(
@@ -196,7 +186,6 @@ def new_dflash(
     layers: Sequence[int] | None = None,
     depth: int = 5,
     block_size: int = 16,
-    mask_token: int | None = None,
     from_anchor: bool = False,
     markov_rank: int = 0,
     confidence: bool = False,
@@ -211,14 +200,13 @@ def new_dflash(
       layers: of the target, default: `block_layers`.
       depth: layers of the head.
       block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
-      mask_token: default: the token that begins or ends a text.
       intermediate_size: of the layers' MLPs, default: the target's.
       divergence: see `dflash`.
     """
     layers = tuple(block_layers(target) if layers is None else layers)
-    if mask_token is None:
-        known = (target.bos_token_id, *target.eos_token_ids)
-        mask_token = next((token for token in known if token is not None), 0)
+    # The token that begins or ends a text.
+    special_tokens = (target.bos_token_id, *target.eos_token_ids)
+    mask_token = next((token for token in special_tokens if token is not None), 0)
     config = DFlashConfig(
         layer=layers_like(target, intermediate_size, family="qwen3", qk_norm=True, num_layers=depth),
         target_hidden_size=target.hidden_size,
@@ -244,4 +232,4 @@ def new_dflash(
 
     model = language_model(target, dtype="bfloat16", feature_layers=layers)
     loss = dflash(config, model, ids=vocabulary, divergence=divergence)
-    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(config.drafts), ids=vocabulary)
+    return Apprentice(config=config, init=init, loss=loss, ids=vocabulary)

@@ -22,9 +22,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import names_of, size_of
 from mars_jax.core.types import PyTree
 from mars_jax.lab.training import data, features
-from mars_jax.lab.training.eagle_training import cast
-from mars_jax.lab.training.loop import Apprentice, fit, muon, plot
-from mars_jax.lab.training.objectives import Divergence
+from mars_jax.lab.training.loop import Apprentice, fit, muon
+from mars_jax.lab.training.objectives import Divergence, cast
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import language_model
 from mars_jax.placement import hosts
@@ -61,8 +60,7 @@ def small_model(
         # Copies, because the optimizer overwrites them.
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
 
-    panels = {"loss": ("loss",), "acceptance": ("accept_1",)}
-    return Apprentice(config=draft, init=init, loss=loss, panels=panels)
+    return Apprentice(config=draft, init=init, loss=loss)
 
 
 def train(
@@ -84,7 +82,7 @@ def train(
       apprentice: see `small_model`, and the module of each kind of head.
       teacher: the target's params, on the mesh if there is one.
       streams: the text.
-      work: directory of checkpoints, log.jsonl and plot.png.
+      work: directory of checkpoints and log.jsonl.
       tokens: to train on.
       step_tokens, length: rows of `length` tokens, `step_tokens` in all.
       learning_rate: the peak; see `loop.muon`.
@@ -111,19 +109,12 @@ def train(
         everywhere = NamedSharding(mesh, PartitionSpec())
         init = lambda: _placed(apprentice.init(), everywhere)  # noqa: E731
         prepare = lambda params, batch: _placed(batch, by_row)  # noqa: E731
-    steps = max(1, round(tokens / (rows * length)))
-    training = Training(
-        init=init,
-        loss=apprentice.loss,
-        batches=data.batches(streams, rows=rows, length=length, seed=seed),
-        optimizer=muon(learning_rate, steps),
-        steps=steps,
-        step_tokens=rows * length,
-    )
+    batches = data.batches(streams, rows=rows, length=length, seed=seed)
+    training = _training(apprentice, batches, tokens, rows * length, learning_rate)._replace(init=init)
     low = cast(teacher, jnp.bfloat16)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         params = fit(training, work, teacher=low, prepare=prepare, description="distilling")
-    return _finished(apprentice, params, work, training)
+    return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
 
 
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
@@ -136,11 +127,11 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(place, tree)
 
 
-def _finished(
-    apprentice: Apprentice, params: PyTree, work: str | os.PathLike[str], training: Training
-) -> PyTree:
-    plot(Path(work), apprentice.panels, tokens=training.step_tokens)
-    return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
+def _training(
+    apprentice: Apprentice, batches: Any, tokens: float, step_tokens: int, learning_rate: float
+) -> Training:
+    steps = max(1, round(tokens / step_tokens))
+    return Training(apprentice.init, apprentice.loss, batches, muon(learning_rate, steps), steps, step_tokens)
 
 
 def train_on_features(
@@ -175,17 +166,9 @@ def train_on_features(
         means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"tau": tau(means)}
 
-    steps = max(1, round(tokens / size))
-    training = Training(
-        init=apprentice.init,
-        loss=apprentice.loss,
-        batches=batches,
-        optimizer=muon(learning_rate, steps),
-        steps=steps,
-        step_tokens=size,
-    )
+    training = _training(apprentice, batches, tokens, size, learning_rate)
     params = fit(training, work, teacher=low, save_every=25, held_out=measure, description="distilling")
-    return _finished(apprentice, params, work, training)
+    return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
 
 
 def tau(figures: Mapping[str, float]) -> float:

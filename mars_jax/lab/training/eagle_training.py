@@ -18,17 +18,18 @@ from jax import Array
 
 from mars_jax.contrib.teaching import Batch, Loss, document_mask, in_documents, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
+from mars_jax.lab.training import objectives
 from mars_jax.lab.training.features import PADDING, Recorded
-from mars_jax.lab.training.loop import Apprentice, panels_of
-from mars_jax.lab.training.objectives import Divergence, forward_kl
+from mars_jax.lab.training.loop import Apprentice
+from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models import eagle_head as head
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.heads import LayeredHead, init_params, layers_like
 from mars_jax.models.transformer import language_model
 
-FADE = 0.8
-"""Weight of a draft token relative to the one before it (the EAGLE-3 and Medusa recipes)."""
+NOISE, TOKEN_WEIGHT = 0.1, 0.1
+"""EAGLE-1: half the width of the uniform noise on features, and weight of the divergence (the published recipe)."""
 
 
 class Labels(NamedTuple):
@@ -67,11 +68,6 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], place[..., 0] < size)
 
 
-def cast(params: PyTree, dtype: Any) -> PyTree:
-    """Cast float32 params to the dtype of the computation."""
-    return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
 def entries(output: ForwardOutput, count: int) -> ForwardOutput:
     """Return the output at the first `count` tokens."""
     return output._replace(
@@ -79,15 +75,10 @@ def entries(output: ForwardOutput, count: int) -> ForwardOutput:
     )
 
 
-def masked_mean(values: Array, valid: Array) -> Array:
-    """Return the mean of the valid values."""
-    return jnp.sum(jnp.where(valid, values, 0.0)) / jnp.maximum(jnp.sum(valid, dtype=jnp.float32), 1.0)
-
-
 def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
     """Return the share of the valid entries whose likeliest token is the target's choice i32[B, n]."""
     token = config.to_target(params, jnp.argmax(drafted, axis=-1))
-    return masked_mean((token == choice).astype(jnp.float32), valid)
+    return objectives.masked_mean((token == choice).astype(jnp.float32), valid)
 
 
 def eagle3(
@@ -113,7 +104,7 @@ def eagle3(
       config: of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are no params.
-      steps: tokens to draft; step j weighs 0.8**j.
+      steps: tokens to draft.
       divergence: of the head's distribution from the target's.
       dtype: of the computation.
     """
@@ -125,15 +116,13 @@ def eagle3(
         else:
             labels = _labels(target, teacher, batch, ids)
             known = labels.known if batch.wanted is None else labels.known & batch.wanted[:, 2:]
-        both = Params(target=teacher, draft=cast(params, dtype) | ({} if ids is None else {"ids": ids}))
-        total, figures = jnp.float32(0), {}
+        both = Params(target=teacher, draft=cast(params, dtype, ids))
+        losses, accepted = [], []
         chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps, dtype)
-        for j, (drafted, valid) in enumerate(chain):
-            step_loss = masked_mean(divergence(labels.logits, drafted), valid & known)
-            total = total + FADE**j * step_loss
-            figures[f"loss_{j + 1}"] = step_loss
-            figures[f"accept_{j + 1}"] = _agreement(config, both, drafted, labels.choice, valid)
-        return total / sum(FADE**j for j in range(steps)), figures
+        for drafted, valid in chain:
+            losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & known))
+            accepted.append(_agreement(config, both, drafted, labels.choice, valid))
+        return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
 
     return loss
 
@@ -197,17 +186,15 @@ def eagle1(
     config: EagleConfig,
     target: LanguageModel,
     *,
-    token_weight: float = 0.1,
-    noise: float = 0.1,
     divergence: Divergence = forward_kl,
     dtype: Any = "bfloat16",
 ) -> Loss:
     """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1), and of the token it predicts.
 
+    Noise on the features counters errors that accumulate in decoding.
+
     Args:
       config, target, divergence, dtype: as for `eagle3`.
-      token_weight: weight of the divergence relative to the regression (0.1 in the paper).
-      noise: half the width of uniform noise on the features, against errors that accumulate in decoding.
     """
 
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
@@ -219,7 +206,7 @@ def eagle1(
         feature = lesson.output.hidden[:, :n]
         # The noise is a function of the batch, so that a killed run continues bit for bit.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
-        feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -noise, noise)
+        feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
         hidden, _ = head.forward(
             config,
             target,
@@ -233,14 +220,14 @@ def eagle1(
         valid = segments[:, :n] == segments[:, 1:]
         error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
         smooth = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
-        regression = masked_mean(smooth, valid)
-        token = masked_mean(divergence(wanted, drafted), valid)
+        regression = objectives.masked_mean(smooth, valid)
+        token = objectives.masked_mean(divergence(wanted, drafted), valid)
         figures = {
             "regression": regression,
             "token": token,
             "accept_1": _agreement(config, both, drafted, jnp.argmax(wanted, axis=-1), valid),
         }
-        return regression + token_weight * token, figures
+        return regression + TOKEN_WEIGHT * token, figures
 
     return loss
 
@@ -308,6 +295,9 @@ def new_eagle3(
     if trained is not None:
         config, head_params = trained
         vocabulary = head_params.get("ids")
+        weights = {name: part for name, part in head_params.items() if name != "ids"}
+        # Copies, because the optimizer overwrites them.
+        init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), weights)
     else:
         config = EagleConfig(
             version=3,
@@ -317,18 +307,10 @@ def new_eagle3(
             feature_layers=tuple(feature_layers(target) if layers is None else layers),
         )
         vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
-        head_params = None
-
-    def init() -> PyTree:
-        if head_params is None:
-            return from_target(config, target, params, vocabulary, seed)
-        # Copies, because the optimizer overwrites them.
-        weights = {name: part for name, part in head_params.items() if name != "ids"}
-        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), weights)
-
+        init = functools.partial(from_target, config, target, params, vocabulary, seed)
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
     loss = eagle3(config, model, ids=vocabulary, steps=steps, divergence=divergence)
-    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(steps), ids=vocabulary)
+    return Apprentice(config=config, init=init, loss=loss, ids=vocabulary)
 
 
 def new_eagle1(
@@ -346,5 +328,4 @@ def new_eagle1(
         config=config,
         init=functools.partial(from_target, config, target, None, None, seed),
         loss=eagle1(config, language_model(target, dtype="bfloat16"), divergence=divergence),
-        panels={"loss": ("regression", "token"), "acceptance": ("accept_1",)},
     )

@@ -1,4 +1,4 @@
-"""The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints, a log and a plot.
+"""The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints and a log.
 
 Oracle: a killed run against one that was not (tests/lab/training/test_loop.py, tests/cli/test_hosts.py).
 """
@@ -9,12 +9,11 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax import Array
 
@@ -26,8 +25,8 @@ from mars_jax.placement import hosts
 
 CHECKPOINTS = "orbax"
 """Directory of the checkpoints, inside the directory of a training."""
-DECAY = 0.35
-"""Share of the steps, at the end, over which the learning rate falls to zero."""
+WARMUP, DECAY = 50, 0.35
+"""Steps over which the learning rate rises, and share of the steps, at the end, over which it falls to zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,20 +36,10 @@ class Apprentice:
     config: Any
     init: Callable[[], PyTree]  # makes the first params, in float32
     loss: Loss
-    panels: Mapping[str, Sequence[str]]  # title of each panel of the plot: the figures in it
     ids: Array | None = None  # i32[W]; of a head with a draft vocabulary
 
 
-def panels_of(steps: int) -> dict[str, tuple[str, ...]]:
-    """Return `Apprentice.panels` for drafts of `steps` tokens."""
-    numbers = range(1, steps + 1)
-    return {
-        "loss": tuple(f"loss_{i}" for i in numbers),
-        "acceptance": tuple(f"accept_{i}" for i in numbers),
-    }
-
-
-def muon(peak: float, steps: int, *, warmup: int = 50, decay: float = DECAY) -> optax.GradientTransformation:
+def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """Make the project's optimizer: Muon for matrices inside the layers and Adam for all other params.
 
     Embeddings and unembeddings use Adam, as Muon's author advises (Jordan 2024). Updates of both kinds have the same
@@ -60,14 +49,12 @@ def muon(peak: float, steps: int, *, warmup: int = 50, decay: float = DECAY) -> 
     Args:
       peak: learning rate of the plateau.
       steps: of the whole training.
-      warmup: steps until the plateau, at most a tenth of the training.
-      decay: share of the steps, at the end, over which the rate falls.
 
-    >>> muon(1e-3, 100).init({"q": np.ones((4, 4), np.float32)}) is not None
+    >>> muon(1e-3, 100).init({"q": jax.numpy.ones((4, 4))}) is not None
     True
     """
-    warmup = min(warmup, max(1, steps // 10))
-    falling = max(1, round(steps * decay))
+    warmup = min(WARMUP, max(1, steps // 10))
+    falling = max(1, round(steps * DECAY))
     schedule = optax.join_schedules(
         [
             optax.linear_schedule(0.0, peak, warmup),
@@ -270,27 +257,3 @@ def _log(path: Path, lines: int) -> Any:
             file.readline()
         file.truncate()
     return path.open("a", buffering=1)
-
-
-def plot(directory: Path, panels: Mapping[str, Sequence[str]], *, tokens: int) -> None:
-    """Draw running means of the figures in `log.jsonl` over the tokens seen, as `plot.png`.
-
-    Args:
-      directory: of the training.
-      panels: title -> names of its figures.
-      tokens: of a step.
-    """
-    from matplotlib.figure import Figure
-
-    rows = [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
-    window = max(1, len(rows) // 100)
-    seen = [row["step"] * tokens / 1e6 for row in rows[window - 1 :]]
-    figure = Figure(figsize=(4.6 * len(panels), 3.2), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, names) in zip(axes, panels.items(), strict=True):
-        for name in names:
-            mean = np.convolve([row[name] for row in rows], np.ones(window) / window, mode="valid")
-            axis.plot(seen, mean, label=name)
-        axis.set(title=title, xlabel="million tokens", ylabel=f"mean of {window} steps")
-        axis.legend()
-    figure.savefig(directory / "plot.png", dpi=150)

@@ -16,9 +16,10 @@ from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.contrib.teaching import Batch, Loss, teach
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.lab.training.eagle_training import FADE, cast, masked_mean, unembedding
-from mars_jax.lab.training.loop import Apprentice, panels_of
-from mars_jax.lab.training.objectives import Divergence, forward_kl
+from mars_jax.lab.training import objectives
+from mars_jax.lab.training.eagle_training import unembedding
+from mars_jax.lab.training.loop import Apprentice
+from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import init_params
 from mars_jax.models.transformer import language_model
@@ -27,7 +28,7 @@ from mars_jax.models.transformer import language_model
 def medusa(
     count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
 ) -> Loss:
-    """Return the loss of `count` heads: head i learns the token i + 2 after the one that it reads, weighted 0.8**i.
+    """Return the loss of `count` heads: head i learns the token i + 2 after the one that it reads.
 
     Args:
       count: H.
@@ -39,18 +40,16 @@ def medusa(
         rows, length, size = lesson.output.hidden.shape
         hidden = lesson.output.hidden.reshape(rows * length, 1, size)
         drafted = medusa_layers.logits(cast(params, dtype), hidden, count).reshape(rows, length, count, -1)
-        segments, total, figures = batch.segments, jnp.float32(0), {}
+        segments, losses, accepted = batch.segments, [], []
         for i in range(count):
             n = length - 1 - i
             logits, wanted = drafted[:, :n, i], lesson.logits[:, 1 + i :]
             # The target predicts token t + 2 + i from one document up to t + 1 + i.
             valid = segments[:, :n] == segments[:, 1 + i : length]
-            head_loss = masked_mean(divergence(wanted, logits), valid)
             same = (jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)).astype(jnp.float32)
-            total = total + FADE**i * head_loss
-            figures[f"loss_{i + 1}"] = head_loss
-            figures[f"accept_{i + 1}"] = masked_mean(same, valid)
-        return total / sum(FADE**i for i in range(count)), figures
+            losses.append(objectives.masked_mean(divergence(wanted, logits), valid))
+            accepted.append(objectives.masked_mean(same, valid))
+        return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
 
     return loss
 
@@ -71,4 +70,4 @@ def new_medusa(
         return first
 
     loss = medusa(count, language_model(target, dtype="bfloat16"), divergence=divergence)
-    return Apprentice(config=config, init=init, loss=loss, panels=panels_of(count))
+    return Apprentice(config=config, init=init, loss=loss)

@@ -1,14 +1,22 @@
-"""Divergences of a drafter's distribution from its target's. B rows, L tokens of a row, V vocabulary."""
+"""Divergences of a drafter's distribution from its target's, and shared parts of the losses of heads.
+
+B rows, L tokens of a row, V vocabulary, W draft vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
+
+FADE = 0.8
+"""Weight of a draft token relative to the one before it (the EAGLE-3 and Medusa recipes)."""
 
 
 def forward_kl(target_logits: Array, draft_logits: Array) -> Array:
@@ -68,3 +76,34 @@ def divergence(names: str) -> Divergence:
         return sum((w * f(target_logits, draft_logits) for w, f in parts), start=jnp.float32(0))  # pyright: ignore
 
     return total
+
+
+def cast(params: PyTree, dtype: Any, ids: Array | None = None) -> PyTree:
+    """Cast float32 params to the dtype of the computation, and add the draft vocabulary i32[W] if there is one."""
+    low = jax.tree.map(lambda x: x.astype(dtype), params)
+    return low if ids is None else {**low, "ids": ids}
+
+
+def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None) -> Array:
+    """Return the mean of the valid values over some axes, by default all; 0 if none is valid."""
+    total = jnp.sum(jnp.where(valid, values, 0.0), axis=axis)
+    return total / jnp.maximum(jnp.sum(valid, axis=axis, dtype=jnp.float32), 1.0)
+
+
+def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
+    """Return the mean of a value f32[] of each token of a chain, in which token j weighs fade**j.
+
+    >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
+    2.0
+    """
+    total, weight = jnp.float32(0), 0.0
+    for j, value in enumerate(values):
+        total = total + fade**j * value
+        weight += fade**j
+    return total / weight
+
+
+def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:
+    """Return the figures of a chain for the log: the loss of each token, and the share that the target accepts."""
+    figures = {f"loss_{j}": loss for j, loss in enumerate(losses, start=1)}
+    return figures | {f"accept_{j}": share for j, share in enumerate(accepted, start=1)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +32,8 @@ from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
 
+BATCH = 8
+"""Texts of a gradient step, and old texts next to them."""
 EVERY, STEPS = 32, 8
 """Completions between two updates of `--refine`, by default, and gradient steps of an update."""
 HELD_OUT, WIDTH = 16, 256
@@ -51,9 +53,9 @@ class Refined(NamedTuple):
 class Learner(NamedTuple):
     """The loss and the measured acceptance of a kind of draft."""
 
-    loss: Callable[..., Array]  # of (params, ids, target params, tokens i32[B, T], wanted bool[B, T])
-    # (params, ids, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
-    acceptance: Callable[..., Iterator[Array]]
+    loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], wanted bool[B, T]) -> f32[]
+    # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
+    acceptance: Callable[..., Sequence[Array]]
     ahead: int  # position t of these arrays is about token t + ahead
 
 
@@ -95,7 +97,6 @@ class Refiner:
         optimizer: Any = None,
         rows: int = 64,
         width: int = 256,
-        batch_size: int = 8,
         fall: float = 0.03,
         temperature: float = 0.0,
         seed: int = 0,
@@ -110,37 +111,33 @@ class Refiner:
           old: token ids of texts that the draft should remember.
           optimizer: of optax; default: adamw(3e-4) with gradients clipped at norm 1.
           rows, width: the latest `rows` texts are kept, each cut to `width` tokens.
-          batch_size: texts of an update, and as many old ones.
           fall: share of the first held-out tau that may be lost.
           temperature: of the expected tau: 0 compares best tokens, above it distributions.
           seed: of the order of the texts.
 
         Raises:
-          MarsError: vocabularies differ, there are no held-out texts, an EAGLE-1 head, or a number is out of range.
+          MarsError: vocabularies differ, there are no held-out texts, or it is an EAGLE-1 head.
         """
         if not len(held_out):
             raise MarsError("there are no held-out texts: give some, or nothing guards against forgetting.")
-        if depth < 1 or batch_size < 1 or fall < 0:
-            raise MarsError(
-                f"depth is {depth}, batch_size {batch_size} and fall {fall}: give at least 1, 1 and 0."
-            )
         if isinstance(draft, EagleConfig):
-            learner = _head_learner(target, draft, depth, temperature)
+            # Token ids are no weights: they have no gradient.
+            self._ids = {name: params[name] for name in params if name == "ids"}
+            params = {name: params[name] for name in params if name != "ids"}
+            learner = _head_learner(target, draft, self._ids, depth, temperature)
         else:
+            self._ids = {}
             learner = _model_learner(target, draft, depth, temperature)
         self._texts: collections.deque[tuple[list[int], list[bool]]] = collections.deque(maxlen=rows)
-        self._depth, self._width, self._batch, self._fall = depth, width, batch_size, fall
+        self._depth, self._width, self._fall = depth, width, fall
         self._random = np.random.default_rng(seed)
-        self._ids = params.get("ids") if isinstance(draft, EagleConfig) else None
-        if self._ids is not None:
-            params = {name: value for name, value in params.items() if name != "ids"}
         self._dtypes = jax.tree.map(lambda x: x.dtype, params)
         # Updates smaller than a step of bfloat16 accumulate in float32.
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        self._optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-        self._state = self._optimizer.init(self._params)
+        optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+        self._state = optimizer.init(self._params)
         self._held_out, self._old = list(held_out), list(old)
-        self._update = jax.jit(_updater(learner, self._optimizer))
+        self._update = jax.jit(_updater(learner, optimizer))
         self._measure = jax.jit(_measurer(learner))
         self._first = self.expected_tau(target_params)
 
@@ -148,17 +145,17 @@ class Refiner:
     def params(self) -> PyTree:
         """The weights of the draft, in its dtypes."""
         trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
-        return trained if self._ids is None else trained | {"ids": self._ids}
+        return trained | self._ids if self._ids else trained
 
-    def expected_tau(self, target_params: PyTree, texts: Sequence[Sequence[int]] | None = None) -> float:
-        """Return the expected tau of a chain of K on texts, by default the held-out ones, with the current weights."""
-        tokens, lengths = self._padded(self._held_out if texts is None else texts)
-        sums = [
-            np.asarray(self._measure(self._params, self._ids, target_params, tokens[part], lengths[part]))
-            for part in (slice(i, i + self._batch) for i in range(0, len(tokens), self._batch))
-        ]
-        total, count = np.sum(sums, axis=0)
-        return float(total / max(count, 1))
+    def expected_tau(self, target_params: PyTree) -> float:
+        """Return the expected tau of a chain of K on the held-out texts, with the current weights."""
+        tokens, lengths = self._padded(self._held_out)
+        total = count = 0.0
+        for first in range(0, len(tokens), BATCH):
+            part = slice(first, first + BATCH)
+            sums = self._measure(self._params, target_params, tokens[part], lengths[part])
+            total, count = total + float(sums[0]), count + float(sums[1])
+        return total / max(count, 1)
 
     def see_completions(self, completions: Iterable[Completion]) -> None:
         """Keep completions that were decoded with `log_probs=True`.
@@ -180,15 +177,14 @@ class Refiner:
 
         Args:
           target_params: the ones that decode now.
-          steps: updates, each from `batch_size` texts. Without any text nothing changes.
+          steps: updates, each from `BATCH` texts and as many old ones. Without any text nothing changes.
         """
         old_params, old_state = self._params, self._state
         before = self.expected_tau(target_params)
         loss = jnp.float32(0)
         for _ in range(steps if self._texts else 0):
-            lessons = self._lessons(list(self._texts))
             self._params, self._state, loss = self._update(
-                self._params, self._ids, self._state, target_params, *lessons
+                self._params, self._state, target_params, *self._lessons()
             )
         after = self.expected_tau(target_params)
         kept = bool(np.isfinite(after)) and after >= min((1 - self._fall) * self._first, before)
@@ -198,20 +194,18 @@ class Refiner:
 
     def warm_up(self, target_params: PyTree) -> None:
         """Compile everything that `refine` runs, so that measured times exclude compilation."""
-        lessons = jnp.zeros((2 * self._batch, self._width), jnp.int32)
-        wanted = jnp.zeros(lessons.shape, bool)
-        jax.block_until_ready(
-            self._update(self._params, self._ids, self._state, target_params, lessons, wanted)
-        )
+        tokens = jnp.zeros((2 * BATCH, self._width), jnp.int32)
+        wanted = jnp.zeros(tokens.shape, bool)
+        jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, wanted))
 
-    def _lessons(self, failures: Sequence[tuple[list[int], list[bool]]]) -> tuple[Array, Array]:
-        """Draw texts to learn: (tokens i32[2 b, T], wanted bool[2 b, T])."""
-        chosen = [failures[i] for i in self._random.choice(len(failures), self._batch)]
-        for _ in range(self._batch):
+    def _lessons(self) -> tuple[Array, Array]:
+        """Draw texts to learn: (tokens i32[2 * BATCH, T], wanted bool[2 * BATCH, T])."""
+        lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
+        for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))] if self._old else []
-            chosen.append((list(text), [place > 0 for place in range(len(text))]))
-        tokens, _ = self._padded([text for text, _ in chosen])
-        wanted, _ = self._padded([places for _, places in chosen])
+            lessons.append((list(text), [place > 0 for place in range(len(text))]))
+        tokens, _ = self._padded([text for text, _ in lessons])
+        wanted, _ = self._padded([places for _, places in lessons])
         return jnp.asarray(tokens), jnp.asarray(wanted, bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -224,8 +218,8 @@ class Refiner:
 
 
 def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    def update(params: PyTree, ids: Any, state: Any, teacher: PyTree, tokens: Array, wanted: Array) -> Any:
-        loss, gradient = jax.value_and_grad(learner.loss)(params, ids, teacher, tokens, wanted)
+    def update(params: PyTree, state: Any, teacher: PyTree, tokens: Array, wanted: Array) -> Any:
+        loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, wanted)
         change, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, change), state, loss
 
@@ -235,17 +229,16 @@ def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Calla
 def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
     """Return (sum over positions of the expected tau of a chain that begins there, number of positions)."""
 
-    def measure(params: PyTree, ids: Any, teacher: PyTree, tokens: Array, lengths: Array):
+    def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
+        acceptance = learner.acceptance(params, teacher, tokens)
         tau = reach = jnp.float32(1)
-        depth = 0
-        for depth, accept in enumerate(learner.acceptance(params, ids, teacher, tokens), start=1):
-            # Draft `depth` of the chain that begins at t is at position t + depth - 1.
-            reach = reach * jnp.pad(accept[:, depth - 1 :], ((0, 0), (0, depth - 1)))
+        for j, accept in enumerate(acceptance):
+            # Draft j of the chain that begins at t is at position t + j.
+            reach = reach * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
             tau = tau + reach
         # Only chains that lie inside the text count.
-        begins = (
-            jnp.arange(tau.shape[1], dtype=jnp.int32)[None] + depth + learner.ahead - 1 < lengths[:, None]
-        )
+        place = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
+        begins = place + len(acceptance) + learner.ahead - 1 < lengths[:, None]
         return jnp.sum(jnp.where(begins, tau, 0.0)), jnp.sum(begins)
 
     return measure
@@ -265,48 +258,44 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
             "refine a draft of the same size."
         )
 
-    def loss(params: PyTree, _: None, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
+    def loss(params: PyTree, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
         weight, segments = wanted[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
         p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
         log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
         return jnp.sum(-jnp.sum(p * log_q, axis=-1) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
 
-    def acceptance(params: PyTree, _: None, teacher: PyTree, tokens: Array) -> Iterator[Array]:
+    def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
         segments = jnp.zeros_like(tokens)
         z = predict(target, teacher, tokens, segments)
-        accept = _agreement(z, predict(draft, params, tokens, segments), temperature)
-        return iter([accept] * depth)
+        return [_agreement(z, predict(draft, params, tokens, segments), temperature)] * depth
 
     return Learner(loss, acceptance, ahead=1)
 
 
-def _head_learner(target: LanguageModel, config: EagleConfig, depth: int, temperature: float) -> Learner:
+def _head_learner(
+    target: LanguageModel, config: EagleConfig, ids: Mapping[str, Array], depth: int, temperature: float
+) -> Learner:
     config.check_target(target)
     if config.version != 3:
         raise MarsError(
             "an EAGLE-1 head learns features and not tokens, so it cannot be refined: train it by `mars-jax distill`."
         )
-    if target.with_features is None:
-        raise MarsError(
-            "an EAGLE-3 head reads the target's layers, and this target returns none: set "
-            "LanguageModel.with_features."
-        )
+    assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
     # Updates are small and of few texts: compute them in float32.
-    dtype = "float32"
+    train = eagle3(config, model, ids=ids.get("ids"), steps=depth, dtype="float32")
 
-    def loss(params: PyTree, ids: Any, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
-        lesson = Batch(tokens, jnp.zeros_like(tokens), wanted)
-        return eagle3(config, model, ids=ids, steps=depth, dtype=dtype)(params, lesson, teacher)[0]
+    def loss(params: PyTree, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
+        return train(params, Batch(tokens, jnp.zeros_like(tokens), wanted), teacher)[0]
 
-    def acceptance(params: PyTree, ids: Any, teacher: PyTree, tokens: Array) -> Iterator[Array]:
-        both = Params(target=teacher, draft=params | ({} if ids is None else {"ids": ids}))
+    def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
+        both = Params(target=teacher, draft={**params, **ids})
         segments = jnp.zeros_like(tokens)
         lesson = teach(model, teacher, Batch(tokens, segments))
         wanted = lesson.logits[:, 1:]
         output = entries(lesson.output, wanted.shape[1])
-        for drafted, _ in drafted_ahead(config, model, both, output, tokens, segments, depth, dtype):
-            yield _agreement(wanted, config.widen(both, drafted), temperature)
+        chain = drafted_ahead(config, model, both, output, tokens, segments, depth, "float32")
+        return [_agreement(wanted, config.widen(both, drafted), temperature) for drafted, _ in chain]
 
     return Learner(loss, acceptance, ahead=2)
 
@@ -344,15 +333,14 @@ def open_refiner(
     else:
         model = hub.load(path, dtype=dtype).model
     spacing = max(len(texts) // HELD_OUT, 2)
-    held_out = texts[::spacing][:HELD_OUT]
-    numbers = range(0, spacing * HELD_OUT, spacing)
+    places = range(0, len(texts), spacing)[:HELD_OUT]
     return Refiner(
         target.model,
         model,
         params,
         depth=drafter.drafter.max_depth,
-        held_out=held_out,
-        old=[text for number, text in enumerate(texts) if number not in numbers],
+        held_out=[texts[place] for place in places],
+        old=[text for place, text in enumerate(texts) if place not in places],
         target_params=target.params,
         width=width,
         temperature=1.0 if samples else 0.0,

@@ -1,20 +1,19 @@
 """`mars-jax distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
 
-import gzip
 import json
-import lzma
 import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors.numpy import load_file
 
+import mars_jax as mj
 from mars_jax import hub
-from mars_jax.lab.commands import distill, distill_features, distill_heads
+from mars_jax.lab.commands import distill, distill_features, distill_run
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
-from mars_jax.lab.training import data, distillation, eagle_training
+from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
@@ -45,117 +44,109 @@ def call(capsys):
 
 
 KINDS = {
-    "eagle3": ("--draft-vocab", 200, "--steps-ahead", 2, "--feature-layers", "0,0,0"),
-    "eagle1": ("--intermediate-size", 16),
-    "medusa": ("--heads", 2),
-    "dflash": (
-        "--block-size",
-        4,
-        "--head-layers",
-        1,
-        "--feature-layers",
-        "0,0",
-        "--markov-rank",
-        4,
-        "--confidence",
-    ),
-    "model": (),
+    "eagle3": "--draft-vocab 200 --steps-ahead 2 --feature-layers 0,0,0",
+    "eagle1": "--intermediate-size 16",
+    "medusa": "--heads 2",
+    "dflash": "--block-size 4 --head-layers 1 --feature-layers 0,0 --markov-rank 4 --confidence",
+    "model": "",
 }
+
+
+@pytest.fixture
+def drafts_losslessly(run, target):
+    """Check that decoding with a draft gives the tokens of decoding without one."""
+
+    def check(draft):
+        rows = []
+        shared = ("--target", target, "--dtype", "float32", "--max-new-tokens", 12, "--json")
+        for flags in (("--draft", draft, "--verify", "exact"), ("--draft", "none")):
+            result = run(*flags, *shared, "the sea", "a story of")
+            assert result.code == 0, result.err
+            rows.append([json.loads(line)["tokens"] for line in result.out.splitlines()])
+        assert rows[0] == rows[1]
+
+    return check
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, draft, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_each_kind_trains_and_drafts_losslessly(kind, call, drafts_losslessly, text, target, draft, tmp_path):
     output = tmp_path / "made"
-    flags = (*KINDS[kind], *(("--from", draft) if kind == "model" else ()))
+    flags = (*KINDS[kind].split(), *(("--from", draft) if kind == "model" else ()))
     code, err = call(kind, "--target", target, "--data", text, "--output", output, *SIZES, *flags)
     assert code == 0, err
     figures = [json.loads(line) for line in (tmp_path / "made-training/log.jsonl").read_text().splitlines()]
     assert len(figures) == 4 and "accept_1" in figures[0]
-    assert (tmp_path / "made-training/plot.png").stat().st_size > 5000
+    drafts_losslessly(f"{kind if kind in ('medusa', 'dflash', 'model') else 'eagle'}:{output}")
 
-    asked = ("--target", target, "--max-new-tokens", 12, "--json", "the sea", "a story of")
-    spec = kind if kind in ("medusa", "dflash", "model") else "eagle"
-    drafted = run("--draft", f"{spec}:{output}", "--verify", "exact", "--dtype", "float32", *asked)
-    plain = run("--draft", "none", "--dtype", "float32", *asked)
-    assert drafted.code == plain.code == 0, drafted.err
-    rows = [[json.loads(line)["tokens"] for line in o.out.splitlines()] for o in (drafted, plain)]
-    assert rows[0] == rows[1]
+
+@pytest.fixture
+def dump(call, text, target, tmp_path, monkeypatch):
+    """Three shards of features."""
+    monkeypatch.setattr(distill_features, "SHARD", 14)
+    flags = ("--target", target, "--feature-layers", "0,0,0", "--length", 32, "--data", text)
+    code, err = call("features", *flags, "--output", tmp_path / "features")
+    assert code == 0 and err.count("14 texts") == 2 and "12 texts" in err, err
+    # Shards that exist are not written again.
+    assert "texts" not in call("features", *flags, "--output", tmp_path / "features")[1]
+    return tmp_path / "features"
+
+
+@pytest.fixture
+def head(call, dump, target, tmp_path):
+    """A head that was trained on the features."""
+    code, err = call(
+        *(
+            "eagle3",
+            "--target",
+            target,
+            "--feature-layers",
+            "0,0,0",
+            "--features",
+            dump,
+            "--draft-vocab",
+            200,
+        ),
+        *("--steps-ahead", 2, "--step-tokens", 64, "--tokens", 256, "--layout", "speculators"),
+        *("--output", tmp_path / "made"),
+    )
+    assert code == 0, err
+    return tmp_path / "made"
 
 
 @pytest.mark.slow
-def test_a_head_trains_on_features_that_were_written_before(call, run, text, target, tmp_path, monkeypatch):
-    """Existing shards are not written again, and a finished training is not run again."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(distill_features, "SHARD", 14)
-    dump, output = tmp_path / "features", tmp_path / "made"
-    sizes = ("--target", target, "--feature-layers", "0,0,0", "--length", 32)
-    code, err = call("features", *sizes, "--data", text, "--output", dump)
-    assert code == 0 and err.count("14 texts") == 2 and "12 texts" in err, err
-    assert sorted(p.name for p in dump.iterdir()) == ["00000", "00001", "00002", "settings.json"]
-    assert "texts" not in call("features", *sizes, "--data", text, "--output", dump)[1]
-
-    flags = ("--features", dump, "--draft-vocab", 200, "--steps-ahead", 2, "--step-tokens", 64)
-    for tokens, layout in ((256, "eagle"), (512, "eagle"), (256, "speculators")):
-        shutil.rmtree(output, ignore_errors=True)
-        asked = (*sizes[:-2], *flags, "--tokens", tokens, "--layout", layout, "--output", output)
-        code, err = call("eagle3", *asked)
-        assert code == (0 if tokens == 256 else 2), err
-        assert code == 0 or "tokens 256.0, not 512.0" in err
-    log = (tmp_path / "made-training/log.jsonl").read_text().splitlines()
+def test_a_head_trains_on_features_that_were_written_before(head, drafts_losslessly, tmp_path):
     held_out = [json.loads(x) for x in (tmp_path / "made-training/held_out.jsonl").read_text().splitlines()]
-    assert len(log) == 4 and [row["tokens"] for row in held_out] == [256] and held_out[0]["tau"] >= 1
-    assert json.loads((output / "config.json").read_text())["speculators_model_type"] == "eagle3"
+    assert [row["tokens"] for row in held_out] == [256] and held_out[0]["tau"] >= 1
+    assert json.loads((head / "config.json").read_text())["speculators_model_type"] == "eagle3"
+    drafts_losslessly(f"eagle:{head}")
 
-    asked = (
-        "--target",
-        target,
-        "--max-new-tokens",
-        12,
-        "--json",
-        "the sea",
-        "a story of",
-        "--dtype",
-        "float32",
-    )
-    drafted, plain = (
-        run("--draft", f"eagle:{output}", "--verify", "exact", *asked),
-        run("--draft", "none", *asked),
-    )
-    assert drafted.code == plain.code == 0, drafted.err
-    rows = [[json.loads(line)["tokens"] for line in o.out.splitlines()] for o in (drafted, plain)]
-    assert rows[0] == rows[1]
 
-    again = ("eagle3", "--target", target, "--from", output, *flags[:2], *flags[4:], "--tokens", 256)
-    again += ("--layout", "speculators")
-    code, err = call(*again, "--learning-rate", 1e-12, "--output", tmp_path / "again")
+@pytest.mark.slow
+def test_a_head_trained_further_at_a_tiny_rate_stays_the_same(call, head, dump, target, tmp_path):
+    code, err = call(
+        *("eagle3", "--target", target, "--from", head, "--features", dump, "--steps-ahead", 2),
+        *("--step-tokens", 64, "--tokens", 256, "--layout", "speculators", "--learning-rate", 1e-12),
+        *("--output", tmp_path / "again"),
+    )
     assert code == 0, err
-    with (
-        safe_open(output / "model.safetensors", "np") as old,
-        safe_open(tmp_path / "again/model.safetensors", "np") as new,
-    ):
-        assert set(new.keys()) == set(old.keys())
-        for name in list(new.keys()):
-            np.testing.assert_array_equal(new.get_tensor(name), old.get_tensor(name), name)
+    old, new = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, new, old)
 
-    def refused(*argv):
-        code, err = call(*argv)
-        assert code == 2
-        return err
 
-    other = ("eagle3", "--target", target, "--output", tmp_path / "other")
-    assert "are of the layers [0, 0, 0]" in refused(*other, "--features", dump, "--feature-layers", "0,0,1")
-    assert "is no folder of features" in refused(*other, "--features", tmp_path)
+@pytest.mark.slow
+def test_features_of_other_layers_are_refused(call, dump, target, tmp_path):
+    flags = ("--target", target, "--features", dump, "--feature-layers", "0,0,1")
+    code, err = call("eagle3", *flags, "--output", tmp_path / "other")
+    assert code == 2 and "are of the layers [0, 0, 0]" in err
 
 
 @pytest.mark.slow
 def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, monkeypatch):
     from mars_jax.contrib.rules import diversed_training
-    from mars_jax.lab.commands import distill_systems
 
-    monkeypatch.setattr(distill_systems, "read_arithmetic", lambda split: read_arithmetic(split, 8))
-    monkeypatch.setattr(distill_systems, "EVALUATIONS", 2)
+    monkeypatch.setattr(distill_run, "read_arithmetic", lambda split: read_arithmetic(split, 8))
+    monkeypatch.setattr(distill_run, "EVALUATIONS", 2)
     monkeypatch.setattr(diversed_training, "ROLLOUTS", 4)
     monkeypatch.setattr(diversed_training, "ANSWER_TOKENS", 8)
     monkeypatch.setattr(diversed_training, "UPDATES", 2)
@@ -174,53 +165,21 @@ def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, 
         assert len(json.loads(decoded.out)["tokens"]) == 4
 
 
-def test_a_training_that_is_begun_too_early_leaves_nothing(call, target, tmp_path):
-    """Only their settings are read: there are no shards yet."""
-    from mars_jax import load
-    from mars_jax.serve.fingerprint import fingerprint
-
-    weights = fingerprint((load(str(target), dtype="bfloat16").params,), target)
-    (tmp_path / "mine").mkdir()
-    settings = {"layers": [0, 0, 0], "weights": weights, "seed": 0}
-    (tmp_path / "mine" / "settings.json").write_text(json.dumps(settings))
-    work = tmp_path / "made-training"
-    flags = (
-        "--target",
-        target,
-        "--feature-layers",
-        "0,0,0",
-        "--draft-vocab",
-        200,
-        "--output",
-        tmp_path / "made",
-    )
-    for _ in range(2):
-        code, err = call("eagle3", *flags, "--features", tmp_path / "mine")
-        assert code == 2 and "too few features to train on" in err, err
-        assert not work.exists()
-
-
 @pytest.mark.slow
 def test_features_are_of_the_targets_answers(call, tmp_path):
-    """Of the embedded family, which chats: at temperature 0 each token is what is recorded as likeliest before it."""
-    import mars_jax as mj
-    from mars_jax.lab.training import features
-
-    questions = ["Tom has 3 apples. He eats 1. How many are left?", "What is 2 + 2?"]
-    path = tmp_path / "questions.txt"
-    path.write_text("\n<|endoftext|>\n".join(questions))
-    flags = ("--data", path, "--chat", "--temperatures", "0", "--length", 48)
-    code, err = call("features", *flags, "--output", tmp_path / "made")
-    assert code == 0 and "2 texts" in err, err
-    found = features.read_shard(tmp_path / "made" / "00000")
-    held = [found.tokens[row][found.segments[row] == 0].tolist() for row in range(len(found.tokens))]
+    """At temperature 0 each token of an answer of the embedded model is the one recorded as likeliest before it."""
+    question = "Tom has 3 apples. He eats 1. How many are left?"
+    path = tmp_path / "question.txt"
+    path.write_text(question)
+    code, err = call("features", "--data", path, "--chat", "--length", 48, "--output", tmp_path / "made")
+    assert code == 0 and "1 texts" in err, err
+    record = features.read_shard(tmp_path / "made" / "00000")
     target = mj.load(dtype="bfloat16")
-    asked = [target.encode(question, chat=True) for question in questions]
-    for row in range(len(found.tokens)):
-        ids = held[row]
-        answer = range(len(next(a for a in asked if ids[: len(a)] == a)) - 1, len(ids) - 1)
-        said = [int(found.top[row, i, 0]) == ids[i + 1] for i in answer]
-        assert np.mean(said) > 0.85  # bfloat16 in other shapes: ties
+    prompt = target.encode(question, chat=True)
+    tokens = record.tokens[0][record.segments[0] == 0].tolist()
+    assert tokens[: len(prompt)] == prompt and len(tokens) > len(prompt)
+    same = record.top[0, len(prompt) - 1 : len(tokens) - 1, 0] == tokens[len(prompt) :]
+    assert np.mean(same) > 0.85  # bfloat16 in other shapes: ties
 
 
 @pytest.mark.parametrize("kind", distill.KINDS)
@@ -241,70 +200,20 @@ def test_the_help_of_a_kind_has_its_own_flags(kind, capsys, monkeypatch):
     assert "--mesh" in flags or "--process-id" not in own
 
 
-def test_flags_of_features_are_checked(call, text, tmp_path):
-    def err(kind, *argv):
-        code, err = call(kind, *argv, "--output", tmp_path / "made")
-        assert code == 2
-        return err
-
-    assert "there is no text to learn from: give --data or --features" in err("eagle3")
-    assert "there is no text to learn from: give --data." in err("medusa")
-    assert "unrecognized arguments: --features" in err("medusa", "--features", tmp_path)
-    assert "unrecognized arguments: --chat" in err("eagle3", "--data", text, "--chat")
-    assert "--write does not apply to --features" in err("eagle3", "--features", tmp_path, "--write", 3)
-    assert "unrecognized arguments: --write 3" in err("features", "--data", text, "--write", 3)
-    assert "--length does not apply to --features" in err("eagle3", "--features", tmp_path, "--length", 3)
-    assert "give --chat" in err("features", "--data", text, "--temperatures", "1")
-    head = ("--from", "tiny/eagle3", "--data", text)
-    assert "--draft-vocab does not apply to a head of --from" in err("eagle3", *head, "--draft-vocab", 64)
-    assert "--feature-layers does not apply to a head of --from" in err(
-        "eagle3", *head, "--feature-layers", "0,1,2"
-    )
-    beside = ("--features", tmp_path, "--data", text)
-    assert "is the text of a draft vocabulary" in err("eagle3", *beside)
-    assert "--layout is vllm: expected eagle or speculators" in err(
-        "eagle3", "--data", text, "--layout", "vllm"
-    )
-    assert "--temperatures is warm" in err("features", "--data", text, "--chat", "--temperatures", "warm")
-
-
 @pytest.mark.slow
 def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
-    pytest.importorskip("matplotlib")
     output = tmp_path / "made"
     flags = ("--write", 5, "--heads", 1, *SIZES[:2], "--step-tokens", 64, "--length", 24)
     code, err = call("medusa", "--target", target, "--data", text, "--output", output, *flags)
     assert code == 0, err
-    written = list(data.documents(tmp_path / "made-training/written.txt"))
-    assert len(written) == 5 and all(t.startswith("a story of the") for t in written)
-
-
-@pytest.mark.slow
-def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
-    pytest.importorskip("matplotlib")
-    from mars_jax import load
-    from mars_jax.core.mesh import parse_mesh
-
-    pretrained = load(str(target), dtype="float32")
-    stream = data.stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
-
-    def train(mesh):
-        apprentice = eagle_training.new_eagle1(pretrained.config, divergence=forward_kl)
-        sizes = {"tokens": 256, "step_tokens": 128, "length": 32}
-        work = tmp_path / ("mesh" if mesh else "one")
-        return distillation.train(apprentice, pretrained.params, [stream], work, mesh=mesh, **sizes)
-
-    one, four = train(None), train(parse_mesh("data=4"))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
-        # bfloat16 gradients, summed in another order; Muon's steps are of one size whatever the gradient.
-        np.testing.assert_allclose(a, b, atol=2e-4)
-    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
+    rows = (tmp_path / "made-training/written.jsonl").read_text().splitlines()
+    texts = [json.loads(row)["text"] for row in rows]
+    assert len(texts) == 5 and all(text.startswith("a story of the") for text in texts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
 def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_path):
-    pytest.importorskip("matplotlib")
     from mars_jax import load
     from mars_jax.core.mesh import parse_mesh
 
@@ -343,23 +252,20 @@ def files(path):
 
 
 @pytest.mark.slow
-def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, target, tmp_path):
-    """A deleted OUTPUT beside an old OUTPUT-training gave the old weights as new ones."""
-    pytest.importorskip("matplotlib")
+def test_a_training_of_other_settings_is_refused(call, text, target, tmp_path):
     output, work = tmp_path / "made", tmp_path / "made-training"
     argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
     assert call(*argv)[0] == 0
     first = files(output)
     shutil.rmtree(output)
     text.write_text(TEXT + "\n<|endoftext|>\nmore of the sand")
-    for flags, differs in (
+    for flags, difference in (
         (("--heads", 2), "heads 1, not 2"),
-        (("--seed", 1), "seed 0, not 1"),
         (("--loss", "tv"), 'loss "kl", not "tv"'),
         ((), "other data: "),
     ):
         code, err = call(*argv, *flags)
-        assert code == 2 and f"error: --work '{work}' was begun with {differs}" in err
+        assert code == 2 and f"error: --work '{work}' was begun with {difference}" in err
         assert not output.exists()
     text.write_text(TEXT)
     assert call(*argv)[0] == 0
@@ -367,23 +273,9 @@ def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, t
 
 
 @pytest.mark.slow
-def test_the_log_survives_a_restart_line_by_line(call, text, target, tmp_path):
-    """A torn line, and lines behind the last checkpoint, go."""
-    pytest.importorskip("matplotlib")
-    output, log = tmp_path / "made", tmp_path / "made-training" / "log.jsonl"
-    argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
-    assert call(*argv)[0] == 0
-    shutil.rmtree(output)
-    before = log.read_bytes()
-    log.write_bytes(before + b'{"step": 3}\n{"st')
-    assert call(*argv)[0] == 0 and log.read_bytes() == before
-
-
-@pytest.mark.slow
 def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
     call, text, target, draft, tmp_path, monkeypatch
 ):
-    pytest.importorskip("matplotlib")
     output = tmp_path / "made"
     argv = ("model", *SMALL[1:], "--target", target, "--from", draft, "--data", text, "--output", output)
 
@@ -391,7 +283,7 @@ def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_heads, "_copy_tokenizer", killed)
+        patch.setattr(distill_run, "_copy_tokenizer", killed)
         assert call(*argv)[0] == 130
     assert not output.exists()
     assert call(*argv)[0] == 0
@@ -399,33 +291,19 @@ def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
     assert not list(tmp_path.glob(".made*"))
 
 
-@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
-def test_data_that_was_cut_short_is_a_sentence(call, target, tmp_path, suffix, opener):
-    path = tmp_path / f"text{suffix}"
-    with opener(path, "wt") as file:
-        file.write(TEXT)
-    whole = path.read_bytes()
-    for damaged in (whole[:-20], whole[: len(whole) // 2] + b"x" * 20 + whole[len(whole) // 2 + 20 :]):
-        path.write_bytes(damaged)
-        code, err = call(*SMALL, "--target", target, "--data", path, "--output", tmp_path / "made")
-        assert code == 2 and f"error: '{path}' cannot be read as text (" in err
-
-
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (("eagle3", "--data", "none.txt"), "'none.txt' cannot be read as text ("),
         (("eagle3", "--features", "none"), "'none' is no folder of features"),
         (("eagle3", "--data", "TEXT", "--from", "none"), "there is no directory 'none'"),
         (("eagle3", "--data", "TEXT", "--feature-layers", "0,x"), "--feature-layers is 0,x: expected layer numbers"),
-        (("via_sd", "--data", "none.txt", "--from", "ngram"), "'none.txt' cannot be read as text ("),
         (("diversed", "--from", "tiny/draft", "--task", "chess"), "there is no task 'chess'"),
         (("features", "--data", "none.txt"), "'none.txt' cannot be read as text ("),
         (("features", "--data", "TEXT", "--output", "TEXT"), "text.txt' is a file: name a folder."),
         (("features", "--data", "TEXT", "--feature-layers", "0,99"), "feature layer 99 does not exist"),
     ],
 )  # fmt: skip
-def test_what_needs_no_weights_is_refused_before_they_load(
+def test_bad_input_is_refused_before_the_weights_load(
     argv, sentence, call, text, target, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(hub, "load", None)
@@ -436,54 +314,50 @@ def test_what_needs_no_weights_is_refused_before_they_load(
     assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
 
 
-@pytest.mark.parametrize("place", ["{}/file/made", "/proc/made", "{}/file"])
-def test_an_output_that_cannot_be_is_a_sentence(call, text, tmp_path, place):
-    (tmp_path / "file").write_text("mine")
-    place = place.format(tmp_path)
-    code, err = call(*SMALL, "--target", "nowhere", "--data", text, "--output", place)
-    assert code == 2 and err.startswith("error: ") and f"'{place}'" in err
-    assert not (tmp_path / "file-training").exists()
+HEAD = ("eagle3", "--data", "TEXT", "--from", "tiny/eagle3")
+FEATURES = ("eagle3", "--features", "FOLDER")
 
 
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (("eagle3", "--heads", 3), "unrecognized arguments: --heads 3"),
-        (("medusa", "--draft-vocab", 30), "unrecognized arguments: --draft-vocab 30"),
-        (("diversed", "--from", "x"), "unrecognized arguments: --data "),
-        (("model",), "needs a checkpoint to start from"),
-        (("eagle1", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
-        (("medusa", "--heads", 10**6), "--heads is 1000000: expected a whole number from 1 to 128"),
+        (("eagle3",), "there is no text to learn from: give --data or --features"),
+        (("medusa",), "there is no text to learn from: give --data."),
+        (("medusa", "--data", "TEXT", "--draft-vocab", 30), "unrecognized arguments: --draft-vocab 30"),
+        (("features", "--data", "TEXT", "--write", 3), "unrecognized arguments: --write 3"),
+        ((*FEATURES, "--write", 3), "--write does not apply to --features"),
+        ((*FEATURES, "--data", "TEXT"), "is the text of a draft vocabulary"),
+        ((*HEAD, "--draft-vocab", 64), "--draft-vocab does not apply to a head of --from"),
+        (("eagle3", "--data", "TEXT", "--layout", "vllm"), "--layout is vllm: expected eagle or speculators"),
+        (("model", "--data", "TEXT"), "needs a checkpoint to start from"),
+        (("eagle1", "--data", "TEXT", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
         (
-            ("eagle3", "--steps-ahead", 10**6),
-            "--steps-ahead is 1000000: expected a whole number from 1 to 128",
+            ("medusa", "--data", "TEXT", "--heads", 10**6),
+            "--heads is 1000000: expected a whole number from 1 to 128",
         ),
-        (("eagle1", "--seed", -1), "--seed is -1: expected a whole number from 0 to 4294967295"),
-        (("dflash", "--block-size", 10**9), "blocks of 1000000000: expected 2 to 129"),
-        (("eagle1", "--loss", "hinge"), "the loss 'hinge' is not known"),
-        (("eagle3", "--draft-vocab", 999), "a draft vocabulary of 999: expected 1 to"),
-        (("eagle3", "--feature-layers", "0,x"), "expected layer numbers"),
-        (("eagle3", "--feature-layers", "7"), "feature layer 7 does not exist"),
         (
-            ("eagle1", "--step-tokens", 64, "--length", 64, "--mesh", "data=2"),
+            ("eagle1", "--data", "TEXT", "--seed", -1),
+            "--seed is -1: expected a whole number from 0 to 4294967295",
+        ),
+        (("dflash", "--data", "TEXT", "--block-size", 10**9), "blocks of 1000000000: expected 2 to 129"),
+        (("eagle1", "--data", "TEXT", "--loss", "hinge"), "the loss 'hinge' is not known"),
+        (("eagle3", "--data", "TEXT", "--draft-vocab", 999), "a draft vocabulary of 999: expected 1 to"),
+        (("eagle3", "--data", "TEXT", "--feature-layers", "7"), "feature layer 7 does not exist"),
+        (
+            ("eagle1", "--data", "TEXT", "--step-tokens", 64, "--length", 64, "--mesh", "data=2"),
             "cannot be divided among 2 devices",
         ),
+        (("eagle1", "--data", "TEXT", "--output", "FOLDER"), "exists and is not an empty directory"),
     ],
 )
 def test_bad_input_gets_a_sentence(argv, sentence, call, text, target, tmp_path):
-    code, err = call(*argv, "--target", target, "--data", text, "--output", tmp_path / "made")
+    output = () if "--output" in argv else ("--output", tmp_path / "made")
+    paths = {"TEXT": text, "FOLDER": tmp_path}
+    code, err = call(*(paths.get(word, word) for word in argv), "--target", target, *output)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ") and sentence in err
-    # Not even the folder of the work, which would then be of these flags.
-    assert not (tmp_path / "made").exists() and not (tmp_path / "made-training").exists()
-
-
-def test_an_output_that_exists_is_kept(call, text, target, tmp_path):
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made/mine").write_text("precious")
-    code, err = call("eagle1", "--target", target, "--data", text, "--output", tmp_path / "made")
-    assert code == 2 and "exists and is not an empty directory" in err
-    assert (tmp_path / "made/mine").read_text() == "precious"
+    # Not even the folder of the work exists, which would then be of these flags.
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize("flag", ["--output", "--work"])
