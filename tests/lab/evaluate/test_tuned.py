@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 import mars_jax as mj
@@ -106,12 +105,6 @@ def test_it_goes_on_after_a_kill(flags, tmp_path):
     assert (tmp_path / "out" / "rows.jsonl").read_bytes().startswith(kept)
     same = ("arm", "length", "id", "tokens", "steps", "score")
     assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in whole[1]]
-
-
-def test_a_ratio_of_an_arm_with_itself_is_one():
-    counts = np.asarray([[3.0, 0.5], [4.0, 0.5], [9.0, 0.5]])
-    assert tuned.ratio(counts, counts, 0) == [1.0, 1.0, 1.0]
-    assert tuned.ratio(counts, counts * [1.0, 0.5], 0) == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(

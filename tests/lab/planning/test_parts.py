@@ -64,11 +64,6 @@ def test_every_part_of_the_step_has_operations(parts):
     assert expected <= found
 
 
-def test_the_parts_of_a_level_are_named(texts):
-    for name in ("attention", "mlp", "mask", "embed", "unembed"):
-        assert re.search(rf"\blevel/{name}\b", texts), name
-
-
 def test_the_layers_of_the_target_are_named(parts):
     for layer in range(CONFIG.num_layers):
         for kind in ("attention", "mlp"):
