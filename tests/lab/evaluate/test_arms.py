@@ -12,7 +12,6 @@ from scipy import stats
 
 from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator
-from mars_jax.core.rule import structure
 from mars_jax.core.tree import chain
 from mars_jax.lab.evaluate.benchmark.arms import (
     AUTOREGRESSIVE,
@@ -76,14 +75,6 @@ def test_the_arms_of_a_run():
         ("low-margin sampling", False, 0.8, 0),
     ]
     assert len(make_arms(MARS, [0.8], temperature=0.0)) == 4
-
-
-def test_the_arms_over_rejection():
-    choice = RuleChoice("mars", {"base": "rejection", "margin": "gap"})
-    arms = make_arms(choice, [1.0], temperature=0.0)
-    assert [arm.name for arm in arms[1:3]] == ["rejection", "mars(gap) over rejection theta=1"]
-    assert arms[1].rule.rule == verify.rejection()
-    assert structure(arms[2].rule.rule) == structure(verify.mars(base=verify.rejection(), margin="gap"))
 
 
 OWN = """

@@ -244,9 +244,9 @@ def test_the_benchmark_refuses_the_file_for_other_weights_too(theta_file, flags,
     data = json.loads(theta_file.read_text())
     file = tmp_path / "theta.json"
     file.write_text(json.dumps(data | {"settings": data["settings"] | {"temperature": 0.0}}))
-    argv = [*flags[: flags.index("--thetas")], "--output", tmp_path / "study"]
-    argv[argv.index("--target") + 1] = tmp_path / target.name
-    argv += ["--thetas", file]
+    pair = pair_of(tmp_path / target.name, draft=f"model:{target}")
+    task = flags[flags.index("--task") : flags.index("--thetas")]
+    argv = [*pair[:-2], *task, "--output", tmp_path / "study", "--thetas", file]
     assert benchmark([str(arg) for arg in argv]) == 2
     assert "was calibrated with other weights of the target" in capsys.readouterr().err
 
