@@ -148,13 +148,10 @@ def thetas_of(
     setting, structure = rule.setting("theta")
     values, files = [], []
     for text in texts:
-        try:
-            if is_number(text):
-                values.append(setting.from_text(text, shown="--thetas", **structure))
-                continue
-            file = file_of(Given(text, "--thetas"))
-        except MarsError as error:
-            raise MarsError(str(error).replace("--thetas is", "--thetas has", 1)) from None
+        if is_number(text):
+            values.append(setting.from_text(text, shown="--thetas", **structure))
+            continue
+        file = file_of(Given(text, "--thetas"))
         file.check(run)
         file.check_rule(rule)
         values.append(file.theta)

@@ -120,7 +120,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
     # Plus zero, so that -0 is 0.
     args.temperatures = [
-        pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
+        number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]
     args.draft_cost = _cost(args.draft_cost)
     if args.tune is not None:

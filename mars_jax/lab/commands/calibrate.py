@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, specs
+from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
@@ -98,7 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
         )
     pair.check(args, args.rule, output="name a file for the threshold")
-    args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
+    args.temperature = number_of("temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
     args.theta_files = []

@@ -281,12 +281,12 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--thetas", "2"], "--thetas has 2: expected a number above 0 and at most 1 for the margin ratio"),
+        (["--thetas", "2"], "--thetas is 2: expected a number above 0 and at most 1 for the margin ratio"),
         (["--thetas", "inf"], "--thetas has inf, which is the strict rule"),
         (["--thetas", "0.9", "0.90"], "--thetas has a value twice"),
         (["--temperatures", "1", "1.0"], "--temperatures has a value twice"),
-        (["--temperatures", "-1"], "--temperatures has -1: expected a finite number"),
-        (["--problems", "0"], "--problems has 0: expected a whole number"),
+        (["--temperatures", "-1"], "--temperatures is -1: expected a finite number"),
+        (["--problems", "0"], "--problems is 0: expected a whole number"),
         (["--draft", "none"], "--draft is none: expected ngram"),
         (["--theta", "0.9"], "unrecognized arguments: --theta"),
         (["--rule-option", "theta=0.9"], "--rule-option theta does not apply here: give --thetas"),

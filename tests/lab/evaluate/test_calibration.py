@@ -321,7 +321,7 @@ def test_a_file_that_is_none_is_refused(tmp_path, text):
         (["--verify", "exact"], "--verify exact has no theta to calibrate"),
         (
             ["--thetas", "1.5"],
-            "--thetas has 1.5: expected a number above 0 and at most 1 for the margin ratio",
+            "--thetas is 1.5: expected a number above 0 and at most 1 for the margin ratio",
         ),
     ],
 )
