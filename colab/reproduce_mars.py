@@ -61,7 +61,7 @@ from IPython.display import Image, Markdown, display
 
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main, parse
-from mars_jax.lab.recipes.needs import needs
+from mars_jax.lab.recipes.needs import check_memory
 
 OUTPUT = Path(os.environ.get("OUTPUT", "reproduce"))
 PROBLEMS = int(os.environ.get("PROBLEMS", "24"))  # of each question set
@@ -74,7 +74,7 @@ mesh = ["--mesh", f"model={jax.device_count()}"] if jax.device_count() > 1 else 
 def fits(name):
     try:
         args = parse(["--recipe", name, *mesh, "--output", str(OUTPUT)]).parts["tuned"]
-        needs(args, "all", []).check(name, "")
+        check_memory(args, name)
     except MarsError as error:
         print(f"{name}: {error}")
         return False
@@ -91,7 +91,7 @@ print("recipe:", RECIPE)
 # First as the paper's table was, at temperature 1: the target alone, the strict rule, MARS at several thetas, and its
 # controls. Then every rule at the draft length that is best for it, lossless rules too, since a longer draft is another
 # way to get more tokens per step (arXiv 2607.08690). If the runtime is lost, this cell goes on where it was. Expect 10
-# minutes on two cores, and about an hour for an 8B pair; the first line says what it takes at most.
+# minutes on two cores, and about an hour for an 8B pair; the first line says how much memory it takes.
 #
 # Programs that a model writes for HumanEval are not run here. They are in `samples-*.jsonl` below `OUTPUT`.
 # docs/commands.md shows how to score them in a container; after that, this cell fills in the scores.

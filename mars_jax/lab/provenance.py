@@ -43,7 +43,7 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
         "command": command(sys.argv),
         **machine(),
         "mars-jax": __version__,
-        **{name: _version(name) for name in ("jax", *packages)},
+        **{name: version(name) for name in ("jax", *packages)},
     }
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(ROOT / "scripts") and script.is_file():
@@ -120,7 +120,8 @@ def git(*arguments: str) -> str:
     return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Return the version of an installed package, None for one that is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -21,8 +21,6 @@ from mars_jax.core.reading import read_text
 from mars_jax.specs import Given, RuleChoice, choose
 
 FORMAT = "mars-jax theta 3"
-OLD_FORMATS = ("mars-jax theta 1", "mars-jax theta 2")
-"""Formats of files that do not say which weights they were calibrated with."""
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
 """Settings that a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
 
@@ -150,13 +148,10 @@ def thetas_of(
     setting, structure = rule.setting("theta")
     values, files = [], []
     for text in texts:
-        try:
-            if is_number(text):
-                values.append(setting.from_text(text, shown="--thetas", **structure))
-                continue
-            file = file_of(Given(text, "--thetas"))
-        except MarsError as error:
-            raise MarsError(str(error).replace("--thetas is", "--thetas has", 1)) from None
+        if is_number(text):
+            values.append(setting.from_text(text, shown="--thetas", **structure))
+            continue
+        file = file_of(Given(text, "--thetas"))
         file.check(run)
         file.check_rule(rule)
         values.append(file.theta)
@@ -172,11 +167,6 @@ def read_theta(path: str) -> ThetaFile:
     """
     try:
         data = json.loads(read_text(path, JSON_BYTES))
-        if data["format"] in OLD_FORMATS:
-            raise MarsError(
-                f"'{path}' does not say which weights it was calibrated with, as files of an earlier mars-jax: "
-                "calibrate again with mars-jax calibrate, or give a number."
-            )
         if data["format"] != FORMAT:
             raise ValueError
         theta = float(data["theta"])
@@ -197,7 +187,7 @@ def read_theta(path: str) -> ThetaFile:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
-            f"'{path}' holds no threshold: give a number, or a file that mars-jax calibrate wrote."
+            f"'{path}' holds no threshold of this version: give a number, or a file that mars-jax calibrate wrote."
         ) from None
     return ThetaFile(path, theta, spec, rule, settings, weights)
 

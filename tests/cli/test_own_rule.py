@@ -195,7 +195,7 @@ def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
     flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 4, "--bound", 0.9]
     flags += ["--confidence", 0.5, "--output", tmp_path / "theta.json", "--verify"]
     assert calibrate.main([str(x) for x in (*flags, f"{gates}:thresholded")]) == 2
-    assert "there are no --thetas, and a rule of your own has none to try" in capsys.readouterr().err
+    assert "has no thresholds of its own: give --thetas" in capsys.readouterr().err
     assert calibrate.main([str(x) for x in (*flags, f"{gates}:entropy_gate")]) == 2
     assert "--verify entropy_gate has no theta to calibrate" in capsys.readouterr().err
     assert calibrate.main([str(x) for x in (*flags, f"{gates}:thresholded", "--thetas", NEVER, ALWAYS)]) == 0

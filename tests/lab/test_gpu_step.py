@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -95,38 +91,6 @@ def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(monkeypa
     assert [row["chunk"] for row in rows["prompts: no dot merger, graphs"]] == [16, 32]
     assert all(row["milliseconds"] > 0 for row in rows["prompts: no dot merger, graphs"])
     assert "prompts: unknown" not in rows
-
-
-def test_a_report_of_another_shape_is_not_continued(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "report.json"
-    path.write_text('{"shape": "8b", "machine": {"commit": null}, "sections": {}}')
-    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--shape", "tiny", "--output", str(path)])
-    with pytest.raises(SystemExit):
-        gpu_step.main()
-    assert "another shape or commit" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_killed_run_keeps_its_sections_and_the_next_one_completes_the_report(tmp_path):
-    path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "scripts.kernels.gpu_step", "--shape", "tiny", "--output", str(path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
-        while not path.exists() or '"steps: joined"' not in path.read_text():
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-    kept = json.loads(path.read_text())["sections"]
-    assert kept["steps: default"]["status"] == "complete" and len(kept["steps: default"]["rows"]) == 3
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    sections = json.loads(path.read_text())["sections"]
-    assert sections["steps: default"] == kept["steps: default"]
-    missing = sections["device: default"]["rows"][0]["unsupported"]
-    assert list(sections) == [
-        f"{what}: {name}" for what, name in gpu_step.SECTIONS["tiny"] if name not in missing
-    ]
-    assert {section["status"] for section in sections.values()} == {"complete"}
-    assert [row["tau"] > 1 for row in sections["steps: default"]["rows"]] == [False, True, True]
 
 
 def test_a_section_that_fails_or_takes_too_long_is_reported(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mars_jax import specs
 from mars_jax.cli import signals
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
     # Plus zero, so that -0 is 0.
     args.temperatures = [
-        pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
+        number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]
     args.draft_cost = _cost(args.draft_cost)
     if args.tune is not None:
@@ -209,16 +209,14 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.hub.durable import write_whole
-    from mars_jax.lab.commands.open_pair import read_problems
     from mars_jax.lab.folder import check_folder
-    from mars_jax.lab.recipes.needs import needs
+    from mars_jax.lab.recipes.needs import check_memory
 
     for part in args.parts.values():
         check_folder(part.output)
-    part = args.parts["tuned"]
-    found = needs(part, args.parts["paper"].controls, read_problems(part))
-    say(f"recipe {args.chosen.name}: {found.describe()}")
-    found.check(args.chosen.name, args.chosen.slice.get("topology", ""))
+    topology = args.chosen.slice.get("topology", "")
+    memory = check_memory(args.parts["tuned"], args.chosen.name, topology)
+    say(f"recipe {args.chosen.name}: {memory}")
     args.output.mkdir(parents=True, exist_ok=True)
     for part in args.parts.values():
         _run(part, out)
@@ -230,8 +228,8 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
     from mars_jax.lab.commands.open_pair import open_study
-    from mars_jax.lab.evaluate import evaluate
     from mars_jax.lab.evaluate.benchmark import tables
+    from mars_jax.lab.evaluate.benchmark.run import evaluate
     from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.evaluate.tasks.problems import Problem
     from mars_jax.lab.pictures import check_installed
@@ -242,30 +240,28 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
+        if args.part is not None and not problems[args.part]:
+            raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
 
     problems, target, drafter = open_study(args, folder, check)
-    shared = ("rule", "thetas", "temperatures", "controls")
-    shared += ("max_new_tokens", "batch_size", "seed", "chat")
+    names = {
+        name: plain(getattr(args, name)) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
+    }
     refiner = None
     if args.refine is not None:
-        samples = any(temperature > 0 for temperature in args.temperatures)
-        refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
+        names["refine"] = args.refine
+        refiner = open_refiner(
+            args.refine, target, args.draft, drafter, dtype=args.dtype, samples=max(args.temperatures) > 0
+        )
     with progress("decodes") as show:
         summary = evaluate(
-            target,
+            _inputs(args, target, problems, names),
             drafter,
-            problems,
             folder,
-            names={
-                name: plain(getattr(args, name))
-                for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
-            }
-            | pair.given(args)
-            | ({} if args.refine is None else {"refine": args.refine}),
+            controls=args.controls,
             refiner=refiner,
             part=args.part,
             progress=show,
-            **{name: getattr(args, name) for name in shared},
         )
     if args.part is not None:
         say(f"the rows of this part are in {args.output}")
@@ -295,18 +291,34 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             head_embed=args.head_embed or "own",
         )
         kinds[not sampled] = other._replace(params=drafter.params)
+    names = {name: getattr(args, name) for name in ("draft", "dtype", "mesh")}
     with progress("decodes") as show:
-        made = tuned.tuned(
-            target,
+        report = tuned.tuned(
+            _inputs(args, target, problems, names),
             kinds,
-            problems,
             folder,
             lengths=args.tune,
             cost=args.draft_cost,
-            names={name: getattr(args, name) for name in ("draft", "dtype", "mesh")} | pair.given(args),
             progress=show,
-            **{name: getattr(args, name) for name in ("rule", "thetas", "temperatures", "max_new_tokens")},
-            **{name: getattr(args, name) for name in ("batch_size", "seed", "chat")},
         )
-    print(tuned.markdown(made), file=out, end="")
+    print(tuned.markdown(report), file=out, end="")
     say(f"rows and tables are in {args.output}")
+
+
+def _inputs(args: argparse.Namespace, target: Any, problems: list[Any], names: dict[str, Any]) -> Any:
+    """Return the `Study` that the flags describe."""
+    from mars_jax.lab.evaluate.benchmark.arms import default_thetas
+    from mars_jax.lab.evaluate.benchmark.run import Study
+
+    return Study(
+        target=target,
+        problems=problems,
+        rule=args.rule,
+        thetas=default_thetas(args.rule) if args.thetas is None else args.thetas,
+        temperatures=args.temperatures,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        chat=args.chat,
+        names=names | pair.given(args),
+    )

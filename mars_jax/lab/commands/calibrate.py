@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, specs
+from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
@@ -19,7 +20,6 @@ from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
-from mars_jax.specs import RuleChoice
 from mars_jax.specs.own import factory
 
 _DESCRIPTION = """\
@@ -99,19 +99,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
         )
     pair.check(args, args.rule, output="name a file for the threshold")
-    args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
+    args.temperature = number_of("temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
     args.theta_files = []
     if args.prefixes is not None:
-        _check_prefixes(args)
-    elif args.thetas is not None:
-        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
-        _check_thetas(args.thetas, args.rule)
-    elif specs.is_own(args.rule.spec):
-        raise MarsError(
-            "there are no --thetas, and a rule of your own has none to try: give them from strict to loose."
-        )
+        args.setting, args.values = "exact_prefix", _prefixes(args)
+    else:
+        args.setting, args.values = "theta", _thetas(args)
     if args.output.exists():
         raise MarsError(f"--output '{args.output}' exists already: name a new file.")
     if not args.output.parent.is_dir():
@@ -141,30 +136,42 @@ def _judge(spec: str) -> str:
     return spec
 
 
-def _check_prefixes(args: argparse.Namespace) -> None:
+def _prefixes(args: argparse.Namespace) -> list[int]:
+    """Return the values of --prefixes."""
     if args.thetas is not None:
         raise MarsError("--thetas does not apply with --prefixes, at one theta: leave one of them out.")
     if "exact_prefix" not in args.rule.options:
         raise MarsError(f"--prefixes does not apply to {specs.not_in(args.rule, 'exact_prefix')}.")
     setting, structure = args.rule.setting("exact_prefix")
-    found = [setting.from_text(text, shown="--prefixes", **structure) for text in args.prefixes]
-    if found != sorted(set(found), reverse=True):
+    prefixes = [setting.from_text(text, shown="--prefixes", **structure) for text in args.prefixes]
+    if prefixes != sorted(set(prefixes), reverse=True):
         raise MarsError("--prefixes are not in order: give each once, falling, such as 8 4 2 1 0.")
-    args.prefixes = found
+    return prefixes
 
 
-def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
-    """Check that thresholds go from strict to loose. A user's rule may define either direction as strict to loose."""
-    setting, structure = rule.setting("theta")
+def _thetas(args: argparse.Namespace) -> list[float]:
+    """Return the thresholds to try, by default the rule's grid, which is fixed in advance as the test requires.
+
+    They go from strict to loose, which for a user's rule may be either direction.
+    """
+    setting, structure = args.rule.setting("theta")
     grid = setting.range(**structure).grid
-    rising, falling = sorted(set(thetas)), sorted(set(thetas), reverse=True)
-    allowed = [rising, falling] if not grid else [rising if grid[0] < grid[-1] else falling]
-    if thetas not in allowed or math.inf in thetas:
-        order = "rising or falling" if not grid else "rising" if grid[0] < grid[-1] else "falling"
+    if args.thetas is None:
+        if not grid:
+            raise MarsError(
+                f"--verify {args.rule.name} has no thresholds of its own: give --thetas, from strict to loose."
+            )
+        return list(grid)
+    thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
+    orders = {"rising": sorted(set(thetas)), "falling": sorted(set(thetas), reverse=True)}
+    if grid:
+        orders.pop("falling" if grid[0] < grid[-1] else "rising")
+    if thetas not in orders.values() or math.inf in thetas:
         where = f" for the margin {structure['margin']}" if setting.by == "margin" else ""
         raise MarsError(
-            f"--thetas are not in order: give finite numbers from strict to loose, {order}{where}."
+            f"--thetas are not in order: give finite numbers from strict to loose, {' or '.join(orders)}{where}."
         )
+    return thetas
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,10 +203,9 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     problems, target, drafter = open_study(args, work, check)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
-    settings = settings_of(args, temperature=args.temperature)
     rule = args.rule.as_json(but=("theta",))
-    searched = "theta" if args.prefixes is None else "exact_prefix"
     asked = {
+        "settings": settings_of(args, temperature=args.temperature),
         "promise": {
             "risk": args.risk,
             "meaning": calibration.RISKS[args.risk],
@@ -215,20 +221,12 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         "seed": args.seed,
         "version": __version__,
     }
-    decides = (
-        settings
-        | asked
-        | {"rule": rule}
-        | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
-        | (
-            {}
-            if args.prefixes is None
-            else {"prefixes": args.prefixes, "theta": args.rule.settled()["theta"]}
-        )
-        | pair.given(args)
-    )
     loaded_rule = load(args.rule.spec, target, **args.rule.settings)
-    decides |= {
+    decides = asked | {
+        "rule": args.rule.as_json(but=(args.setting,)),
+        args.setting: args.values,
+        **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
+        **pair.given(args),
         "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
         "rule_source": specs.source_digest(args.rule.spec),
         "judge_source": None if args.judge is None else specs.source_digest(args.judge),
@@ -237,59 +235,49 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         found = calibration.calibrate(
             decoding,
             problems,
+            rows,
             **promise,
             rule=args.rule,
-            thetas=args.thetas,
-            prefixes=args.prefixes,
+            setting=args.setting,
+            values=args.values,
             judge=None if args.judge is None else factory(args.judge, "judge"),
             temperature=args.temperature,
             seed=args.seed,
             progress=show,
-            rows=rows,
         )
         theta = found["value"]
-        if args.prefixes is not None and theta != math.inf:
+        if args.setting == "exact_prefix" and theta != math.inf:
             rule["settings"]["exact_prefix"], theta = theta, args.rule.settled()["theta"]
-        made = {
+        report = asked | {
             "format": FORMAT,
             "theta": "inf" if theta == math.inf else theta,
             "rule": rule,
-            "settings": settings,
             "weights": fingerprints(target, drafter, loaded_rule),
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],
-            "trials": [{searched: trial.pop("value"), **trial} for trial in found["trials"]],
+            "trials": [{args.setting: trial.pop("value"), **trial} for trial in found["trials"]],
             "made": provenance(),
         }
-        try:
-            write_json(args.output, made | asked)
-        except OSError as error:
-            raise MarsError(
-                f"--output '{args.output}' cannot be written ({error.strerror}): fix that, then run the same command "
-                "again to continue."
-            ) from None
+        write_json(args.output, report)
         if hosts.is_first():
             # The output file contains all results.
             shutil.rmtree(work)
-    print(_table(found | {"trials": made["trials"]}, searched, args), file=out)
+    print(_table(report, found["value"], args), file=out)
 
 
-def _table(found: dict[str, Any], searched: str, args: argparse.Namespace) -> str:
-    unit = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}[
-        args.risk
-    ]
-    word = {"theta": "theta", "exact_prefix": "prefix"}[searched]
+def _table(report: dict[str, Any], value: float, args: argparse.Namespace) -> str:
+    units = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}
+    word = {"theta": "theta", "exact_prefix": "prefix"}[args.setting]
     lines = [f"{word:>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
-    for trial in found["trials"]:
+    for trial in report["trials"]:
         lines.append(
-            f"{trial[searched]:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
+            f"{trial[args.setting]:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
             f"  {'certified' if trial['passed'] else 'not certified'}"
         )
-    value, strict = found["value"], found["strict_tau"]
-    held = f"{args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}"
-    said = (
-        f"no {'threshold' if searched == 'theta' else word} keeps {held}: the file says inf, which is strict"
-        if value == math.inf
-        else f"{word} {value:g}: {held}; tau {found['tau']:.2f}, strict {strict:.2f}"
-    )
-    return "\n".join([*lines, said])
+    promise = f"{args.risk} below {args.bound:g} {units[args.risk]} with confidence {args.confidence:g}"
+    if value == math.inf:
+        lines.append(f"no {word} is certified for {promise}: the file has inf, which is strict")
+    else:
+        tau, strict_tau = report["tau"], report["strict_tau"]
+        lines.append(f"{word} {value:g}: {promise}; tau {tau:.2f}, strict {strict_tau:.2f}")
+    return "\n".join(lines)

@@ -127,7 +127,7 @@ def convert(args: argparse.Namespace) -> None:
     """
     numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
     if args.problems is not None:
-        args.problems = value_of("problems", "batch_size", args.problems)
+        args.problems = number_of("batch_size", args.problems, shown="--problems")
     args.tree = None if args.tree is None else specs.parse_tree(args.tree)
     args.draft = draft_of(args.draft, args.target)
 
@@ -139,14 +139,6 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         for name in ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
         if getattr(args, name) is not None
     }
-
-
-def value_of(flag: str, name: str, text: str) -> Any:
-    """A value of `flag`, in the range of the request setting `name`."""
-    try:
-        return number_of(name, text, shown=f"--{flag}")
-    except MarsError as error:
-        raise MarsError(str(error).replace(f"--{flag} is", f"--{flag} has", 1)) from None
 
 
 def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:

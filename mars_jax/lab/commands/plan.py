@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +16,6 @@ from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.pair import rule_of
-from mars_jax.lab.commands.plan_table import print_table
 
 _DESCRIPTION = """\
 Compile the decode loop of a pair of models ahead of time for a TPU slice. Report whether
@@ -40,6 +39,8 @@ means that the pair does not fit; weights in 8 bits and larger slices are then c
 one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; for a mixture of
 experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
 """
+TAUS = (2, 3, 4)
+"""Tokens per step for which the table shows the speed."""
 _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 
@@ -108,26 +109,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
-    batch, context = _number("batch", args.batch), _number("context", args.context)
+    batch = number_of("batch_size", args.batch, shown="--batch")
+    context = number_of("max_new_tokens", args.context, shown="--context")
     length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
     tree: Any = None if args.tree is None else specs.parse_tree(args.tree)
-    acceptance = None if args.acceptance is None else _shares("acceptance", args.acceptance)
+    acceptance = None if args.acceptance is None else _acceptance(args.acceptance)
     rule = rule_of(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
             f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
-    keep = None if args.dump is None else _keeper(args.dump)
-
     # JAX loads from here on. The checks above answer at once.
     from mars_jax import verify
     from mars_jax.lab import planning
+    from mars_jax.lab.folder import check_writable
     from mars_jax.lab.planning import advice, fit
     from mars_jax.lab.planning.chips import larger, topology
     from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of, programs
     from mars_jax.placement.shardings import parse_mesh
 
+    if args.dump is not None:
+        check_writable(args.dump, flag="--dump")
+        args.dump.mkdir(parents=True, exist_ok=True)
     target = _config(args.target)
     place = topology(args.topology)
     draft = _draft(args.draft, target)
@@ -156,9 +160,13 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             return None
         return fit.planned_time(programs_, place)[1]
 
+    def dump(name: str, text: str) -> None:
+        if args.dump is not None:
+            (args.dump / name).write_text(text, encoding="utf-8")
+
     with busy("planning"):
         alone = pair(place, args.dtype, "none", None, None)
-        plan = planning.make_plan(pair(place, args.dtype), alone, place, keep=keep)
+        plan = planning.make_plan(pair(place, args.dtype), alone, place, dump)
     drafts = []
     if acceptance is None and mixture:
         acceptance = [0.75]
@@ -183,24 +191,19 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         lists = {"tried": [one._asdict() for one in attempts], "drafts": [one._asdict() for one in drafts]}
         print(json.dumps(inputs | plan.as_json() | lists), file=out)
     else:
-        print_table(inputs, plan, attempts, drafts, out)
+        _print_table(inputs, plan, attempts, drafts, out)
     return plan.fits
 
 
-def _number(name: str, text: str) -> int:
-    # Python refuses to convert more than 4,300 digits.
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= 2**20):
-        raise MarsError(f"--{name} is {text}: expected a whole number from 1 to {2**20}.")
-    return int(text)
-
-
-def _shares(name: str, text: str) -> list[float]:
+def _acceptance(text: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        values = [-1.0]
-    if not all(0 < value < 1 for value in values):
-        raise MarsError(f"--{name} is {text}: expected numbers above 0 and below 1, such as 0.8,0.75,0.7.")
+        values = []
+    if not values or not all(0 < value < 1 for value in values):
+        raise MarsError(
+            f"--acceptance is {text}: expected numbers above 0 and below 1, such as 0.8,0.75,0.7."
+        )
     return values
 
 
@@ -225,21 +228,74 @@ def _draft(spec: str, target: Any) -> Any:
     return _config(path) if kind == "model" else spec
 
 
-def _keeper(folder: Path) -> Callable[[str, str], None]:
-    """Create the folder now rather than after the compilation, and return a function that writes files into it."""
+def _step_rows(plan: Any, batch: int) -> list[tuple[str, str]]:
+    """Return the rows of the estimates."""
+    step, alone = plan.step, plan.autoregressive_step
+    rows = []
+    if step is not None:
+        rows.append(("a step, estimated", _milliseconds(step)))
+    if alone is not None:
+        label = "without a draft, estimated" if step is None else "  without a draft"
+        rows.append((label, _milliseconds(alone)))
+    if step is not None and alone is not None and step != alone:
+        first, last = sorted(step[end] / alone[end] for end in ("low_seconds", "high_seconds"))
+        rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
+        rows += [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
+    elif alone is not None and step is not None:
+        rows.append(("tokens/s", _speeds(alone, batch)))
+    return rows
 
-    def refused(error: OSError) -> MarsError:
-        return MarsError(f"--dump '{folder}' cannot be written ({error.strerror}): name another folder.")
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refused(error) from None
+def _milliseconds(step: dict[str, float]) -> str:
+    return f"{1e3 * step['low_seconds']:.2f} to {1e3 * step['high_seconds']:.2f} ms"
 
-    def keep(name: str, text: str) -> None:
-        try:
-            (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise refused(error) from None
 
-    return keep
+def _speeds(step: dict[str, float], tokens: int) -> str:
+    return f"{tokens / step['high_seconds']:.0f} to {tokens / step['low_seconds']:.0f}"
+
+
+def _print_table(
+    inputs: dict[str, Any], plan: Any, attempts: Sequence[Any], drafts: Sequence[Any], out: IO[str]
+) -> None:
+    """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.Draft`)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    def gib(count: int) -> str:
+        return f"{count / 2**30:.2f} GiB"
+
+    def memory(tried: Any) -> str:
+        # The compiler does not always report how much a program needs that does not fit.
+        if not tried.held_bytes:
+            return "more than there is"
+        return f"{gib(tried.held_bytes)} of {gib(tried.hbm_bytes)}"
+
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
+    table = Table(
+        title=f"{inputs['target']} with {inputs['draft']} on {plan.topology}, {mesh}", show_header=False
+    )
+    table.add_row("fits", "yes" if plan.fits else "no")
+    table.add_row("memory of a device", memory(plan))
+    table.add_row("  weights", gib(plan.weight_bytes))
+    table.add_row("  caches and state", gib(plan.cache_bytes))
+    table.add_row("read in a step, at least", gib(plan.read_bytes))
+    table.add_row("a step, at least", f"{1e3 * plan.floor_seconds:.2f} ms")
+    table.add_row("  without a draft", f"{1e3 * plan.autoregressive_floor_seconds:.2f} ms")
+    for row in _step_rows(plan, inputs["batch"]):
+        table.add_row(*row)
+    table.add_row("compiled in", f"{plan.compile_seconds:.0f} s")
+    for name, count in plan.collectives.items():
+        table.add_row("collective", f"{count} x {name}")
+    for draft in drafts:
+        name = "draft with" if draft is drafts[0] else "  rather than"
+        times = f"{1e3 * draft.low_seconds:.2f} to {1e3 * draft.high_seconds:.2f} ms, pays above tau "
+        times += f"{draft.pays_above[0]:.2f} to {draft.pays_above[1]:.2f}, {draft.gain:.2f} x at tau {draft.tau:.2f}"
+        table.add_row(name, f"{draft.flags} ({times})")
+    for note in plan.notes:
+        table.add_row("note", note)
+    for attempt in attempts:
+        flag = f"--dtype {attempt.dtype}"
+        if attempt.topology != plan.topology:
+            flag = f"--topology {attempt.topology}"
+        table.add_row("try" if attempt.fits else "fits neither", f"{flag} ({memory(attempt)})")
+    Console(file=out, soft_wrap=True, highlight=False).print(table)

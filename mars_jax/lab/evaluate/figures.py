@@ -1,6 +1,6 @@
 """Figures of one arm from its rows, beside those of the target alone.
 
-n rows, R resamples, k numbers of a score. Oracles: recounts by hand, and the coverage of simulated intervals, in
+R resamples. Oracles: recounts by hand, and the coverage of simulated intervals, in
 tests/lab/evaluate/test_figures.py.
 """
 
@@ -18,7 +18,7 @@ from mars_jax.lab.evaluate.scoring.scores import total
 
 LONGEST_PERIOD = 90
 LOOP_TOKENS = 12
-RESAMPLES = 10_000
+RESAMPLES = 2000
 
 
 def loops(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
@@ -56,43 +56,10 @@ def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:
     return [after / before if before else None for before, after in itertools.pairwise(reached)]
 
 
-def recovered_interval(
-    metric: str, ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
-) -> tuple[float, float] | None:
-    """95% interval of the ratio of two scores on the same problems, by the paired bootstrap over problems.
-
-    Percentiles, which take a ratio as it comes. It measures the choice of problems, not that of seeds.
-
-    Args:
-      metric: as `scores.total` takes it.
-      ours, theirs: f64[n, k] each, rows of `scores.score` for the same problems in the same order.
-      seed: of the resampling.
-      resamples: R.
-
-    Returns:
-      None for a single problem, and where a bound is not finite for `theirs` is often 0.
-
-    Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
-    """
-    count = len(ours)
-    if count < 2:
-        return None
-    rng = np.random.default_rng(seed)
-    one = np.ones((count, 1))
-    ours, theirs = np.hstack([ours, one]), np.hstack([theirs, one])
-    ratios = []
-    block = max(1, 2_000_000 // count)  # of resamples that are in memory together
-    for first in range(0, resamples, block):
-        rows = min(block, resamples - first)
-        weights = rng.multinomial(count, np.full(count, 1 / count), size=rows).astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios.append(total(metric, weights @ ours) / total(metric, weights @ theirs))
-    found = np.concatenate(ratios)
-    found = found[~np.isnan(found)]  # where both are 0 there is no ratio
-    if not len(found):
-        return None
-    low, high = np.quantile(found, [0.025, 0.975], method="inverted_cdf").tolist()
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
+    """Return how often each of `count` problems occurs in each resample of the bootstrap, f64[R, count]."""
+    shares = np.full(count, 1 / count)
+    return np.random.default_rng(seed).multinomial(count, shares, size=resamples).astype(np.float64)
 
 
 def summarize(
@@ -115,7 +82,13 @@ def summarize(
     metrics = _metrics(rows)
     seconds, tokens = sum(row["seconds"] for row in rows), metrics.emitted
     rate = tokens / max(seconds, 1e-9)
-    rate_alone = sum(row["emitted"] for row in alone) / max(sum(row["seconds"] for row in alone), 1e-9)
+    seconds_alone = sum(row["seconds"] for row in alone)
+    rate_alone = sum(row["emitted"] for row in alone) / max(seconds_alone, 1e-9)
+    score, score_alone = None, 0.0
+    if _is_scored(rows, alone):
+        score, score_alone = (
+            float(_scores(part, np.ones((1, len(part))), metric)[0]) for part in (rows, alone)
+        )
     return {
         "problems": len(rows),
         "theta": rows[0]["theta"],
@@ -127,13 +100,15 @@ def summarize(
         "tokens_per_second": rate,
         "speedup": rate / rate_alone,
         "seconds_per_task": seconds / len(rows),
-        "task_speedup": sum(row["seconds"] for row in alone) / max(seconds, 1e-9),
+        "task_speedup": seconds_alone / max(seconds, 1e-9),
         "tokens_per_task": tokens / len(rows),
         "loop_rate": _share(row["loops"] for row in rows),
         "length_rate": _share(row["finish_reason"] != "stop" for row in rows),
         "same_as_autoregressive": _same(rows, alone),
         "same_as_strict": None if strict is None else _same(rows, strict),
-        **_quality(rows, alone, metric, seed),
+        "score": score,
+        "score_change": None if score is None else score - score_alone,
+        "recovered": score / score_alone if score is not None and score_alone else None,
         "intervals": intervals(rows, alone, metric=metric, seed=seed),
     }
 
@@ -144,11 +119,11 @@ def intervals(
     *,
     metric: str,
     seed: int = 0,
-    resamples: int = 2000,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """95% intervals of an arm's figures, by the bootstrap over problems: percentiles of the same resamples for all.
+    """Compute 95% intervals of an arm's figures by the paired bootstrap over problems, with the same resamples for all.
 
-    They measure the choice of problems, and of the machine's moods only what differs from problem to problem.
+    They measure the choice of problems, not that of seeds, and of a machine's speed only what differs between problems.
 
     Args:
       rows, alone, metric, seed: as for `summarize`.
@@ -157,19 +132,16 @@ def intervals(
     Returns:
       [low, high] by the names of `summarize`, None where there is none, as for a single problem; for
       `acceptance_by_depth` one for each depth.
+
+    Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
     """
-    depths = len(rows[0]["depth_histogram"])
-    draws = np.random.default_rng(seed).multinomial(
-        len(rows), np.full(len(rows), 1 / len(rows)), size=resamples if len(rows) > 1 else 0
-    )
-    weights = draws.astype(np.float64)
+    weights = resampled(len(rows), seed, resamples if len(rows) > 1 else 0)
 
     def sums(of: Sequence[dict[str, Any]], name: str) -> np.ndarray:
         return weights @ np.asarray([row[name] for row in of], np.float64)
 
     tokens, seconds = sums(rows, "emitted"), sums(rows, "seconds")
-    histogram = sums(rows, "depth_histogram").reshape(-1, depths)
-    reached = np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1]
+    reached = np.cumsum(sums(rows, "depth_histogram")[:, ::-1], axis=1)[:, ::-1]
     with np.errstate(divide="ignore", invalid="ignore"):
         rate = tokens / seconds
         found: dict[str, Any] = {
@@ -182,13 +154,13 @@ def intervals(
             ],
             "score": None,
             "score_change": None,
+            "recovered": None,
         }
-        if all(row["score"] is not None for row in (*rows, *alone)):
-            ours, theirs = (
-                np.asarray(total(metric, weights @ np.asarray([[*row["score"], 1.0] for row in part])))
-                for part in (rows, alone)
-            )
-            found |= {"score": _bounds(ours), "score_change": _bounds(ours - theirs)}
+        if _is_scored(rows, alone):
+            score, score_alone = (_scores(part, weights, metric) for part in (rows, alone))
+            found |= {"score": _bounds(score), "score_change": _bounds(score - score_alone)}
+            if score_alone.all():
+                found["recovered"] = _bounds(score / score_alone)
     return found
 
 
@@ -215,19 +187,10 @@ def _same(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> f
     return _share(a["tokens"] == b["tokens"] for a, b in zip(rows, others, strict=True))
 
 
-def _quality(
-    rows: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]], metric: str, seed: int
-) -> dict[str, Any]:
-    if any(row["score"] is None for row in (*rows, *alone)):
-        return {"score": None, "score_change": None, "recovered": None, "recovered_interval": None}
-    ours, theirs = (np.asarray([row["score"] for row in part], np.float64) for part in (rows, alone))
-    mine, other = (
-        float(total(metric, np.append(part.sum(axis=0), len(part))[None])[0]) for part in (ours, theirs)
-    )
-    interval = recovered_interval(metric, ours, theirs, seed=seed) if other else None
-    return {
-        "score": mine,
-        "score_change": mine - other,
-        "recovered": mine / other if other else None,
-        "recovered_interval": None if interval is None else list(interval),
-    }
+def _is_scored(rows: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> bool:
+    return all(row["score"] is not None for row in (*rows, *alone))
+
+
+def _scores(rows: Sequence[dict[str, Any]], weights: np.ndarray, metric: str) -> np.ndarray:
+    """Return the score of each resample, f64[R]. Row i counts `weights[:, i]` times."""
+    return np.asarray(total(metric, weights @ np.asarray([[*row["score"], 1.0] for row in rows])))

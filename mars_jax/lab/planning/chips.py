@@ -36,34 +36,20 @@ CHIPS = {
 }
 
 
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_DEEP = {
-    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
-    1024: "8x8x16", 2048: "8x16x16",
+SHAPES = {
+    2: {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
+    3: {
+        4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
+        1024: "8x8x16", 2048: "8x16x16",
+    },
 }  # fmt: skip
-"""Shapes of Google Cloud by number of chips."""
-
-
-class Type(NamedTuple):
-    """The form of accelerator types, such as v5litepod-8, that name slices of a generation."""
-
-    generation: str
-    unit: int  # units of a chip that a type counts: 2 cores for v4, v5p and tpu7x, 1 chip for the others
-    shapes: dict[int, str]  # by chips
-
-
-TYPES = {
-    "v4": Type("v4", 2, _DEEP),
-    "v5litepod": Type("v5e", 1, _FLAT),
-    "v5e": Type("v5e", 1, _FLAT),
-    "v5p": Type("v5p", 2, _DEEP),
-    "v6e": Type("v6e", 1, _FLAT),
-    "tpu7x": Type("tpu7x", 2, _DEEP),
-}
+"""Shapes of slices in Google Cloud, by the dimensions of a generation and the number of chips."""
 
 
 def slice_of(name: str) -> str:
     """Return the generation and shape of an accelerator type, and any other name unchanged.
+
+    Accelerator types count chips, or cores for generations with two cores a chip, whose slices have three dimensions.
 
     Raises:
       MarsError: the type has no slice of that size.
@@ -72,17 +58,19 @@ def slice_of(name: str) -> str:
     ('v5e:2x4', 'v5p:2x2x1', 'v6e:2x2')
     """
     kind, dash, size = name.partition("-")
-    if not dash or kind not in TYPES:
+    generation = "v5e" if kind == "v5litepod" else kind
+    if not dash or generation not in CHIPS:
         return name
-    found = TYPES[kind]
-    sizes = {str(chips * found.unit): shape for chips, shape in found.shapes.items()}
-    if size not in sizes:
-        counted = "cores, two a chip" if found.unit == 2 else "chips"
+    dims = CHIPS[generation].dims
+    cores = dims - 1
+    shapes = {str(chips * cores): shape for chips, shape in SHAPES[dims].items()}
+    if size not in shapes:
+        unit = "cores, two a chip" if cores == 2 else "chips"
         raise MarsError(
-            f"the topology is {name!r}: {kind} comes in {', '.join(sizes)} {counted}; name one of these, or a shape "
-            f"such as {found.generation}:{found.shapes[4]}."
+            f"the topology is {name!r}: {kind} comes in {', '.join(shapes)} {unit}; name one of these, or a shape "
+            f"such as {generation}:{SHAPES[dims][4]}."
         )
-    return f"{found.generation}:{sizes[size]}"
+    return f"{generation}:{shapes[size]}"
 
 
 def larger(name: str) -> list[str]:
@@ -93,7 +81,8 @@ def larger(name: str) -> list[str]:
     """
     generation, _, shape = slice_of(name).partition(":")
     chips = math.prod(int(size) for size in shape.split("x"))
-    return [f"{generation}:{found}" for count, found in TYPES[generation].shapes.items() if count > chips]
+    shapes = SHAPES[CHIPS[generation].dims]
+    return [f"{generation}:{shape}" for count, shape in shapes.items() if count > chips]
 
 
 class Topology(NamedTuple):

@@ -58,24 +58,19 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-def make_plan(
-    pair: Programs, alone: Programs, topology: Topology, *, keep: Callable[[str, str], Any] | None = None
-) -> Plan:
+def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callable[[str, str], Any]) -> Plan:
     """Compile the decode loop for a slice and estimate its step.
 
     Args:
       pair: from `pair_programs.programs`, for the slice's devices.
       alone: the same target without a draft.
       topology: from `topology(name)`.
-      keep: called with a file's name and the text of the program, before XLA compiles it and after.
+      dump: called with a file's name and the text of the program, before XLA compiles it and after.
     """
     _, lowered = pair.lower()
-    if keep is not None:
-        keep("decode.stablehlo.txt", lowered.as_text())
+    dump("decode.stablehlo.txt", lowered.as_text())
     try:
-        report = compile_program(
-            lowered, read=None if keep is None else lambda text: keep("decode.hlo.txt", text)
-        )
+        report = compile_program(lowered, read=lambda text: dump("decode.hlo.txt", text))
         held = held_bytes(report)
         fits = held <= topology.hbm_bytes
     except OutOfMemory as error:

@@ -14,7 +14,7 @@ import pytest
 from kernels_pallas import api
 from mars_jax import hub
 from mars_jax.lab.commands.check import device_check, kernels, large, tokens
-from mars_jax.lab.commands.check.device_check import main, wrong_kernels, wrong_tokens
+from mars_jax.lab.commands.check.device_check import main, wrong_rows
 from mars_jax.serve.likelihood import score
 
 
@@ -26,23 +26,16 @@ def small(monkeypatch):
     monkeypatch.setattr(kernels, "ROUNDS", 1)
 
 
-def test_the_cases_accept_and_relax_tokens():
-    results = [kernels._reference(c) for c in kernels.cases(300) if c.operation == "margin_accept"]
-    assert all(np.any(result.num_accepted > 0) for result in results)
-    assert sum(int(result.relaxed.sum()) for result in results) >= 10
-    assert not any(np.any(result.relaxed[1::4]) for result in results), "these rows are strict"
-
-
 @pytest.mark.slow
 def test_every_form_equals_the_reference(small):
-    rows = kernels.check_kernels("cpu")
+    rows = kernels.check_kernels()
     assert {(row["implementation"], row["how"]) for row in rows} == {
         ("xla", "compiled"),
         ("partitioned", "compiled"),
         ("pallas_tpu", "interpreted"),
         ("default", "compiled"),
     }
-    assert {row["status"] for row in rows} == {"equal"} and wrong_kernels(rows) == []
+    assert {row["status"] for row in rows} == {"equal"} and wrong_rows(rows) == []
     assert all((row["milliseconds"] is None) == (row["how"] == "interpreted") for row in rows)
 
 
@@ -55,7 +48,7 @@ def test_a_kernel_with_a_wrong_result_differs(small, monkeypatch):
         return result._replace(next_token=result.next_token + 1)
 
     monkeypatch.setattr(api.mosaic.margin_tpu, "margin_accept", broken)
-    wrong = wrong_kernels(kernels.check_kernels("cpu"))
+    wrong = wrong_rows(kernels.check_kernels())
     assert len(wrong) == 2 and all("margin_accept as pallas_tpu" in sentence for sentence in wrong)
     assert all(sentence.endswith("differs (next_token (12 of 12))") for sentence in wrong)
 
@@ -66,7 +59,7 @@ def test_a_kernel_that_does_not_compile_fails_with_its_reason(small, monkeypatch
         raise NotImplementedError("no rule for this op\nand more")
 
     monkeypatch.setattr(api.mosaic.margin_tpu, "margin_stats", broken)
-    assert wrong_kernels(kernels.check_kernels("cpu")) == [
+    assert wrong_rows(kernels.check_kernels()) == [
         f"margin_stats as pallas_tpu, [12, 8, 300] {dtype}: failed (NotImplementedError: no rule for this op)"
         for dtype in ("float32", "bfloat16")
     ]
@@ -74,16 +67,14 @@ def test_a_kernel_that_does_not_compile_fails_with_its_reason(small, monkeypatch
 
 def test_wrong_products_of_experts_differ(monkeypatch):
     monkeypatch.setattr(kernels.moe, "dense_by_expert", lambda x, w, sizes: (x @ w[0].T).astype("float32"))
-    (sentence,) = wrong_kernels([kernels.check_case(kernels._experts(), kernels.Form("default", {}))])
+    (sentence,) = wrong_rows([kernels.check_case(kernels._experts())])
     assert "dense_by_expert as default" in sentence and "differs (result (" in sentence
 
 
-def test_the_kernel_of_a_tpu_is_required_unless_it_is_off(monkeypatch):
-    (form,) = [form for form in kernels.forms("tpu") if form.name == "pallas_tpu"]
-    assert form.required and form.how == "compiled"
+def test_the_kernel_of_a_tpu_is_compiled_unless_it_is_off(monkeypatch):
+    assert kernels.forms("tpu")["pallas_tpu"] is False
     monkeypatch.setenv("MARS_JAX_PALLAS", "0")
-    (form,) = [form for form in kernels.forms("tpu") if form.name == "pallas_tpu"]
-    assert not form.required
+    assert "pallas_tpu" not in kernels.forms("tpu")
 
 
 # Tokens.
@@ -116,14 +107,14 @@ def test_a_token_that_is_not_the_best_differs(loaded, texts):
     assert gap > tokens.TIE
     detail = f"token 3 after [3, 5, 8] is {runner_up[3]} in place of {best[3]}"
     assert row == {"status": "differs", "detail": detail}
-    assert wrong_tokens([row | {"way": "a tree"}]) == [f"a tree: differs ({detail})"]
+    assert wrong_rows([row | {"way": "a tree"}]) == [f"a tree: differs ({detail})"]
 
 
 def test_a_tie_is_not_wrong(loaded, texts, monkeypatch):
     prompt, _, runner_up, gap = texts
     monkeypatch.setattr(tokens, "TIE", gap + 1e-4)
     row = tokens.compare(loaded, [prompt], [runner_up])
-    assert row == {"status": "equal up to ties", "detail": "1 ties"} and wrong_tokens([row]) == []
+    assert row == {"status": "equal up to ties", "detail": "1 ties"} and wrong_rows([row]) == []
 
 
 # The command.
@@ -134,7 +125,6 @@ EQUAL = {
     "how": "compiled",
     "shape": "[1, 2]",
     "dtype": "float32",
-    "required": True,
     "status": "equal",
     "detail": None,
     "milliseconds": 0.5,
@@ -149,7 +139,7 @@ def sections(monkeypatch):
         "tokens": [{"way": "a tree", "tokens": 4, "tau": 2.5, "status": "equal", "detail": None}],
         "large": {"missing": "no accelerator"},
     }
-    monkeypatch.setattr(kernels, "check_kernels", lambda platform, tick: results["kernels"])
+    monkeypatch.setattr(kernels, "check_kernels", lambda tick: results["kernels"])
     monkeypatch.setattr(tokens, "check_tokens", lambda tick: results["tokens"])
     monkeypatch.setattr(large, "check_large", lambda tick: results["large"])
     monkeypatch.setattr(device_check, "keep_compilations", lambda: None)
@@ -221,14 +211,6 @@ def test_a_large_model_is_timed_with_simulated_acceptance(dtype, monkeypatch):
     assert plain["bytes"] * 8 / (plain["flops"] / 2) > bits
 
 
-def test_a_loop_calls_as_often_as_requested():
-    calls = []
-    run = large.looped(
-        lambda x: jax.pure_callback(lambda x: calls.append(1) or x, x, x), 5, (np.ones(2, np.float32),)
-    )
-    assert run().tolist() == [1, 1] and len(calls) == 5
-
-
 def test_a_section_that_fails_is_reported_and_the_others_run(sections, monkeypatch, capsys, tmp_path):
     def fails(tick):
         raise RuntimeError("INTERNAL: the driver is gone\nand a page")
@@ -259,3 +241,10 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
     assert len(report["tokens"]) == 5 and all(row["tokens"] == 192 for row in report["tokens"])
     assert {row["status"] for row in report["tokens"]} <= {"equal", "equal up to ties"}
     assert all(row["tau"] > 2 for row in report["tokens"][1:])
+
+
+def test_the_cases_accept_and_relax_tokens():
+    results = [kernels._reference(c) for c in kernels.cases(300) if c.operation == "margin_accept"]
+    assert all(np.any(result.num_accepted > 0) for result in results)
+    assert sum(int(result.relaxed.sum()) for result in results) >= 10
+    assert not any(np.any(result.relaxed[1::4]) for result in results), "these rows are strict"

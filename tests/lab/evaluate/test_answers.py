@@ -79,12 +79,6 @@ def test_arms_draw_by_their_seed(decoding):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_the_simple_control_keeps_the_two_best(decoding):
-    [answer] = decoding.answer(arms(1.0)["autoregressive top_k=2"], [problem("sea")], [3], temperature=1.0)
-    [free] = decoding.answer(arms(1.0)["autoregressive"], [problem("sea")], [3], temperature=1.0)
-    assert 0 < answer.metrics.regret < free.metrics.regret
-
-
 def test_a_prompt_that_does_not_fit_is_named(chatty):
     with pytest.raises(MarsError, match=r"t, problem 7: the prompt has \d+ tokens and .* a context of 64"):
         check_problems(chatty, [problem("sea"), problem("sun " * 60, id="7")], chat=True)

@@ -18,7 +18,7 @@ from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.studies import calibration
 from mars_jax.lab.studies.certify import choose, fewest, p_value
-from mars_jax.lab.theta import FORMAT, read_theta, settings_of
+from mars_jax.lab.theta import read_theta, settings_of
 from tests.cli.conftest import write_checkpoint
 from tests.helpers import slow_but
 from tests.lab.evaluate.conftest import dying_after
@@ -57,17 +57,6 @@ def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence)
     assert relaxed / RESAMPLINGS >= (0.9 if kind == "regret" else 0.15)
 
 
-def test_testing_stops_at_the_first_threshold_that_fails():
-    asked = []
-
-    def losses_at(theta):
-        asked.append(theta)
-        return np.full(500, 0.5 if theta == 0.8 else 0.0), 3.0
-
-    theta, trials = choose([0.9, 0.8, 0.7], losses_at, bound=0.05, confidence=0.9)
-    assert (theta, asked, [t.passed for t in trials]) == (0.9, [0.9, 0.8], [True, False])
-
-
 def test_the_p_value_is_that_of_a_bet_written_out():
     """Capital by the loop of the paper, with bets from the past alone."""
     rng = np.random.default_rng(1)
@@ -99,24 +88,23 @@ def jsonl(tmp_path_factory):
     return file
 
 
+def pair_of(target, **changes):
+    """Flags of generate and calibrate for one pair and temperature."""
+    flags = {"target": target, "draft": f"model:{target}", "num-draft-tokens": 2, "temperature": 1} | changes
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+
+
 def call(*argv):
     return main([str(a) for a in argv])
 
 
 @pytest.fixture(scope="module")
 def flags(target, jsonl):
-    flags = [
-        "--target",
-        target,
-        "--draft",
-        f"model:{target}",
-        "--num-draft-tokens",
-        2,
-        "--task",
-        f"jsonl={jsonl}",
+    return [
+        *pair_of(target),
+        *("--task", f"jsonl={jsonl}", "--max-new-tokens", 12, "--batch-size", 4, "--thetas", 0.9, 0.5),
+        *("--bound", 0.9, "--confidence", 0.5),
     ]
-    flags += ["--max-new-tokens", 12, "--batch-size", 4, "--thetas", 0.9, 0.5, "--temperature", 1]
-    return [*flags, "--bound", 0.9, "--confidence", 0.5]
 
 
 @pytest.fixture(scope="module")
@@ -191,28 +179,21 @@ def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, jud
         "risk": "judge", "judge": f"{judge}:first", "meaning": "", "bound": 0.9, "confidence": 0.5
     }  # fmt: skip
     assert [(t["exact_prefix"], t["risk"]) for t in made["trials"]] == [(2, 0.0), (1, 0.0)]
-    pair = [
-        "--target",
-        str(target),
-        "--draft",
-        f"model:{target}",
-        "--num-draft-tokens",
-        "2",
-        "--temperature",
-        "1",
-    ]
-    assert parse([*pair, "--theta", str(output), "hello"]).rule.settled()["exact_prefix"] == 1
+    args = parse([*pair_of(target), "--theta", str(output), "hello"])
+    assert args.rule.settled()["exact_prefix"] == 1
+
+
+@pytest.mark.parametrize("wrong", [2, -0.1, float("nan"), "good", None])
+def test_a_judge_gives_a_number_from_0_to_1(wrong):
     problem = Problem(task="t", id="0", turns=("?",), metric="none")
-    for wrong in (2, -0.1, float("nan"), "good", None):
-        with pytest.raises(MarsError, match="for problem 0: it is to give a number from 0 to 1"):
-            calibration._judged(lambda prompt, answer, said=wrong: said, problem, "yes")
+    with pytest.raises(MarsError, match="for problem 0: expected a number from 0 to 1"):
+        calibration.judged(lambda prompt, answer: wrong, problem, "yes")
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--prefixes", "1", "2"], "--prefixes are not in order"),
-        (["--prefixes", "2", "2"], "--prefixes are not in order"),
         (["--prefixes", "2", "--thetas", "0.9"], "--thetas does not apply with --prefixes"),
         (["--prefixes", "2", "--exact-prefix", "3"], "--exact-prefix does not apply with --prefixes"),
         (["--prefixes", "2", "--verify", "exact"], "no theta to calibrate"),
@@ -232,27 +213,9 @@ def test_prefixes_and_judges_that_are_none_are_refused(tmp_path, flags, said):
         calibrate([*flags, "--task", "arithmetic", "--output", str(tmp_path / "x.json")])
 
 
-def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
-    data = json.loads(theta_file.read_text())
-    assert data["format"] == FORMAT and data["theta"] == 0.5 and data["problems"] == 8
-    assert data["promise"]["bound"] == 0.9 and [t["theta"] for t in data["trials"]] == [0.9, 0.5]
-    assert data["settings"] == {
-        "target": str(target), "draft": f"model:{target}", "num_draft_tokens": 2, "tree": None, "temperature": 1.0,
-    }  # fmt: skip
-    assert data["rule"] == {
-        "verify": "mars",
-        "settings": {
-            "base": "exact",
-            "margin": "ratio",
-            "max_relaxed_run": specs.UNLIMITED_RUN,
-            "exact_prefix": 0,
-        },
-    }
-
-
 def test_generate_takes_the_file_and_its_rule(theta_file, target):
-    flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
-    args = parse([*flags, "--temperature", "1", "--theta", str(theta_file), "hello"])
+    elsewhere = pair_of(f"elsewhere/{target.name}", draft=f"model:{target}")
+    args = parse([*elsewhere, "--theta", str(theta_file), "hello"])
     assert args.rule.spec == "mars" and args.rule.settled() == {
         "theta": 0.5, "margin": "ratio", "base": "exact", "max_relaxed_run": specs.UNLIMITED_RUN,
         "exact_prefix": 0,
@@ -270,9 +233,8 @@ def test_the_file_holds_for_its_weights_wherever_they_are(theta_file, target, tm
             with (here[name] / "model.safetensors").open("r+b") as file:
                 file.seek(-4, 2)
                 file.write(b"\0\0\0\x3f")
-    flags = ["--target", here["target"], "--draft", f"model:{here['draft']}", "--num-draft-tokens", "2"]
-    flags += ["--temperature", "1", "--max-new-tokens", "1", "--theta", theta_file, "the sea"]
-    code = generate([str(flag) for flag in flags])
+    pair = pair_of(here["target"], draft=f"model:{here['draft']}")
+    code = generate([*pair, "--max-new-tokens", "1", "--theta", str(theta_file), "the sea"])
     told = f"error: '{theta_file}' was calibrated with other weights of the {replaced}, or in another --dtype"
     assert code == (2 if replaced else 0) and capsys.readouterr().err.startswith(told if replaced else "")
 
@@ -282,23 +244,11 @@ def test_the_benchmark_refuses_the_file_for_other_weights_too(theta_file, flags,
     data = json.loads(theta_file.read_text())
     file = tmp_path / "theta.json"
     file.write_text(json.dumps(data | {"settings": data["settings"] | {"temperature": 0.0}}))
-    argv = [*flags[: flags.index("--thetas")], "--output", tmp_path / "study"]
-    argv[argv.index("--target") + 1] = tmp_path / target.name
-    argv += ["--thetas", file]
+    pair = pair_of(tmp_path / target.name, draft=f"model:{target}")
+    task = flags[flags.index("--task") : flags.index("--thetas")]
+    argv = [*pair[:-2], *task, "--output", tmp_path / "study", "--thetas", file]
     assert benchmark([str(arg) for arg in argv]) == 2
     assert "was calibrated with other weights of the target" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("old", ["mars-jax theta 1", "mars-jax theta 2"])
-def test_a_file_that_does_not_say_its_weights_is_refused(theta_file, tmp_path, old):
-    data = json.loads(theta_file.read_text()) | {"format": old}
-    data.pop("weights", None)
-    file = tmp_path / "old.json"
-    file.write_text(json.dumps(data))
-    with pytest.raises(
-        MarsError, match=r"does not say which weights .*: calibrate again with mars-jax calibrate"
-    ):
-        read_theta(str(file))
 
 
 def test_a_setting_that_is_newer_than_a_file_had_its_default(theta_file, target, tmp_path):
@@ -306,8 +256,7 @@ def test_a_setting_that_is_newer_than_a_file_had_its_default(theta_file, target,
     del data["rule"]["settings"]["exact_prefix"]
     file = tmp_path / "older.json"
     file.write_text(json.dumps(data))
-    flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
-    flags += ["--temperature", "1", "--theta", str(file), "--verify", "mars"]
+    flags = [*pair_of(target), "--theta", str(file), "--verify", "mars"]
     assert parse([*flags, "hello"]).rule.settled()["exact_prefix"] == 0
     with pytest.raises(MarsError, match="was calibrated for the exact prefix 0, and this run has 2"):
         parse([*flags, "--exact-prefix", "2", "hello"])
@@ -323,16 +272,7 @@ def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(theta_file
     data["rule"] = {"verify": f"{own}:gate", "settings": {"most": 2}}
     file = tmp_path / "theta.json"
     file.write_text(json.dumps(data))
-    flags = [
-        "--target",
-        str(target),
-        "--draft",
-        f"model:{target}",
-        "--num-draft-tokens",
-        "2",
-        "--temperature",
-        "1",
-    ]
+    flags = pair_of(target)
     with pytest.raises(MarsError, match="name it as --verify too, since that runs its code"):
         parse([*flags, "--theta", str(file), "hello"])
     assert not marker.exists()
@@ -345,39 +285,27 @@ def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(theta_file
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"--target": "other"}, "calibrated for the target"),
-        ({"--draft": "ngram"}, "calibrated for the draft"),
-        ({"--num-draft-tokens": "3"}, "calibrated for the num draft tokens 2, and this run has 3"),
-        ({"--temperature": "0"}, "calibrated for the temperature 1, and this run has 0"),
-        ({"--margin": "gap"}, "calibrated for the margin ratio, and this run has gap"),
-        ({"--base": "rejection"}, "calibrated for the base exact, and this run has rejection"),
-        ({"--max-relaxed-run": "2"}, "calibrated for the max relaxed run 1073741824, and this run has 2"),
-        ({"--verify": "learned:head"}, "calibrated for the rule mars, and this run has learned:head"),
+        ("--target other", "calibrated for the target"),
+        ("--draft ngram", "calibrated for the draft"),
+        ("--num-draft-tokens 3", "calibrated for the num draft tokens 2, and this run has 3"),
+        ("--temperature 0", "calibrated for the temperature 1, and this run has 0"),
+        ("--margin gap", "calibrated for the margin ratio, and this run has gap"),
+        ("--verify learned:head", "calibrated for the rule mars, and this run has learned:head"),
     ],
 )
 def test_a_threshold_for_something_else_is_refused(theta_file, target, change, message):
-    flags = {
-        "--target": str(target), "--draft": f"model:{target}", "--num-draft-tokens": "2", "--temperature": "1",
-        "--theta": str(theta_file),
-    } | change  # fmt: skip
     with pytest.raises(MarsError, match=message):
-        parse([*(x for pair in flags.items() for x in pair), "hello"])
+        parse([*pair_of(target), "--theta", str(theta_file), *change.split(), "hello"])
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"format": "mars-jax theta 3"}', '{"format": "mars-jax theta 9", "theta": 0.9}']
+    "text", ["{", "[]", '{"format": "mars-jax theta 3"}', '{"format": "mars-jax theta 1", "theta": 0.9}']
 )
 def test_a_file_that_is_none_is_refused(tmp_path, text):
     file = tmp_path / "theta.json"
     file.write_text(text)
     with pytest.raises(MarsError, match="holds no threshold"):
         read_theta(str(file))
-
-
-def test_trees_are_told_apart(theta_file):
-    args = parse(["--tree", "dynamic:3-4-9", "hello"])
-    assert settings_of(args)["tree"] == {"dynamic": [3, 4, 9]}
-    assert settings_of(parse(["--tree", "3-4-9", "hello"]))["tree"] == [3, 4, 9]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +321,7 @@ def test_trees_are_told_apart(theta_file):
         (["--verify", "exact"], "--verify exact has no theta to calibrate"),
         (
             ["--thetas", "1.5"],
-            "--thetas has 1.5: expected a number above 0 and at most 1 for the margin ratio",
+            "--thetas is 1.5: expected a number above 0 and at most 1 for the margin ratio",
         ),
     ],
 )
@@ -402,3 +330,9 @@ def test_what_cannot_be_certified_is_refused_before_anything_loads(jsonl, tmp_pa
     assert call("--target", "nowhere", "--task", f"jsonl={jsonl}", "--output", output, *argv) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_trees_are_told_apart(theta_file):
+    args = parse(["--tree", "dynamic:3-4-9", "hello"])
+    assert settings_of(args)["tree"] == {"dynamic": [3, 4, 9]}
+    assert settings_of(parse(["--tree", "3-4-9", "hello"]))["tree"] == [3, 4, 9]

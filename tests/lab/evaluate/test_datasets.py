@@ -74,10 +74,6 @@ def test_the_layouts_of_the_hub_are_problems(published, task):
     assert problem.id == ids.get(task, "0")
 
 
-def test_a_limit_counts_rows(published):
-    assert len(read("gsm8k", published("gsm8k", GSM8K, GSM8K, GSM8K), chat=True, limit=2)) == 2
-
-
 def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
     asked = []
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.lab.evaluate.answers import prompt_tokens
-from mars_jax.lab.evaluate.benchmark import arm_loops
+from mars_jax.lab.evaluate.benchmark import arm_rows
 from mars_jax.lab.evaluate.scoring.scores import total
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.placement.shardings import parse_mesh
@@ -48,7 +48,7 @@ def test_on_a_mesh_it_is_the_same(loaded, target):
 
 def test_an_answer_is_scored_without_its_prompt(loaded):
     prompts, answers = [[1, 5], [2, 3, 4, 5]], [[3], [6, 7, 8]]
-    made = arm_loops.score_answers(loaded, prompts, answers)
+    made = arm_rows.score_answers(loaded, prompts, answers)
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     logits = [s.log_p for s in likelihood.score(loaded, texts)]
     assert made == [
@@ -67,9 +67,9 @@ def test_all_turns_of_a_conversation_count():
     said = types.SimpleNamespace(texts=(" Yes.", " No."), tokens=((20, 30), (40,)))
     short = types.SimpleNamespace(texts=(" Yes.",), tokens=((20, 30),))
     decoding = types.SimpleNamespace(session=types.SimpleNamespace(target=target), chat=True)
-    first, second = arm_loops.scored(decoding, [two, one], [said, short])
+    first, second = arm_rows.scored(decoding, [two, one], [said, short])
     prompts = [prompt_tokens(target, two, said.texts[:n], chat=True) for n in (0, 1)]
-    parts = arm_loops.score_answers(target, prompts, said.tokens)
+    parts = arm_rows.score_answers(target, prompts, said.tokens)
     np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)
     np.testing.assert_allclose(second, parts[0], atol=1e-3)
     assert first[1] == 3

@@ -192,20 +192,3 @@ def test_texts_that_are_markup_stay_texts(finished, texts):
     assert root.find("h3")[0].text == f"Problem {SHOWN}" and SHOWN in root.find("title")[0].text
     assert [c.text for c in root.find("th", scope="row")].count(SHOWN) == 4
     assert "\x1b" not in made
-
-
-@pytest.mark.slow
-def test_plots_of_names_that_are_markup_or_formulas(finished, tmp_path):
-    summary = json.loads(json.dumps(finished.summary))
-    summary["settings"]["target"] = HOSTILE.replace("\x1b", "")
-    for table in summary["tables"]:
-        table["task"] = "$a_b$ <b>"
-    plots.draw(summary, tmp_path, "$5 and $6", formats=("svg",))
-    svg = (tmp_path / "speed.svg").read_text()
-    assert "$a_b$ &lt;b&gt;" in svg and "$5 and $6" in svg
-
-
-def test_a_run_without_texts_has_a_page(finished):
-    made = report.page(finished.summary, {}, PICTURES)
-    root = Strict(made).root
-    assert not root.find("section", kind="arm") and len(root.find("table")) == 4

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import re
 from collections import Counter
 from pathlib import Path
@@ -195,14 +193,6 @@ def test_files_that_cannot_be_read(tmp_path):
     broken.write_text("{")
     with pytest.raises(MarsError, match="line 1: it is not JSON"):
         read("jsonl", str(broken), chat=True)
-
-
-def test_compressed_files(tmp_path):
-    line = b'{"prompt": "Hello"}\n\n'
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
-    for name in ("a.jsonl.xz", "a.jsonl.gz"):
-        assert read("jsonl", str(tmp_path / name), chat=True)[0].turns == ("Hello",)
 
 
 def test_the_published_files():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -82,49 +81,34 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) ->
     Args:
       save: called with the report after each section.
     """
-    import jax
-
     from mars_jax.lab import provenance
     from mars_jax.lab.commands.check import kernels, large, tokens
 
     began = time.perf_counter()
     report: dict[str, Any] = {
         "made": {**provenance.stamp(), **provenance.machine()},
-        "versions": versions(),
+        "versions": {name: provenance.version(name) for name in _PACKAGES},
         "device": device(),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "wrong": [],
     }
-    sections: dict[str, Callable[[Callable[[str], None]], Any]] = {
-        "kernels": lambda tick: kernels.check_kernels(jax.default_backend(), tick),
+    checks: dict[str, Callable[[Callable[[str], None]], Any]] = {
+        "kernels": kernels.check_kernels,
         "tokens": tokens.check_tokens,
         "large": large.check_large,
     }
-    for name, check in sections.items():
+    for name, check in checks.items():
         with activity.doing(f"checking {name}") as going:
             try:
                 report[name] = check(lambda what, going=going: setattr(going, "detail", what))
             except Exception as error:  # the other checks still run
                 report[name] = None
                 report["wrong"].append(f"{name}: {large.failure(error)}")
-        if name == "kernels":
-            report["wrong"] += wrong_kernels(report[name] or [])
-        if name == "tokens":
-            report["wrong"] += wrong_tokens(report[name] or [])
+        if name != "large":
+            report["wrong"] += wrong_rows(report[name] or [])
         report["seconds"] = round(time.perf_counter() - began, 1)
         save(report)
     return report
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that decide what runs; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found | {"mars-jax": __version__}
 
 
 def device() -> dict[str, Any]:
@@ -144,19 +128,14 @@ def device() -> dict[str, Any]:
     }
 
 
-def wrong_kernels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each required row that is not equal."""
-    return [
-        f"{row['operation']} as {row['implementation']}, {row['shape']} {row['dtype']}: "
-        f"{row['status']} ({row['detail']})"
-        for row in rows
-        if row["required"] and row["status"] != "equal"
-    ]
-
-
-def wrong_tokens(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each row whose tokens differ by more than ties."""
-    return [f"{row['way']}: differs ({row['detail']})" for row in rows if row["status"] == "differs"]
+def wrong_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each row that differs by more than ties, or that failed."""
+    sentences = []
+    for row in rows:
+        if not row["status"].startswith("equal"):
+            name = row.get("way") or "{operation} as {implementation}, {shape} {dtype}".format_map(row)
+            sentences.append(f"{name}: {row['status']} ({row['detail']})")
+    return sentences
 
 
 def _tables(report: dict[str, Any]) -> str:
@@ -171,18 +150,14 @@ def _tables(report: dict[str, Any]) -> str:
     screen.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {found['count']} x {found['kind']}"
     )
-    table = Table("kernel", "as", "", "operands", "", "against the reference", "ms")
+    table = Table("kernel", "as", "", "operands", "", "against the reference", "", "ms")
     for row in report["kernels"] or []:
-        status = row["status"] if row["required"] else f"{row['status']} (off by default)"
-        if row["detail"]:
-            status += f": {row['detail']}"
-        names = (row[key] for key in ("operation", "implementation", "how", "shape", "dtype"))
-        table.add_row(*names, status, _number(row["milliseconds"]))
+        names = ("operation", "implementation", "how", "shape", "dtype", "status", "detail")
+        table.add_row(*(row[name] for name in names), _number(row["milliseconds"]))
     screen.print(table)
-    table = Table("tokens", "against the target's own", "tau")
+    table = Table("tokens", "against the target's own", "", "tau")
     for row in report["tokens"] or []:
-        status = f"{row['status']} ({row['detail']})" if row["detail"] else row["status"]
-        table.add_row(row["way"], status, _number(row["tau"]))
+        table.add_row(row["way"], row["status"], row["detail"], _number(row["tau"]))
     screen.print(table)
     large = report["large"] or {"missing": "the check failed"}
     if "missing" in large:

@@ -37,18 +37,6 @@ _SUMS = ("logsumexp", "result")
 """Results that are sums. Their rounding depends on the order; all other results are equal bit by bit."""
 
 
-class Form(NamedTuple):
-    """A way to run an operation."""
-
-    name: str
-    options: dict[str, Any]
-    required: bool = True  # whether a failure counts as wrong
-
-    @property
-    def how(self) -> str:
-        return "interpreted" if self.options.get("interpret") else "compiled"
-
-
 class Case(NamedTuple):
     """An operation with its operands on the host."""
 
@@ -59,61 +47,60 @@ class Case(NamedTuple):
     operands: Any
     tolerance: float = 1e-5  # of `_SUMS`, relative to the largest number
     expected: Any = None  # None: the operation's own reference computes it
-    lacks: tuple[str, ...] = ()  # names of forms
+    has_shards: bool = True  # whether there is a partitioned form
 
 
-def forms(platform: str) -> list[Form]:
-    """Return the forms to check on a platform: XLA's, and the TPU kernel, which a CPU interprets.
+def forms(platform: str) -> dict[str, bool]:
+    """Return the forms to check on a platform, and whether each is interpreted: a CPU interprets the TPU kernel.
 
-    >>> [(form.name, form.how) for form in forms("tpu")][-1]
-    ('pallas_tpu', 'compiled')
+    >>> forms("gpu"), forms("cpu")["pallas_tpu"]
+    ({'xla': False, 'partitioned': False}, True)
     """
-    found = [Form(name, {"implementation": name}) for name in ("xla", "partitioned")]
-    if platform == "tpu":
-        found.append(Form("pallas_tpu", {"implementation": "pallas_tpu"}, required=trial.switched_on()))
-    elif platform == "cpu":
-        found.append(Form("pallas_tpu", {"implementation": "pallas_tpu", "interpret": True}))
+    found = {"xla": False, "partitioned": False}
+    if platform == "cpu" or (platform == "tpu" and trial.switched_on()):
+        found["pallas_tpu"] = platform == "cpu"
     return found
 
 
-def check_kernels(platform: str, tick: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
+def check_kernels(tick: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
     """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason.
 
     Args:
-      platform: of the device, as `jax.default_backend()` names it.
       tick: called with the name of each operation before it runs.
     """
     rows = []
-    for form in forms(platform):
-        for case in cases(INTERPRETED if form.how == "interpreted" else COMPILED):
-            if form.name not in case.lacks:
-                tick(f"{case.operation}, {form.name}")
-                rows.append(check_case(case, form))
+    for form, interpret in forms(jax.default_backend()).items():
+        for case in cases(INTERPRETED if interpret else COMPILED):
+            if case.has_shards or form != "partitioned":
+                tick(f"{case.operation}, {form}")
+                rows.append(check_case(case, form, interpret=interpret))
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
         tick(case.operation)
-        rows.append(check_case(case, Form("default", {})))
+        rows.append(check_case(case))
     return rows
 
 
-def check_case(case: Case, form: Form) -> dict[str, Any]:
+def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> dict[str, Any]:
     """Run a case in one form; return its row."""
     row = {
         "operation": case.operation,
-        "implementation": form.name,
-        "how": form.how,
+        "implementation": form,
+        "how": "interpreted" if interpret else "compiled",
         "shape": case.shape,
         "dtype": case.dtype,
-        "required": form.required,
         "milliseconds": None,
     }
+    options: dict[str, Any] = {}
+    if form != "default":
+        options["implementation"] = form
+    if interpret:
+        options["interpret"] = True
     expected = _reference(case) if case.expected is None else case.expected
     times = 1 if jax.default_backend() == "cpu" else LOOPED
     try:
-        run = looped(
-            functools.partial(case.call, **form.options), times, tuple(jax.device_put(case.operands))
-        )
+        run = looped(functools.partial(case.call, **options), times, tuple(jax.device_put(case.operands)))
         result = jax.device_get(run())
-        if form.how == "compiled":
+        if not interpret:
             row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
     except Exception as error:  # compilers and drivers raise errors of many types
         return row | {"status": "failed", "detail": failure(error)}
@@ -159,24 +146,25 @@ def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
 @functools.cache
 def cases(vocab: int) -> list[Case]:
     """Return chains and trees, greedy and sampled, with both margins and both dtypes."""
+    stats = functools.partial(api.margin_stats, logsumexp=True)
+    chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
     found = []
     for dtype in ("float32", "bfloat16"):
-        logits = np.asarray(jnp.asarray(_logits(8, vocab, seed=0), dtype))
+        logits = _logits(8, vocab, dtype, seed=0)
         shape = f"[{ROWS}, 8, {vocab}]"
-        stats = functools.partial(api.margin_stats, logsumexp=True)
         found.append(Case("margin_stats", shape, dtype, stats, (logits,)))
         found.append(Case("top_k", f"10 of {shape}", dtype, functools.partial(top_k, k=10), (logits,)))
-    found.append(
-        _accept("chain", np.arange(6, dtype=np.int32) - 1, 5, vocab, "float32", "ratio", sampled=False)
-    )
-    found.append(_accept("tree", static_topology((4, 2, 1))[0], 3, vocab, "bfloat16", "gap", sampled=True))
-    found.append(_attention("bfloat16", None))
-    found.append(_attention("float32", 70))
-    return found
+    return [
+        *found,
+        _accept("chain", chain, 5, vocab, "float32", "ratio", sampled=False),
+        _accept("tree", tree, 3, vocab, "bfloat16", "gap", sampled=True),
+        _attention("bfloat16", None),
+        _attention("float32", 70),
+    ]
 
 
-def _logits(nodes: int, vocab: int, *, seed: int) -> np.ndarray:
-    """Return f32[B, N, V] above 0. Two nodes of three have a runner-up near the best token: a tie in bfloat16."""
+def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
+    """Return [B, N, V] above 0. Two nodes of three have a runner-up near the best token: a tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
     best = np.argmax(logits, axis=-1)
@@ -184,7 +172,7 @@ def _logits(nodes: int, vocab: int, *, seed: int) -> np.ndarray:
     top = np.take_along_axis(logits, best[..., None], axis=-1)
     value = np.where(np.arange(nodes)[None, :, None] % 3 < 2, top * 0.9999, 0.5 * top)
     np.put_along_axis(logits, runner_up[..., None], value, axis=-1)
-    return logits
+    return np.asarray(jnp.asarray(logits, dtype))
 
 
 def _accept(
@@ -197,20 +185,14 @@ def _accept(
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
-    logits = np.asarray(jnp.asarray(_logits(nodes, vocab, seed=nodes), dtype))
-    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable")[..., :2]
-    y = order[..., 0].astype(np.int32)
+    logits = _logits(nodes, vocab, dtype, seed=nodes)
+    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable")[..., :2].astype(np.int32)
+    y = order[..., 0]
     if sampled:
-        y = np.where(random.random(y.shape) < 0.3, order[..., 1], y).astype(np.int32)
+        y = np.where(random.random(y.shape) < 0.3, order[..., 1], y)
     above = np.maximum(parents, 0)
-    drafts = np.stack(
-        [
-            y[:, above],
-            order[:, above, 1],
-            random.integers(0, vocab, (ROWS, nodes)),
-            np.full((ROWS, nodes), -1),
-        ]
-    )
+    anything = random.integers(0, vocab, (ROWS, nodes))
+    drafts = np.stack([y[:, above], order[:, above, 1], anything, np.full((ROWS, nodes), -1)])
     kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
     tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
     tokens[:, 0] = 1
@@ -222,14 +204,13 @@ def _accept(
         theta=theta, strict=row % 4 == 1, max_relaxed_run=max_relaxed_run, stop_tokens=stop_tokens
     )
     call = functools.partial(api.margin_accept, max_depth=depth, margin=margin, logsumexp=True)
-    operands = (
-        logits,
-        tokens,
-        np.tile(parents.astype(np.int32), (ROWS, 1)),
-        y if sampled else None,
-        controls,
-    )
+    rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
+    operands = (logits, tokens, rows_of_parents, y if sampled else None, controls)
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)
+
+
+def _normal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.asarray(jnp.asarray(random.normal(size=shape), dtype))
 
 
 def _attention(dtype: str, window: int | None) -> Case:
@@ -237,10 +218,8 @@ def _attention(dtype: str, window: int | None) -> Case:
     slots, heads, group, dim = 512, 2, 4, 128
     parents, depths = static_topology((2, 2))
     nodes, random = len(parents), np.random.default_rng(0)
-    q, k, v = (
-        np.asarray(jnp.asarray(random.normal(size=shape), dtype))
-        for shape in ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
-    )
+    shapes = ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
+    q, k, v = (_normal(random, shape, dtype) for shape in shapes)
     first = random.integers(0, slots - nodes, ROWS).astype(np.int32)
     seen = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
 
@@ -253,13 +232,13 @@ def _attention(dtype: str, window: int | None) -> Case:
         shape += f", window {window}"
     operands = (q, k, v, first, seen, depths.astype(np.int32))
     # A TPU multiplies in bfloat16 also if the operands are wider.
-    return Case("tree_attention", shape, dtype, call, operands, tolerance=0.01, lacks=("partitioned",))
+    return Case("tree_attention", shape, dtype, call, operands, tolerance=0.01, has_shards=False)
 
 
 def _experts() -> Case:
     """Return the products of a mixture of experts, and numpy's."""
     random = np.random.default_rng(0)
-    x, w = (np.asarray(jnp.asarray(random.normal(size=s), jnp.bfloat16)) for s in ((48, 256), (4, 128, 256)))
+    x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
     experts = np.repeat(np.arange(4), sizes)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[experts])
@@ -279,7 +258,7 @@ def _attention_of_a_model() -> Case:
     """Return attention as the transformer calls it, which on a GPU is cuDNN's, and numpy's."""
     random, nodes, heads, group, dim, slots = np.random.default_rng(0), 60, 2, 4, 128, 512
     shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
-    q, k, v = (np.asarray(jnp.asarray(random.normal(size=shape), jnp.bfloat16)) for shape in shapes)
+    q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
     live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
     mask[0, 0] = False  # a node that sees nothing gets zeros
@@ -301,7 +280,7 @@ def _attention_of_a_model() -> Case:
 def _int4(rows: int, group: int) -> Case:
     """Return a product with 4-bit weights in groups of so many inputs, and numpy's."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
-    x = np.asarray(jnp.asarray(random.normal(size=(rows, inputs)), jnp.bfloat16))
+    x = _normal(random, (rows, inputs), "bfloat16")
     w = Int4(
         values=jnp.asarray(random.integers(-8, 8, (inputs // group, group, outputs)), jnp.int4),
         scale=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float16),

@@ -2,25 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from mars_jax.lab.evaluate.answers import Answer
+import numpy as np
+
+from mars_jax.cli.progress import Show, speed
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark.arms import Arm
 from mars_jax.lab.evaluate.figures import loops
+from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.provenance import stamp
-from mars_jax.serve.rows import Row
+from mars_jax.serve import likelihood
+from mars_jax.serve.rows import Row, RowFile
 
 
-class Key(NamedTuple):
-    """The identity of a row."""
+@dataclasses.dataclass
+class Recorder:
+    """Decodes groups of problems, keeps their rows in a file, and shows the progress."""
 
-    task: str
-    temperature: float
-    arm: str
-    id: str
+    file: RowFile
+    show: Show
+    total: int  # turns of all decodes
+    done: int = 0
+
+    def rows(
+        self,
+        decoding: Decoding,
+        arm: Arm,
+        temperature: float,
+        problems: Sequence[Problem],
+        seeds: Sequence[int],
+        *,
+        length: int | None = None,
+    ) -> list[Row]:
+        """Return the rows of an arm for one group of problems of a task. Decode those that are not on file.
+
+        Args:
+          decoding: the pair of models.
+          arm: the arm.
+          temperature: of all requests.
+          problems, seeds: of the group.
+          length: of the draft, if it identifies a row.
+        """
+        key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
+        if length is not None:
+            key["length"] = length
+
+        def make() -> list[Row]:
+            answers = decoding.answer(arm, problems, seeds, temperature=temperature)
+            columns = zip(problems, seeds, answers, scored(decoding, problems, answers), strict=True)
+            return [
+                key | make_row(arm, problem, seed, answer, score, decoding.stop_tokens)
+                for problem, seed, answer, score in columns
+            ]
+
+        rows = self.file.batch([{**key, "id": problem.id} for problem in problems], make)
+        self.done += turns_of(problems, decoding.chat)
+        sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+        drafts = f", drafts of {length}" if length else ""
+        place = place_of(problems[0].task, temperature)
+        self.show(self.done, self.total, f"{place}, {arm.name}{drafts}, {speed(**sums)}")
+        return rows
 
 
 def place_of(task: str, temperature: float) -> str:
@@ -28,21 +74,30 @@ def place_of(task: str, temperature: float) -> str:
     return f"{task}, temperature {temperature:g}"
 
 
+def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    """Group problems by task, in order of appearance."""
+    tasks: dict[str, list[Problem]] = {}
+    for problem in problems:
+        tasks.setdefault(problem.task, []).append(problem)
+    return tasks
+
+
+def turns_of(problems: Sequence[Problem], chat: bool) -> int:
+    """Return the number of turns that the problems ask."""
+    return sum(len(turns_asked(problem, chat)) for problem in problems)
+
+
 def make_row(
-    problem: Problem,
     arm: Arm,
-    temperature: float,
+    problem: Problem,
     seed: int,
     answer: Answer,
     score: list[float] | None,
     stop_tokens: Sequence[int],
 ) -> Row:
-    """Return the row of one answer. `score` is the result of `scores.score`."""
+    """Return the row of one answer, without the key of its group. `score` is the result of `scores.score`."""
     metrics = answer.metrics
     return {
-        "task": problem.task,
-        "temperature": temperature,
-        "arm": arm.name,
         "id": problem.id,
         "theta": None if arm.theta is None else "inf" if arm.theta == math.inf else arm.theta,
         "seed": seed,
@@ -61,3 +116,38 @@ def make_row(
         "seconds": answer.seconds,
         **stamp(),
     }
+
+
+def scored(
+    decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer]
+) -> list[list[float] | None]:
+    """Score the last turn of each problem of a task by the task's metric. A likelihood covers all turns.
+
+    Args:
+      decoding: the decoding that gave the answers.
+      problems, answers: in the same order.
+    """
+    if problems[0].metric != "likelihood":
+        return [scores.score(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
+    target, chat = decoding.session.target, decoding.chat
+    turns = [
+        (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
+        for i, (p, a) in enumerate(zip(problems, answers, strict=True))
+        for turn, tokens in enumerate(a.tokens)
+    ]
+    found = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+    sums = np.zeros((len(problems), 2))
+    np.add.at(sums, [t[0] for t in turns], found)
+    return [*sums.tolist()]
+
+
+def score_answers(
+    target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return each answer's total log-likelihood in nats and its number of tokens."""
+    texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
+    scored = likelihood.score(target, texts, rows=max(1, min(likelihood.ROWS, len(texts))))
+    return [
+        [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
+        for s, p, a in zip(scored, prompts, answers, strict=True)
+    ]

@@ -27,8 +27,6 @@ MARS = RuleChoice("mars", {})
 """The default rule to measure."""
 AUTOREGRESSIVE = "autoregressive"
 """Name of the baseline arm: the target without a draft."""
-CONTROLS = ("none", "paper", "all")
-"""Choices of controls, each with more arms than the one before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import plots, tables
-from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
@@ -36,98 +36,80 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 def summarize(
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
-    metrics: Mapping[str, str],
-    told: Sequence[str],
+    problems: Sequence[Problem],
     rows: Sequence[Row],
-    arms_at: Callable[[float], list[dict[str, str]]],
+    arms: Mapping[float, Sequence[Arm]],
 ) -> dict[str, Any]:
     """Return the content of summary.json.
 
     Args:
-      settings, environment, rows: of the run.
-      metrics: metrics by task, in the order of the tables.
-      told: the result of `notes`.
-      arms_at: maps a temperature to the legends of its arms.
+      settings, environment, problems, rows: of the run.
+      arms: by temperature.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
         by_arm.setdefault((row["task"], row["temperature"], row["arm"]), []).append(row)
     tables = []
-    for task, metric in metrics.items():
+    for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            arms = arms_at(temperature)
-            strict = next((arm["arm"] for arm in arms if arm["role"] == "strict"), None)
-            tables.append(
-                {
-                    "task": task,
-                    "temperature": temperature,
-                    "metric": metric,
-                    "arms": [
-                        arm
-                        | figures.summarize(
-                            by_arm[task, temperature, arm["arm"]],
-                            by_arm[task, temperature, AUTOREGRESSIVE],
-                            None if strict is None else by_arm[task, temperature, strict],
-                            metric=metric,
-                            seed=settings["seed"],
-                        )
-                        for arm in arms
-                    ],
-                }
-            )
+            strict = next((arm.name for arm in arms[temperature] if arm.role == "strict"), None)
+            alone = by_arm[task, temperature, AUTOREGRESSIVE]
+            strict_rows = None if strict is None else by_arm[task, temperature, strict]
+            summaries = [
+                arm.legend()
+                | figures.summarize(
+                    by_arm[task, temperature, arm.name],
+                    alone,
+                    strict_rows,
+                    metric=metric,
+                    seed=settings["seed"],
+                )
+                for arm in arms[temperature]
+            ]
+            tables.append({"task": task, "temperature": temperature, "metric": metric, "arms": summaries})
+    # The last row may be from an earlier process.
+    last = max(rows, key=lambda row: row["date"])
     return {
         "settings": dict(settings),
-        "environment": {**environment, **latest(rows)},
-        "date": max((row["date"] for row in rows if "date" in row), default=None),
+        "environment": {**environment, **{name: last[name] for name in ("date", "commit", "dirty")}},
+        "date": last["date"],
         "days": _days(rows),
-        "notes": [*told, *notes_of_rows(rows), *_notes_of_programs(metrics, rows)],
+        "notes": notes(settings, problems, rows),
         "tables": tables,
     }
 
 
-def latest(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the date and the commit of the last decoded row, which may be from an earlier process."""
-    last = max(rows, key=lambda row: row.get("date", ""), default={})
-    return {name: last.get(name) for name in ("date", "commit", "dirty")} if last else {}
-
-
 def _days(rows: Sequence[Row]) -> list[str]:
-    return sorted({row["date"][:10] for row in rows if "date" in row})
+    return sorted({row["date"][:10] for row in rows})
 
 
-def notes_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Return notes on the rows; see `notes`."""
-    told = []
+def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
+    """Return facts about settings, problems and rows that the figures do not show."""
+    sentences = []
+    if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
+        sentences.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
+    if any(p.task == "humaneval" and p.code is None for p in problems):
+        sentences.append(
+            "This HumanEval file has no tests, so nothing is scored: its original layout has them."
+        )
+    if settings["batch_size"] > 1:
+        sentences.append(
+            f"{settings['batch_size']} problems were decoded side by side, and a row that ended made room for the "
+            "next problem; s/task is their share."
+        )
     if full := sum(row["finish_reason"] == "context" for row in rows):
-        told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
-    days, commits = _days(rows), {row.get("commit") for row in rows}
+        sentences.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
+    days, commits = _days(rows), {row["commit"] for row in rows}
     if len(days) > 1 or len(commits) > 1:
         code = f" by {len(commits)} versions of the code" if len(commits) > 1 else ""
-        told.append(
-            f"The rows were decoded on {len(days)} {'days' if len(days) > 1 else 'day'} "
-            f"({', '.join(days)}){code}: arms that were timed apart may differ in speed for that reason alone."
+        sentences.append(
+            f"The rows were decoded on {', '.join(days)}{code}: arms that were timed apart may differ in speed for "
+            "that reason alone."
         )
-    return told
-
-
-def _notes_of_programs(metrics: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
-    unscored = any(metrics[row["task"]] == "pass@1" and row["score"] is None for row in rows)
-    return [UNSCORED] if unscored else []
-
-
-def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]:
-    """Return facts about settings and problems that the figures do not show."""
-    told = []
-    if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
-        told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
-    if any(p.task == "humaneval" and p.code is None for p in problems):
-        told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
-    if settings["batch_size"] > 1:
-        told.append(
-            f"{settings['batch_size']} problems were decoded side by side, each row begun again as it ended; s/task is "
-            "their share."
-        )
-    return told
+    programs = {p.task for p in problems if p.metric == "pass@1"}
+    if any(row["task"] in programs and row["score"] is None for row in rows):
+        sentences.append(UNSCORED)
+    return sentences
 
 
 def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:

@@ -84,16 +84,12 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _mt_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """In the MARS release's layout, or with its turns under `prompt`."""
-    if fields.has("turns"):
-        return _turns("mt_bench")(fields, name, chat)
+    """Read a row with its turns under `prompt`."""
     return Problem(task="mt_bench", id=name, turns=tuple(fields.texts("prompt")), metric="likelihood")
 
 
 def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
-    """In the MARS release's layout, or as instruction and input, which then are asked together."""
-    if fields.has("turns"):
-        return _turns("alpaca")(fields, name, chat)
+    """Ask instruction and input together."""
     asked = [fields.text("instruction")]
     if fields.values.get("input"):
         asked.append(fields.text("input"))
@@ -101,9 +97,7 @@ def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
-    """In the MARS release's layout, or as article and highlights, asked as there."""
-    if fields.has("turns"):
-        return _turns("cnn_dm", "rouge_l")(fields, name, chat)
+    """Read article and highlights, asked as in the MARS release."""
     asked, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
     return Problem(task="cnn_dm", id=name, turns=(asked,), metric="rouge_l", references=(reference,))
 
@@ -115,9 +109,7 @@ _LANGUAGES = {
 
 
 def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
-    """In the MARS release's layout, or a text in two languages, of which English is the one to answer in."""
-    if fields.has("turns"):
-        return _turns("wmt19", "bleu")(fields, name, chat)
+    """Read a text in two languages. The answer is in English if one of them is."""
     texts = fields.values.get("translation")
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
@@ -131,10 +123,15 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     )
 
 
-def _turns(task: str, metric: str = "likelihood") -> Reader:
-    """A reader of the MARS release's layout. References that nothing is compared with are left in the file."""
+def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
+    """Return a reader of the MARS release's layout, and of rows without `turns` by another reader.
+
+    References are read only for metrics that compare with them.
+    """
 
     def reader(fields: Fields, name: str, chat: bool) -> Problem:
+        if otherwise is not None and not fields.has("turns"):
+            return otherwise(fields, name, chat)
         return Problem(
             task=task,
             id=name,
@@ -192,10 +189,10 @@ READERS: dict[str, Reader] = {
     "gsm8k": _gsm8k,
     "humaneval": _humaneval,
     "mbpp": _mbpp,
-    "mt_bench": _mt_bench,
-    "alpaca": _alpaca,
-    "cnn_dm": _cnn_dm,
-    "wmt19": _wmt19,
+    "mt_bench": _turns("mt_bench", otherwise=_mt_bench),
+    "alpaca": _turns("alpaca", otherwise=_alpaca),
+    "cnn_dm": _turns("cnn_dm", "rouge_l", _cnn_dm),
+    "wmt19": _turns("wmt19", "bleu", _wmt19),
     "spec_bench": _spec_bench,
     "jsonl": _jsonl,
 }
