@@ -15,7 +15,7 @@ from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
-from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
+from mars_jax.core.guide import DEAD, Guide, Guides, _mask, _mask_by_words, narrowed
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import ragged, slow_but
 from tests.helpers.constrained import DRAFTERS, PIECES, STOP, TARGET, VOCAB, VOCABULARY, text_of
@@ -165,7 +165,7 @@ def test_bits_are_those_of_their_tokens_whatever_the_form():
     want = (words[..., tokens % 5] >> (tokens // 5).astype(np.uint32)) & 1
     for count in (160, 150):
         logits = jnp.asarray(rng.normal(size=(2, 3, count)), jnp.float32)
-        for form in (_kept, _kept_by_words):
+        for form in (_mask, _mask_by_words):
             made = np.asarray(form(jnp.asarray(words), logits))
             np.testing.assert_array_equal(made, np.where(want[..., :count], logits, -np.inf))
 
