@@ -52,7 +52,7 @@ class Nodes(NamedTuple):
 
     @property
     def forbid(self) -> bool:
-        """Whether edits or a constraint may set logits to -inf."""
+        """True if edits or a constraint may set logits to -inf."""
         return self.edits is not None or self.constraint is not None
 
     @property
