@@ -1,1 +1,1 @@
-"""The step and everything under it: what users embed. Imports jax, numpy and kernels_pallas only."""
+"""The decoding step and its dependencies: the part users embed. Imports only jax, numpy and kernels_pallas."""

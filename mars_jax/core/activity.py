@@ -1,4 +1,4 @@
-"""Names of long-running parts of the work, so that a command can print what takes so long. No jax."""
+"""Registry of long-running activities, so that a command can report its progress. Does not import jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass
 class Activity:
-    """One running part; `detail` may change while it runs."""
+    """One running activity; `detail` may change while it runs."""
 
     name: str
     detail: str = ""
@@ -22,7 +22,7 @@ _running: list[Activity] = []
 
 @contextlib.contextmanager
 def doing(name: str) -> Iterator[Activity]:
-    """Name the work inside the block, or in a function that this decorates."""
+    """Register the enclosed block, or the decorated function, as a running activity."""
     activity = Activity(name)
     _running.append(activity)
     try:
@@ -32,7 +32,7 @@ def doing(name: str) -> Iterator[Activity]:
 
 
 def describe() -> str:
-    """Describe everything that runs, the outermost first and each name once. Without a detail, give the seconds.
+    """Describe the running activities, outermost first, each name once; one without a detail shows its run time.
 
     >>> with doing("prompts") as prompts, doing("compiling"), doing("compiling"):
     ...     prompts.detail = "3 of 9"
@@ -40,9 +40,10 @@ def describe() -> str:
     'prompts: 3 of 9; compiling ... (0 s)'
     """
     texts = {}
-    for one in list(_running):
-        if one.detail:
-            texts[one.name] = f"{one.name}: {one.detail}"
+    for activity in list(_running):
+        name = activity.name
+        if activity.detail:
+            texts[name] = f"{name}: {activity.detail}"
         else:
-            texts.setdefault(one.name, f"{one.name} ... ({time.monotonic() - one.began:.0f} s)")
+            texts.setdefault(name, f"{name} ... ({time.monotonic() - activity.began:.0f} s)")
     return "; ".join(texts.values())

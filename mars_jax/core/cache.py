@@ -1,6 +1,6 @@
-"""Key-value cache: allocate, write the rows of one forward, move the accepted rows of a tree.
+"""Key-value cache: allocation, writes of one forward pass, and moves of the accepted rows of a tree.
 
-Oracle: a cache rebuilt from the committed tokens alone (tests/core/test_cache.py). B batch, S slots, N nodes.
+Oracle: a cache rebuilt from only the committed tokens (tests/core/test_cache.py). B batch, S slots, N nodes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mars_jax.core import struct
 
 @struct.dataclass
 class Int8Rows:
-    """Keys or values in 8 bits: symmetric, each token and head with the largest of its numbers at 127.
+    """Keys or values quantized symmetrically to int8, with one scale per token and head (absmax maps to 127).
 
-    Every reader gets the rounded numbers, in the step that writes them too. So a token means the same while it is a
-    node of a draft and when it is committed.
+    Every reader gets the quantized values, even in the step that writes them. So attention computes the same for a
+    token while it is a draft node and after it is committed.
     """
 
     values: Array  # i8[B, S, kv_heads, head_dim]; in [-127, 127]
@@ -35,16 +35,16 @@ class Int8Rows:
 
     @staticmethod
     def of(rows: Array) -> Int8Rows:
-        """Rows [..., head_dim] of floats in 8 bits; no number moves by more than half of its scale.
+        """Quantize float rows [..., head_dim]; the rounding error is at most half the scale.
 
-        >>> made = Int8Rows.of(jnp.asarray([[[[1.0, -0.5]]]]))
-        >>> made.values.tolist(), made.scale.shape
+        >>> rows = Int8Rows.of(jnp.asarray([[[[1.0, -0.5]]]]))
+        >>> rows.values.tolist(), rows.scale.shape
         ([[[[127, -64]]]], (1, 1, 1))
         """
         wide = rows.astype(jnp.float32)
-        # One scale per token and head, f32[..., heads]: a new token never changes what others are rounded to.
+        # One scale per token and head, f32[..., heads], so a new token never changes the rounding of earlier ones.
         scale = jnp.max(jnp.abs(wide), axis=-1) / 127
-        # A row of zeros has the scale 0 and stays 0 whatever it is divided by.
+        # A row of zeros has scale 0; divide it by 1 instead.
         values = jnp.round(wide / jnp.where(scale == 0, 1.0, scale)[..., None])
         return Int8Rows(values=values.astype(jnp.int8), scale=scale)
 
@@ -55,10 +55,10 @@ Rows = Array | Int8Rows
 
 @struct.dataclass(kw_only=True)
 class KVCache:
-    """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; the rest is never read."""
+    """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; other slots are never read."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", None, "kv_heads", None)
-    """The logical axis of each dimension, which says how a mesh divides it; see `mesh.logical_axes`."""
+    """The logical axis of each dimension, from which a mesh derives its sharding; see `mesh.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
     v: tuple[Rows, ...]  # as k
@@ -69,7 +69,7 @@ class KVCache:
 
 
 def init_cache(*, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
-    """An empty cache of `layers` pairs of [batch, slots, kv_heads, head_dim]; of `Int8Rows` where dtype is int8."""
+    """Allocate `layers` pairs of zeros [batch, slots, kv_heads, head_dim], stored as `Int8Rows` if dtype is int8."""
     shape = (batch, slots, kv_heads, head_dim)
 
     def empty() -> Rows:
@@ -82,24 +82,24 @@ def init_cache(*, layers: int, batch: int, slots: int, kv_heads: int, head_dim: 
 def write(buffer: Any, rows: Array, start: Array) -> Any:
     """Write rows [B, N, ...] into buffer [B, S, ...] at slots `start[b] .. start[b] + N - 1`, in place under jit.
 
-    All of them are slots of the buffer, an array or `Int8Rows`, which rounds what it is given.
+    All of these slots must exist. `Int8Rows` quantizes the rows first.
     """
     if isinstance(buffer, Int8Rows):
         return jax.tree.map(lambda b, r: write(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
-    if buffer.shape[0] == 1:  # the same on every platform, and without a loop or a scatter
+    if buffer.shape[0] == 1:  # one slice update needs neither a loop nor a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
     tpu = _write_short if _is_short(buffer) else _write_rows
     return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, tpu=tpu, default=_write_rows)
 
 
 def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
-    """A copy per row of the batch, in a loop."""
+    """Write one slice per batch row, in a loop."""
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis=0))(buffer, rows, start)
 
 
 def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
-    """One scatter of B * N rows; of slices a TPU would make a loop over the batch."""
+    """Write B * N rows with one scatter; a TPU would lower slice updates to a loop over the batch."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     return buffer.at[row, slot].set(
@@ -108,36 +108,36 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _is_short(buffer: Array) -> bool:
-    """Tell whether rows are shorter than a TPU's 128 lanes, as the scales of a token's heads are.
+    """Return whether a row (such as the scales of a token's heads) is shorter than the 128 lanes of a TPU.
 
-    A scatter or a gather of rows has them in the lanes, padded, and would copy the whole buffer to that. A select over
-    all slots has the slots there, as the buffer is stored and attention reads it.
+    A scatter or gather of such rows needs them padded to the lanes, and copies the whole buffer into that layout. A
+    select over all slots keeps the slots in the lanes, which is the layout that attention reads.
     """
     return buffer.ndim == 3 and buffer.shape[2] < 128
 
 
 def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-    there = _at(buffer, slot)
-    found = jnp.sum(jnp.where(there, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
-    return jnp.where(jnp.any(there, axis=1), found, buffer)
+    is_target = _one_hot(buffer, slot)
+    written = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
+    return jnp.where(jnp.any(is_target, axis=1), written, buffer)
 
 
 def _take_short(buffer: Array, slot: Array) -> Array:
-    return jnp.sum(jnp.where(_at(buffer, slot), buffer[:, None], 0), axis=2, dtype=buffer.dtype)
+    return jnp.sum(jnp.where(_one_hot(buffer, slot), buffer[:, None], 0), axis=2, dtype=buffer.dtype)
 
 
 def _take_rows(buffer: Array, slot: Array) -> Array:
     return jax.vmap(lambda b, s: b.at[s].get(mode="promise_in_bounds"))(buffer, slot)
 
 
-def _at(buffer: Array, slot: Array) -> Array:
-    """bool[B, N, S, 1]: which of the slots each of slot i32[B, N] is."""
+def _one_hot(buffer: Array, slot: Array) -> Array:
+    """Return bool[B, N, S, 1]: the one-hot encoding of slot i32[B, N] over the S slots."""
     return (slot[..., None] == jnp.arange(buffer.shape[1], dtype=jnp.int32)[None, None])[..., None]
 
 
 def slots(cache: Any) -> int:
-    """S of a cache whose every leaf is [B, S, ...], which is what these functions take.
+    """Return S of a cache whose leaves are all [B, S, ...], as the functions of this module require.
 
     >>> slots(init_cache(layers=1, batch=2, slots=8, kv_heads=1, head_dim=4, dtype=jnp.float32))
     8
@@ -146,11 +146,11 @@ def slots(cache: Any) -> int:
 
 
 def commit(cache: Any, start: Array, path: Array) -> Any:
-    """Move the rows of the accepted path to where a chain would have put them.
+    """Move the rows of the accepted path to the slots that a chain would have used.
 
     Node j was written to slot `start + j`; the node at depth d of the path must end in slot `start + d`. The
-    root is in place already, so at most D rows move. Keys were rotated at position `start + depth`, so a moved
-    row needs no correction. Rows past the accepted depth are garbage that nothing reads.
+    root is already in place, so at most D rows move. Keys were rotated at position `start + depth`, so a moved
+    row needs no correction. Rows past the accepted depth are garbage and never read.
 
     Args:
       cache: the cache after the tree's forward; every leaf [B, S, ...].
@@ -158,7 +158,7 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
       path: i32[B, D + 1]; node ids from the root.
     """
     # i32[B, D]: the slot of the node at depth d + 1. All rows are read before any is written. Past the accepted depth
-    # the path repeats its last node, and those copies go to slots that the next step writes again.
+    # the path repeats its last node; those copies land in slots that the next step overwrites.
     source = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:
@@ -170,9 +170,9 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
 
 
 def put(cache: Any, rows: Array, new: Any) -> Any:
-    """The cache with the rows i32[b] replaced by those of `new`, in place under jit; every leaf begins with the rows.
+    """Replace rows i32[b] of the cache with those of `new`, in place under jit; the first axis of every leaf is B.
 
-    An entry of B or more is dropped, and no row is named twice.
+    An entry of B or more is dropped. Row numbers must be unique.
 
     >>> old, new = jnp.zeros((3, 2)), jnp.ones((2, 2))
     >>> put(old, jnp.asarray([2, 3]), new)[:, 0].tolist()

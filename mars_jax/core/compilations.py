@@ -1,4 +1,4 @@
-"""Keep compiled programs between runs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
+"""Persistent cache of compiled programs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jax.experimental.compilation_cache import compilation_cache
 from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.home import kept
 
-_OF_JAX = 1.0
-"""Seconds of a compilation below which JAX keeps nothing, unless it is told otherwise."""
+_JAX_MIN_SECONDS = 1.0
+"""JAX's default minimum compile time in seconds: faster compilations are not cached."""
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
-    """Keep what XLA compiles in a folder, so that the next process loads it; for notebooks and jobs. Commands do so.
+    """Cache compiled programs in a folder, so that later processes load them; for notebooks and jobs.
 
-    It applies to everything that this process compiles after the call.
+    The commands of this package enable it themselves. It applies to all compilations after the call.
 
     Args:
-      path: the folder, also of a bucket (gs://...); default: where JAX is told to keep them already, as by
-        JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
+      path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, as
+        by JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
 
     Returns:
       The folder.
@@ -33,12 +33,13 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     '/tmp/compiled'
     """
     check_type("the path", path, (str, os.PathLike, type(None)), "a folder")
-    told = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if jax.config.jax_persistent_cache_min_compile_time_secs == _OF_JAX:  # pyright: ignore[reportAttributeAccessIssue]
-        # A start has many programs that compile in less than a second, below which JAX keeps none.
+    configured = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    min_seconds = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
+    if min_seconds == _JAX_MIN_SECONDS:
+        # Startup compiles many small programs in less than a second each; JAX would cache none of them by default.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if path is None and told is not None:
-        return told
+    if path is None and configured is not None:
+        return configured
     if path is None:
         cache = kept("XDG_CACHE_HOME", ".cache")
         if cache is None:
@@ -48,6 +49,6 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
         path = cache / "mars_jax" / "compiled"
     path = os.fspath(path)
     jax.config.update("jax_compilation_cache_dir", path)
-    # JAX looks for a folder at its first compilation, and not again unless it is told so.
+    # JAX reads the configured folder only at its first compilation, unless the cache is reset.
     compilation_cache.reset_cache()
     return path

@@ -1,6 +1,6 @@
-"""Conditions on a text beside the rule, as one seam: edits of the logits, constraints and spans.
+"""Conditions that a request sets in addition to the rule: edits of the logits, constraints and spans.
 
-B batch, N nodes, V vocabulary. Each of the three is None where no row asks for it, and then nothing of it is compiled.
+B batch, N nodes, V vocabulary. Each of the three is None if no row uses it, and then adds nothing to the program.
 Oracle: transformers' processors, and autoregression (tests/core/test_edits.py, tests/core/test_guide.py).
 """
 
@@ -25,20 +25,20 @@ class Conditions(NamedTuple):
 
     @classmethod
     def of(cls, params: Params, state: DecodeState) -> Conditions:
-        """The conditions of a state, whose tables are in `params`.
+        """Return the conditions of a state; `params` holds the automata's tables.
 
         Raises:
-          MarsError: rows have a constraint or a span, and there are no tables for it.
+          MarsError: rows have a constraint or a span, and `params` has no tables for it.
         """
         edits = state.controls.edits
         return cls(edits, guide_of("constraint", params, state), guide_of("span", params, state))
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
-        """A draft without what may not follow; see `Guide.steered`."""
+        """Remove the nodes that the constraint forbids from a draft; see `Guide.steered`."""
         return tree if self.constraint is None else self.constraint.steered(tree, fill=fill)
 
     def at(self, tree: DraftTree) -> Nodes:
-        """The conditions at the nodes of a tree."""
+        """Return the conditions at the nodes of a tree."""
         constraint = None if self.constraint is None else self.constraint.on(tree)
         return Nodes(self.edits, constraint, None if self.span is None else self.span.on(tree))
 
@@ -52,31 +52,31 @@ class Nodes(NamedTuple):
 
     @property
     def forbid(self) -> bool:
-        """True where a token may have a logit of -inf that the target did not give it."""
+        """True if edits or a constraint may set logits to -inf."""
         return self.edits is not None or self.constraint is not None
 
     @property
     def strict(self) -> Array | None:
-        """bool[B, N]: a span lets no rule relax the edges below these nodes; None without spans."""
+        """bool[B, N]: nodes below which a span forbids relaxed acceptance; None without spans."""
         return None if self.span is None else self.span.strict
 
     def on(self, raw: Array, tree: DraftTree, state: DecodeState) -> Array:
-        """The target's logits f32[B, N, V] as they were asked for: edited, and -inf where a token may not follow."""
-        # In this order: a bias cannot bring back what a constraint forbids.
+        """Apply the conditions to the target's logits f32[B, N, V]: edits, then -inf for forbidden tokens."""
+        # The constraint comes last, so that a bias cannot re-enable a forbidden token.
         logits = raw
         if self.edits is not None:
             logits = edited(raw, self.edits, tree, state.tokens, state.prompt_length, state.length)
         return logits if self.constraint is None else self.constraint.masked(logits)
 
     def ended(self, verdict: Verdict) -> Array | None:
-        """bool[B]: nothing may follow what a step accepted; None without a constraint."""
+        """bool[B]: the constraint allows no token after the accepted path; None without a constraint."""
         return None if self.constraint is None else self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> Guides | None:
-        """The states of the automata of live rows after a step; None without any."""
+        """Advance the automata of live rows by the tokens of a step; None without automata."""
         if state.guides is None:
             return None
-        # Each automaton reads the accepted path and `next_token`; rows that are done stay where they are.
+        # Each automaton reads the accepted path and `next_token`; rows that are done keep their state.
         moved = Guides(
             constraint=None if self.constraint is None else self.constraint.after(verdict),
             span=None if self.span is None else self.span.after(verdict),

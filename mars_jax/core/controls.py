@@ -40,21 +40,20 @@ def make_controls(
     draft_stop: Any = math.inf,
     stop_tokens: Any = (),
 ) -> Controls:
-    """`Controls` for `batch` requests; every setting is one value for all of them or one per row (shape [B]).
+    """Build `Controls` for `batch` requests; every setting is one value for all rows or one per row (shape [B]).
 
     Args:
       batch: B.
       limit: most tokens of prompt and output together.
-      temperature: 0 is greedy. None says that every row is: what is compiled for these controls cannot draw, and
-        compiles in less time.
+      temperature: 0 is greedy. None makes every row greedy at compile time: the program contains no sampling and
+        compiles faster.
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
-      strict: True switches a lossy rule off: the row gets the rule's lossless base.
-      draft_stop: nothing is drafted after a node where the square root of the draft's entropy, in nats, is above
-        it (SVIP, arXiv 2411.18462); inf is off.
-      stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >=
-        1.
+      strict: True replaces a lossy rule by its lossless base in this row.
+      draft_stop: threshold on the square root of the draft's entropy in nats; drafting stops after a node above it
+        (SVIP, arXiv 2411.18462). inf is off.
+      stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >= 1.
 
     Raises:
       MarsError: a value is out of range or has the wrong shape. Traced values are not checked.
@@ -80,7 +79,7 @@ def make_controls(
 
 
 def is_stop(tokens: Array, stop_tokens: Array) -> Array:
-    """bool[B, ...]: tokens i32[B, ...] among the row's stop tokens i32[B, M]; NO_TOKEN never is.
+    """Return bool[B, ...]: whether tokens i32[B, ...] are among the row's stop tokens i32[B, M]; NO_TOKEN never is.
 
     >>> is_stop(jnp.asarray([[2, 7, -1]]), jnp.asarray([[2, -1]])).tolist()
     [[True, False, False]]
@@ -90,10 +89,10 @@ def is_stop(tokens: Array, stop_tokens: Array) -> Array:
 
 
 def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
-    """Return dtype[batch] of a setting, from one value for all rows or one per row.
+    """Broadcast a setting, given once or once per row, to dtype[batch].
 
     Raises:
-      MarsError: of another type or shape, or out of range.
+      MarsError: the value has another type or shape, or is out of range.
     """
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
@@ -105,8 +104,8 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
         with np.errstate(invalid="ignore", over="ignore"):  # checked below
             array = raw.astype(dtype)
     except (TypeError, ValueError, OverflowError):
-        wanted = "True or False" if dtype == np.bool_ else "a number"
-        raise MarsError(f"{name} is {short_repr(value)}: expected {wanted}, or one per row.") from None
+        expected = "True or False" if dtype == np.bool_ else "a number"
+        raise MarsError(f"{name} is {short_repr(value)}: expected {expected}, or one per row.") from None
     if array.shape not in ((), (batch,)):
         raise MarsError(
             f"{name} has shape {array.shape}: expected one value, or one for each of the {batch} rows."
@@ -114,7 +113,8 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
     if dtype == np.int32 and not np.all(raw == array):
         raise MarsError(f"{name} is {short_repr(value)}: expected whole numbers of 32 bits.")
     _SETTINGS[name].check(array)
-    return jax.device_put(np.broadcast_to(array, (batch,)), may_alias=False)  # for which nothing is compiled
+    # Broadcast in NumPy, which compiles nothing.
+    return jax.device_put(np.broadcast_to(array, (batch,)), may_alias=False)
 
 
 def _stop_tokens(value: Any, batch: int) -> Array:
@@ -144,7 +144,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
 
 
 def _row_of_ids(row: Any) -> np.ndarray:
-    """i32[M]: the stop tokens of one row."""
+    """Return i32[M]: the stop tokens of one row."""
     try:
         ids = np.asarray(row)
     except ValueError:  # lists of several lengths
@@ -166,14 +166,15 @@ _SAME_KIND = {
         "both the same kinds of guides; a row without one begins in the state 0",
     ),
 }
-"""Fields whose absence is compiled into the step: the rows and the state must agree on them."""
+"""Fields that may be None, which changes the compiled step: the rows and the state must agree on them."""
 
 
 def pad_controls(controls: Controls, state: Controls) -> Controls:
-    """Pad the stop tokens and biased tokens of each row to the widths of the state.
+    """Pad the stop tokens and biased tokens of new rows to the widths of the state.
 
     Raises:
-      MarsError: only one of them has a temperature, edits or guides, or the rows have more tokens than fit.
+      MarsError: either the rows or the state lack a temperature, edits or guides that the other has, or the rows have
+        more tokens than fit.
     """
     for name, (field, fix) in _SAME_KIND.items():
         if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):
@@ -181,11 +182,11 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
                 f"the rows have {field} and the state has none, or the other way round: give {fix}."
             )
 
-    def padded(values: Array, like: Array, what: str, fill: Any) -> Array:
+    def padded(values: Array, like: Array, noun: str, fill: Any) -> Array:
         room = like.shape[1] - values.shape[1]
         if room < 0:
             raise MarsError(
-                f"a row has {values.shape[1]} {what} and the state has room for {like.shape[1]}: make the state's "
+                f"a row has {values.shape[1]} {noun} and the state has room for {like.shape[1]}: make the state's "
                 "controls with as many, padded with NO_TOKEN."
             )
         return jnp.pad(values, ((0, 0), (0, room)), constant_values=fill)

@@ -8,7 +8,7 @@ from typing import Any
 from mars_jax.core.errors import MarsError, check_text, short_repr
 
 Turn = Mapping[str, Any]
-"""A turn of a conversation: its `role`, such as "user", its `content`, and any other keys that its template reads.
+"""A turn of a conversation: its `role`, such as "user", its `content`, and any other keys that the template reads.
 
 The content is a string, or as in OpenAI's format a list of parts `{"type": "text", "text": ...}`, which are joined
 without a separator. It may be None next to `tool_calls`."""
@@ -20,14 +20,14 @@ def as_turns(text: str) -> list[Turn]:
 
 
 def as_conversation(turns: Any, system: str | None = None) -> list[Turn]:
-    """Return a conversation as chat templates take it: each content one string, and a system turn first if given.
+    """Normalize a conversation for chat templates: join each content into one string, and prepend `system` if given.
 
     Args:
-      turns: as `Turn` describes them. Keys other than `role` and `content` are for the template.
-      system: content of a system turn before them, unless they begin with one.
+      turns: see `Turn`. Keys other than `role` and `content` are passed to the template.
+      system: content of a system turn to prepend, unless the turns begin with one.
 
     Raises:
-      MarsError: there are no turns, or one has no role, or a content that is not text.
+      MarsError: there are no turns, or a turn has no role or a content other than text.
 
     >>> parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": ", you"}]
     >>> [turn["content"] for turn in as_conversation([{"role": "user", "content": parts}], "Be brief.")]
@@ -52,7 +52,7 @@ def _as_turn(turn: Any) -> Turn:
     check_text("the role of a turn", turn["role"])
     content = turn.get("content")
     if content is None and turn.get("tool_calls"):
-        content = ""  # templates without a case for None would write "None"
+        content = ""  # a template that does not handle None would render "None"
     elif isinstance(content, list | tuple):
         content = "".join(map(_text_of_part, content))
     check_text(f"the content of a turn of the {turn['role']}", content)

@@ -1,4 +1,4 @@
-"""Cut a verdict before drafted tokens that an edit or a constraint gives no probability at all.
+"""Truncation of a verdict before drafted tokens to which an edit or a constraint gives probability 0.
 
 B batch, N nodes, D depth. Oracle: the same cut node by node in Python (tests/core/test_cut.py).
 """
@@ -18,7 +18,7 @@ from mars_jax.core.types import Verdict
 
 
 def impossible(evidence: Evidence) -> Array:
-    """bool[B, N]: the nodes whose token has a logit of -inf at their parent; never the root, nor padding.
+    """Return bool[B, N]: nodes whose token has a logit of -inf at their parent; never the root or padding.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -31,27 +31,27 @@ def impossible(evidence: Evidence) -> Array:
 
 
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """The verdict up to the first node that is `impossible`, and there the target's own token.
+    """Truncate the verdict at the first `impossible` node, and draw the next token there from the target.
 
-    So bans and constraints hold under any rule, one that accepts by chance and one of a user's included, and a step
-    still adds a token. A `next_token` with a logit of -inf gives way to the target's own as well. A lossless rule never
-    has either.
+    So bans and constraints hold under any rule, including randomized and user-written ones, and a step still adds a
+    token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules produce
+    neither.
     """
     accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
     # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
     wrong = pick(impossible(evidence), verdict.path[:, 1:]) & (place[:, :-1] < accepted[:, None])
-    kept = jnp.minimum(leading(~wrong), accepted)
-    last = pick(verdict.path, kept[:, None])  # i32[B, 1]
-    # Keyed by the position, so this is the token that autoregression would draw there.
-    own = sample(
+    num_accepted = jnp.minimum(leading(~wrong), accepted)
+    last = pick(verdict.path, num_accepted[:, None])  # i32[B, 1]
+    # Draws are keyed by position, so this is the token that autoregression would draw there.
+    target_token = sample(
         evidence.keys, pick(evidence.positions, last), gather_path(evidence.logits, last), evidence.controls
     )[:, 0]
-    # A rule may name a token of its own that the request forbids, of which the row of the last node knows.
-    never = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
+    # A rule may choose a next token that the request forbids; the logits of the last node show it.
+    is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,
-        path=jnp.where(place <= kept[:, None], verdict.path, last),
-        num_accepted=kept,
-        next_token=jnp.where((kept < accepted) | never, own, verdict.next_token),
-        relaxed=verdict.relaxed & (place[:, :-1] < kept[:, None]),
+        path=jnp.where(place <= num_accepted[:, None], verdict.path, last),
+        num_accepted=num_accepted,
+        next_token=jnp.where((num_accepted < accepted) | is_forbidden, target_token, verdict.next_token),
+        relaxed=verdict.relaxed & (place[:, :-1] < num_accepted[:, None]),
     )

@@ -1,4 +1,4 @@
-"""The loops over a decoder's step: `run` on the device, `stream` from the host; and `start` and `extend`, compiled.
+"""Decoding loops: `run` on the device and `stream` from the host, plus compiled `start` and `extend`.
 
 B batch, D depth, T token buffer. Oracle: greedy autoregression of the same model, token for token
 (tests/core/test_decode.py).
@@ -32,7 +32,7 @@ _ABSENT = object()
 
 
 def check_given(decoder: Any, params: Any, state: Any = _ABSENT, *, max_steps: Any = None, **_: Any) -> None:
-    """Raise MarsError for anything but a decoder, its weights, a state, and a whole number of steps."""
+    """Raise MarsError unless these are a decoder, its weights, a state, and a whole number of steps."""
     check_type("the decoder", decoder, Decoder, "what speculative_decoder gives")
     check_params(params)
     if state is not _ABSENT:
@@ -42,7 +42,7 @@ def check_given(decoder: Any, params: Any, state: Any = _ABSENT, *, max_steps: A
 
 
 def check_number(name: str, value: Any, least: int = 1) -> None:
-    """Raise MarsError for anything but a number of steps or rows that fits i32: Python's, or an array i32[]."""
+    """Raise MarsError unless `value` is a count of steps or rows that fits i32: a Python integer or an array i32[]."""
     if (
         isinstance(value, Array | np.ndarray)
         and value.shape == ()
@@ -58,24 +58,24 @@ def _start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """`decoder.init`, checked and compiled. A number of the rule may be one value or one per row.
+    """Call `decoder.init`, checked and compiled. Each parameter of the rule is one value or one per row.
 
     Raises:
-      MarsError: as `Decoder.checked`.
+      MarsError: see `Decoder.checked`.
     """
     check_given(decoder, params)
     return _start(decoder, params, ready(decoder, prompts))
 
 
 def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """The state that `start` gives for these arguments, as `jax.ShapeDtypeStruct`."""
+    """Return the `jax.ShapeDtypeStruct`s of the state that `start` returns for these arguments."""
     return _start.eval_shape(decoder, params, ready(decoder, prompts))
 
 
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
-    """The prompts of a program, checked where values are seen.
+    """Check prompts on the host, where their values are concrete, and broadcast the rule to rows.
 
-    A number of the rule becomes one per row, so that one number and several compile the same program.
+    One value per row for every parameter of the rule, so that a scalar and an array compile to the same program.
     """
     check_asked(prompts)
     check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
@@ -85,29 +85,29 @@ def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
 def extend(
     decoder: Decoder, params: Params, state: DecodeState, prompts: Prompts
 ) -> tuple[DecodeState, Array]:
-    """`decoder.extend`, checked and compiled. `state` is donated.
+    """Call `decoder.extend`, checked and compiled. `state` is donated.
 
-    A row that failed holds what is not finite, and starts again by `insert`, as does a row that goes on with a prompt
-    of a single token: what a head would draft from in its first step is still that of the text before.
+    Use `insert` instead for a failed row, whose cache may hold non-finite values, and for a new prompt of one token,
+    for which a draft head would start from the features of the previous text.
 
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
-      state: of B rows, from `start`, `run`, `stream` or this function, done or not.
-      prompts: of these rows, the whole texts, whatever of them is new.
+      state: B rows from `start`, `run`, `stream` or this function, done or not.
+      prompts: the full text of every row, including the part that was read before.
 
     Returns:
-      The state, which decodes what `start` of these prompts would, and how many tokens of each prompt were read.
+      The state, which decodes the same tokens as `start` on these prompts, and i32[B], the tokens read per prompt.
 
     >>> from mars_jax import drafters, fake, make_controls, verify
     >>> from mars_jax.core.types import keys_from_seeds
     >>> model, rule, keys = fake.hash_model(vocab_size=11), verify.exact(), keys_from_seeds(jnp.arange(1))
     >>> decoder = speculative_decoder(model, drafters.ngram(4), rule)
     >>> text = jnp.asarray([[3, 1, 4] + [0] * 29], jnp.int32)
-    >>> asked = lambda text, n, limit: Prompts(text, jnp.asarray([n]), make_controls(1, limit=limit), rule, keys)
-    >>> state, _ = run(decoder, Params(()), start(decoder, Params(()), asked(text, 3, 8)))
-    >>> text = state.tokens.at[:, 8:10].set(5)  # what was said, and a turn of two tokens
-    >>> state, read = extend(decoder, Params(()), state, asked(text, 10, 16))
-    >>> read.tolist()
+    >>> prompts = lambda text, n, limit: Prompts(text, jnp.asarray([n]), make_controls(1, limit=limit), rule, keys)
+    >>> state, _ = run(decoder, Params(()), start(decoder, Params(()), prompts(text, 3, 8)))
+    >>> text = state.tokens.at[:, 8:10].set(5)  # the conversation so far, and a turn of two tokens
+    >>> state, num_read = extend(decoder, Params(()), state, prompts(text, 10, 16))
+    >>> num_read.tolist()
     [2]
     """
     check_given(decoder, params, state)
@@ -137,50 +137,50 @@ def run(
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
       state: from `start`.
-      record: also keep what each new token was: `DecodeStats.tokens`.
-      max_steps: i32[]; stop after so many steps at most, so that the caller can look at the state and go on. A
-        value, so another number compiles nothing. None: no bound.
+      record: also record the origin of every new token in `DecodeStats.tokens`.
+      max_steps: i32[]; stop after at most this many steps, so that the caller can inspect the state and resume. It is
+        traced: changing the number does not recompile. None: no bound.
 
     Returns:
       The final state and the per-row counters of these steps.
     """
 
-    def loop(given: tuple[Params, Any], state: DecodeState) -> tuple[DecodeState, DecodeStats]:
-        params, most = given
+    def loop(inputs: tuple[Params, Any], state: DecodeState) -> tuple[DecodeState, DecodeStats]:
+        params, max_steps = inputs
 
         def body(carry: tuple[DecodeState, DecodeStats, Any]) -> tuple[DecodeState, DecodeStats, Any]:
-            state, stats, left = carry
+            state, stats, steps_left = carry
             state, info = decoder.step(params, state)
             with jax.named_scope("emit"):
-                return state, accumulate(stats, info, state.length), None if left is None else left - 1
+                stats = accumulate(stats, info, state.length)
+                return state, stats, None if steps_left is None else steps_left - 1
 
-        def going(carry: tuple[DecodeState, DecodeStats, Any]) -> Array:
+        def keep_going(carry: tuple[DecodeState, DecodeStats, Any]) -> Array:
             live = ~jnp.all(carry[0].done)
             return live if carry[2] is None else live & (carry[2] > 0)
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
         stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)
-        return lax.while_loop(going, body, (state, stats, most))[:2]
+        return lax.while_loop(keep_going, body, (state, stats, max_steps))[:2]
 
     return by_rows(loop)((params, None if max_steps is None else jnp.asarray(max_steps, jnp.int32)), state)
 
 
 @donating(2, check=check_given)
 def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """`decoder.step`, compiled, with `state` donated."""
+    """Call `decoder.step`, compiled, with `state` donated."""
     return decoder.step(params, state)
 
 
 AHEAD = 2
-"""Steps that `stream` lets an accelerator be ahead of the flags that the host has read: one to compute while the host
-is busy with an earlier one, and one more for when the host is late."""
+"""Steps that `stream` dispatches ahead of the flags the host has read: one to keep the accelerator busy while the host
+processes an earlier step, and one more to absorb delays of the host."""
 
 
 def look_ahead(state: DecodeState) -> int:
-    """The default of `ahead`: 0 for a state on a CPU, else `AHEAD`.
+    """Return the default of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
-    There a step is computed before the call returns, as measured with jax 0.10, so steps past the end would cost time
-    and win none.
+    On a CPU the call returns only after the step is computed (measured with jax 0.10), so extra steps are pure cost.
     """
     return 0 if next(iter(state.done.devices())).platform == "cpu" else AHEAD
 
@@ -188,22 +188,21 @@ def look_ahead(state: DecodeState) -> int:
 def stream(
     decoder: Decoder, params: Params, state: DecodeState, *, ahead: int | None = None
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """Step in a Python loop, yielding `(state, info)` after each step. `state` is donated: use the one that is yielded.
+    """Step in a Python loop and yield `(state, info)` after each step. `state` is donated: use the yielded one.
 
-    The host checks whether all rows are done `ahead` steps late, so that the device need not wait for it. Therefore
-    `ahead` more steps are yielded after the last row has ended; they emit nothing, and change no token, length, flag
-    or rule. The number of steps depends on the tokens alone and not on time: processes that decode as one
-    take the same.
+    The host reads the done flags `ahead` steps late, so that the device need not wait for it. Therefore `ahead` more
+    steps are yielded after the last row has ended; they emit nothing, and change no token, length, flag or rule. The
+    number of steps depends only on the tokens, not on timing, so the processes of a multi-host run agree on it.
 
     Args:
       decoder, params, state: as for `run`.
       ahead: 0 waits for each step before the next one, and yields none past the end; default `look_ahead(state)`.
 
     Returns:
-      (the state after a step, what the step did), step after step.
+      An iterator over (state after the step, `StepInfo` of the step).
 
     Raises:
-      MarsError: `ahead` is below 0, or the state was given away before.
+      MarsError: `ahead` is below 0, or the state was already donated.
     """
     check_given(decoder, params, state)
     if ahead is None:
@@ -217,7 +216,7 @@ def stream(
 
 
 def _all_done(state: DecodeState) -> Array:
-    """bool[], on its way to the host; an array of its own, since the next step takes the state's."""
+    """Return bool[] and start its copy to the host; a separate array, since the next step donates the state's."""
     flag = jnp.all(state.done)
     flag.copy_to_host_async()
     return flag

@@ -1,4 +1,4 @@
-"""A decoder: a target, a drafter and a rule as pure functions of a state. Start here.
+"""The decoder: pure functions of a state that combine a target, a drafter and a rule. Start here.
 
 B batch, N nodes, D depth, T token buffer, V vocabulary. Oracle: greedy autoregression of the same model, token for
 token (tests/core/test_decode.py).
@@ -47,7 +47,7 @@ class Decoder:
     """A target, a drafter and the structure of a rule, from `speculative_decoder`.
 
     Its methods are pure: jit and donate at the outermost edge, or use `run`, `stream`, `refill` and `extend`. Equal
-    decoders share what was compiled, so one may be made again wherever it is needed.
+    decoders share compiled programs, so a decoder may be rebuilt wherever it is needed.
 
     >>> from mars_jax import drafters, fake, make_controls, verify
     >>> from mars_jax.core.types import keys_from_seeds
@@ -61,10 +61,10 @@ class Decoder:
     True
     """
 
-    target: LanguageModel  # the model whose text this is
-    drafter: Drafter  # proposes the trees
-    rule: Any  # its structure; the numbers are in the state
-    prefill_chunk: int | None = None  # prompt tokens of a forward of the target; see `prefill.chunk_of`
+    target: LanguageModel  # the model to sample from
+    drafter: Drafter  # proposes the draft trees
+    rule: Any  # structure of the rule; its parameters are in the state
+    prefill_chunk: int | None = None  # prompt tokens per forward of the target; see `prefill.chunk_of`
 
     @property
     def max_depth(self) -> int:
@@ -77,10 +77,10 @@ class Decoder:
         return self.target.vocab_size
 
     def init(self, params: Params, prompts: Prompts) -> DecodeState:
-        """Make a state by reading prompts. Their width is the token buffer T: the longest prompt and continuation.
+        """Create a state by reading prompts. Their width is the token buffer T, for prompt and output together.
 
         Raises:
-          MarsError: as `checked`.
+          MarsError: see `checked`.
         """
         check_params(params)
         return by_rows(self._read)(params, self.checked(prompts))
@@ -89,7 +89,7 @@ class Decoder:
         """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
 
         Raises:
-          MarsError: params that are no `Params`, a state that is none, or one that began under another rule.
+          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` or was created under another rule.
         """
         check_params(params)
         self._check_state(state)
@@ -103,17 +103,17 @@ class Decoder:
         prompts: Prompts,
         read: DecodeState | None = None,
     ) -> DecodeState:
-        """Start rows of a running state again with new prompts; no bit of the other rows changes.
+        """Restart some rows of a running state with new prompts; the other rows stay bitwise unchanged.
 
         Args:
           params, state: of this decoder; the state has B rows.
-          rows: i32[b]; names each row at most once, -1 none. On a mesh whose `data` has d devices the i-th of d equal
-            parts of `rows` names rows of the i-th part of the state, and none of another.
-          prompts: b of them, at most T wide.
-          read: a state of b rows that has read these prompts already, on no mesh that divides rows.
+          rows: i32[b]; the row for each prompt, each at most once, or -1 for none. On a mesh with data=d, the i-th of
+            d equal parts of `rows` may only name rows in the i-th part of the state.
+          prompts: b prompts, at most T wide.
+          read: a state of b rows that has already read these prompts, on a mesh that does not divide rows.
 
         Raises:
-          MarsError: as `checked`, rows that are not of the state or are named twice, or a state of another decoder.
+          MarsError: see `checked`; or rows are out of range or repeated, or a state is of another decoder.
         """
         check_params(params)
         prompts = self.checked(prompts)
@@ -125,7 +125,7 @@ class Decoder:
         self._check_state(read)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
-        # A row of -1 goes one past the end, where it is dropped.
+        # Map -1 one past the end, where scatter drops it.
         return self._put(
             state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
         )
@@ -134,19 +134,19 @@ class Decoder:
         """Continue every row with another prompt, such as a conversation with its next turn.
 
         The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
-        tokens after it are read. So callers need not say what is new: if a chat template renders an earlier turn
-        differently, the prefix is shorter. A key or value depends only on the tokens up to its own, so the state
+        tokens after it are read. So callers need not mark the new part: if a chat template renders an earlier turn
+        differently, the prefix is shorter. A key or value depends only on its own and earlier tokens, so the state
         equals that of `init` up to rounding.
 
         Args:
           params, state: of this decoder; the state has B rows.
-          prompts: one for each row, at most T wide: the whole texts, with the part that was read before.
+          prompts: one for each row, at most T wide: the full text, including the part that was read before.
 
         Returns:
-          The state, and how many tokens of each prompt were read: i32[B].
+          The state, and i32[B], the number of tokens read from each prompt.
 
         Raises:
-          MarsError: as `checked`, or a state of another decoder.
+          MarsError: see `checked`; or a state of another decoder.
         """
         check_params(params)
         batch, buffer = rows_of(state), state.tokens.shape[1]
@@ -160,12 +160,12 @@ class Decoder:
         return by_rows(self._extend)(params, state, _pad_tokens(prompts, buffer))
 
     def checked(self, prompts: Prompts) -> Prompts:
-        """The prompts with a number of the rule for each row, in arrays of their own: loops take a state's buffers.
+        """Check prompts, broadcast the rule's parameters to rows, and copy all arrays, since loops donate the state.
 
         Raises:
-          MarsError: a rule of another structure, keys of another generator than `keys_from_seeds` gives, arrays of
-            other shapes or dtypes, and, where they can be seen, lengths outside of 1 .. t and tokens outside of the
-            vocabulary; see `core.given`.
+          MarsError: the rule has another structure, keys are of another generator than that of `keys_from_seeds`, or
+            arrays have the wrong shape or dtype. If values are concrete, also lengths outside 1 .. t and tokens
+            outside the vocabulary; see `core.given`.
         """
         check_asked(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
@@ -206,7 +206,7 @@ class Decoder:
             prompts.tokens,
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
-            # A draft is written from slot `length - 1` on, so a full buffer needs room for its N nodes.
+            # The N nodes of a draft are written from slot `length - 1` on, also when the buffer is full.
             self.target.init_cache(batch, buffer + self.drafter.num_nodes),
             self.drafter.init(params, prompts.tokens, prompts.length),
             observing(self.drafter, params, prompts.tokens, prompts.length),
@@ -229,26 +229,27 @@ class Decoder:
             # `ids` holds the global row numbers of this shard. Rows of other shards map past the end, where scatter
             # drops them.
             is_here = rows[:, None] == ids[None]  # bool[b, B]
-            at = jnp.where(jnp.any(is_here, axis=1), jnp.argmax(is_here, axis=1), ids.shape[0])
-            return self._put(state, at.astype(jnp.int32), self._read(params, prompts))
+            local_rows = jnp.where(jnp.any(is_here, axis=1), jnp.argmax(is_here, axis=1), ids.shape[0])
+            return self._put(state, local_rows.astype(jnp.int32), self._read(params, prompts))
 
         ids = jnp.arange(batch, dtype=jnp.int32)
         rows = jnp.asarray(rows, jnp.int32)
         return by_rows(insert_shard)(params, state, ids, rows, _pad_tokens(prompts, buffer))
 
     def _extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """`extend` for prompts as wide as the token buffer."""
+        """Implement `extend` for prompts as wide as the token buffer."""
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
         common = _common_prefix(state, tokens, length)
-        # A head's entry for the last common token depends on the token after it, so a coupled drafter reads it again.
-        again = 0 if self.drafter.reads is None else 1
-        # The last committed token is not in the cache, and the last one of the prompt will not be: it is the root of
+        # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
+        # that one token.
+        reread = 0 if self.drafter.reads is None else 1
+        # The last committed token is not cached, and neither will be the last one of the prompt, which is the root of
         # the next step. So keep the target's cache up to `first`, and read [first, length - 1).
-        first = jnp.minimum(common - again, jnp.minimum(state.length - 1, length - 1 - again))
+        first = jnp.minimum(common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
         first = jnp.maximum(first, 0)
-        # Draft models lag one token more: they feed their last two tokens in every step.
+        # Caches of draft models lag one token more: draft models feed their last two tokens in every step.
         draft = caught_up(self.drafter, params, state.draft, tokens, jnp.maximum(common - 2, 0), length)
         cache, draft = prefill(
             self.target,
@@ -263,26 +264,26 @@ class Decoder:
         )
         return begun(prompts, cache, draft), jnp.maximum(length - 1 - first, 0)
 
-    def _put(self, state: DecodeState, at: Array, new: DecodeState) -> DecodeState:
-        """Put the rows of `new` into rows `at` i32[b] of the state; indices past the end are dropped."""
+    def _put(self, state: DecodeState, rows: Array, new: DecodeState) -> DecodeState:
+        """Put the rows of `new` into rows i32[b] of the state; indices past the end are dropped."""
         self._check_cache(state)
         for name in ("tokens", "draft", "rule"):
             check_same(name, getattr(state, name), getattr(new, name), rows=False)
-        cache = self.target.put(state.cache, at, new.cache)
-        others = dataclasses.replace(state, cache=())
-        others = kv_cache.put(others, at, dataclasses.replace(new, cache=()))
-        return dataclasses.replace(others, cache=cache)
+        cache = self.target.put(state.cache, rows, new.cache)
+        uncached = dataclasses.replace(state, cache=())
+        uncached = kv_cache.put(uncached, rows, dataclasses.replace(new, cache=()))
+        return dataclasses.replace(uncached, cache=cache)
 
     def _check_state(self, state: DecodeState) -> None:
-        """Raise MarsError for anything but a state under this decoder's rule, whose numbers may differ."""
+        """Raise MarsError unless `state` is a state under a rule of this decoder's structure."""
         rows_of(state)
         if structure(state.rule) != self.rule:
             raise other_decoder("rule")
 
     def _check_cache(self, state: DecodeState) -> None:
         batch, buffer = state.tokens.shape
-        own = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
-        check_same("cache", state.cache, own)
+        expected = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
+        check_same("cache", state.cache, expected)
 
 
 def _pad_tokens(prompts: Prompts, buffer: int) -> Prompts:
@@ -292,9 +293,9 @@ def _pad_tokens(prompts: Prompts, buffer: int) -> Prompts:
 
 
 def _common_prefix(state: DecodeState, tokens: Array, lengths: Array) -> Array:
-    """i32[B]: length of the common prefix of each row's committed tokens and its prompt, of tokens i32[B, T]."""
+    """Return i32[B]: length of the common prefix of each row's committed tokens and its prompt in tokens i32[B, T]."""
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    # Past either length the buffers hold no text, so equal numbers there mean nothing.
+    # Past either length the buffers hold garbage.
     is_same = (tokens == state.tokens) & (place < jnp.minimum(state.length, lengths)[:, None])
     return leading(is_same)
 
@@ -306,20 +307,21 @@ def speculative_decoder(
     *,
     prefill_chunk: int | None = None,
 ) -> Decoder:
-    """Speculative decoding (Leviathan et al. 2211.17192) with any drafter and any rule.
+    """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
 
-    Only the structure of `verify` counts: rules that differ in numbers are one decoder. `Prompts` bring the numbers.
+    Only the structure of `verify` is used: rules that differ in parameters give equal decoders. `Prompts` carry the
+    parameters.
 
     Args:
-      target: the model whose text this is.
-      drafter: proposes the trees; `drafters.none()` for plain autoregression.
+      target: the model to sample from.
+      drafter: proposes the draft trees; `drafters.none()` for plain autoregression.
       verify: the rule, which decides how much of a draft is accepted; see `mars_jax.verify`.
-      prefill_chunk: prompt tokens per prefill forward of the target; None takes its own, and where it has none what
-        suits the backend: see `prefill.chunk_of`. A draft model goes by its own.
+      prefill_chunk: prompt tokens per prefill forward of the target. Default: `target.prefill_chunk`, or else
+        `prefill.chunk_of` for the backend. A draft model uses its own `prefill_chunk`.
 
     Raises:
-      MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give; the
-        rule is none; prefill_chunk is below 1.
+      MarsError: the drafter's vocabulary differs from the target's, or it needs features that the target does not
+        provide; `verify` is not a rule; prefill_chunk is below 1.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
@@ -354,6 +356,6 @@ def speculative_decoder(
 
 @functools.lru_cache(maxsize=64)
 def _with_features(target: LanguageModel, layers: tuple[int, ...]) -> LanguageModel:
-    """The same model for equal arguments, so that what was compiled is found again."""
+    """Return the same object for equal arguments, so that compiled programs are reused."""
     assert target.with_features is not None
     return target.with_features(layers)

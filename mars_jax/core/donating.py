@@ -1,7 +1,6 @@
-"""Jitted functions that take the memory of their arguments, with the types of what they compile, and a sentence for
-an argument that is used again.
+"""Jitted functions that donate arguments: they keep the function's types and report reuse of a donated argument.
 
-Oracle: states and weights that were given away (tests/test_wrong_types.py).
+Oracle: donated states and weights (tests/test_wrong_types.py).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ R = TypeVar("R")
 
 
 class Donating(Generic[P, R]):
-    """A function that `jax.jit` compiles, some of whose arguments it takes over. It has the methods of a jitted one.
+    """A function compiled by `jax.jit` that donates some of its arguments. It has the methods of a jitted function.
 
     Raises (when called):
-      MarsError: one of the arguments was given away before.
+      MarsError: one of the arguments was already donated.
     """
 
     def __init__(self, function: Callable[P, R], check: Callable[..., None] | None = None, **options: Any):
@@ -39,8 +38,8 @@ class Donating(Generic[P, R]):
         try:
             return self._jitted(*args, **kwargs)
         except (RuntimeError, ValueError):
-            given = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
-            for name, value in given.items():
+            arguments = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
+            for name, value in arguments.items():
                 for x in jax.tree.leaves(value):
                     check_held(x, name, self.__name__.removeprefix("_"))
             raise
@@ -52,9 +51,9 @@ class Donating(Generic[P, R]):
 def donating(
     *donated: int, check: Callable[..., None] | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], Donating[P, R]]:
-    """Compile a function of a decoder, whose arguments of these numbers are taken over.
+    """Compile a function whose argument 0 (a decoder) is static, and donate the arguments at these positions.
 
-    `check` sees the arguments first, and raises where they are of a wrong type.
+    `check` gets the arguments first and raises for wrong types.
 
     >>> @donating(1)
     ... def double(decoder, x):
@@ -67,7 +66,7 @@ def donating(
 
 
 def check_held(x: Any, name: str, by: str) -> None:
-    """Raise MarsError for an array of the argument `name` whose memory was taken over."""
+    """Raise MarsError if the array `x`, part of argument `name`, was already donated."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise MarsError(
             f"the {name} given to {by} was given away before, to a function that takes its memory: go on with the "

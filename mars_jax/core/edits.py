@@ -1,7 +1,8 @@
-"""Changes to the target's logits that a request asks for: biases, banned tokens and penalties of what was said.
+"""Per-request edits of the target's logits: biases, banned tokens, and penalties on repeated tokens.
 
-They make another target: rules verify its distribution, so a lossless rule stays lossless, and a node of a draft is
-judged after the drafted tokens before it. B batch, N nodes, T token buffer, K biased tokens of a row, V vocabulary.
+The edited logits define the target distribution that rules verify, so a lossless rule stays lossless. Penalties at a
+draft node count the drafted tokens on its branch. B batch, N nodes, T token buffer, K biased tokens of a row, V
+vocabulary.
 
 Sources: the bias and the repetition penalty are those of transformers (`SequenceBiasLogitsProcessor`, then
 `RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858), presence and frequency penalties those of OpenAI's API.
@@ -35,15 +36,15 @@ def make_edits(
     frequency_penalty: Any = 0.0,
     width: int = 1,
 ) -> Edits:
-    """`Edits` for `Controls.edits`; a penalty is one value for all rows or one per row.
+    """Build `Edits` for `Controls.edits`; each penalty is one value for all rows or one per row.
 
     Args:
       batch: B.
-      logit_bias: by token id what is added to its logit, for all rows or one mapping for each; -inf bans a token.
+      logit_bias: mapping of token ids to logit offsets, one for all rows or one per row; -inf bans a token.
       repetition_penalty: 1 is off.
       presence_penalty: 0 is off.
       frequency_penalty: 0 is off.
-      width: least K, so that batches share a compilation.
+      width: minimum K, so that batches share a compilation.
 
     Returns:
       bias_tokens i32[B, K], bias f32[B, K], and repetition, presence and frequency, f32[B] each.
@@ -56,8 +57,8 @@ def make_edits(
     """
     check_count("batch", batch, most=BATCH_ROWS)
     check_count("width", width)
-    wanted = "a mapping of token ids to numbers, or one for each row"
-    check_type("logit_bias", logit_bias, (Mapping, list, tuple), wanted)
+    expected = "a mapping of token ids to numbers, or one for each row"
+    check_type("logit_bias", logit_bias, (Mapping, list, tuple), expected)
     rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
     if len(rows) != batch:
         raise MarsError(f"logit_bias has {len(rows)} rows: expected one mapping, or one for each of {batch}.")
@@ -87,7 +88,7 @@ def make_edits(
 def bias_of(
     token: Any, value: Any, vocab_size: int = LARGEST_INT, wanted: str = "a token id"
 ) -> tuple[int, float]:
-    """Return an entry of a logit bias as Python's numbers.
+    """Validate an entry of a logit bias and convert it to Python numbers.
 
     Args:
       token: from 0 to `vocab_size` - 1.
@@ -95,7 +96,7 @@ def bias_of(
       wanted: description of `token` for the message.
 
     Raises:
-      MarsError: another type, or out of range.
+      MarsError: a value has another type or is out of range.
 
     >>> bias_of(np.int32(5), 1)
     (5, 1.0)
@@ -116,41 +117,43 @@ def bias_of(
 def edited(
     logits: Array, edits: Edits, tree: DraftTree, tokens: Array, prompt_length: Array, length: Array
 ) -> Array:
-    """The logits f32[B, N, V] of a tree's nodes with the edits of their rows.
+    """Apply the edits of each row to the logits of a tree's nodes, f32[B, N, V].
 
     Args:
-      logits: f32[B, N, V]; the target's.
+      logits: f32[B, N, V]; of the target.
       edits: of the rows.
-      tree: whose root is the last committed token.
+      tree: the draft; its root is the last committed token.
       tokens: i32[B, T]; committed below `length`.
       prompt_length, length: i32[B].
     """
     vocab = logits.shape[-1]
 
-    def scattered(at: Array, values: Array) -> Array:
-        """f32[B, V]: values [B, M] added up at tokens i32[B, M]; those outside of the vocabulary are dropped."""
-        at = jnp.where(at < 0, vocab, at)  # -1 would count from the end
-        return jax.vmap(lambda a, v: jnp.zeros((vocab,), jnp.float32).at[a].add(v, mode="drop"))(at, values)
+    def scatter_add(ids: Array, values: Array) -> Array:
+        """Sum values [B, M] by token id i32[B, M] into f32[B, V]; drop ids outside the vocabulary."""
+        ids = jnp.where(ids < 0, vocab, ids)  # -1 would index the last token
+        zeros = jnp.zeros((vocab,), jnp.float32)
+        return jax.vmap(lambda i, v: zeros.at[i].add(v, mode="drop"))(ids, values)
 
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     committed = place < length[:, None]
-    # f32[B, V] each: how often every token is in the prompt, and in what was generated. The text's own count is what
-    # presence and frequency read; the repetition penalty reads both.
-    prompt = scattered(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
-    said = scattered(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
-    # The drafted tokens from the root's child to each node itself, which come before what the node predicts.
-    above = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)  # the root is committed
+    # f32[B, V] each: token counts of the prompt and of the output. Presence and frequency penalties count only the
+    # output; the repetition penalty counts both.
+    prompt = scatter_add(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
+    output = scatter_add(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
+    # bool[B, N, N]: the drafted tokens on the branch from the root's child to the node itself. They precede the token
+    # that the node predicts. The root is committed, so `output` or `prompt` counts it.
+    branch = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)
     drafted = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
-    # f32[B, N, V]: a node's text is what was generated and the drafted tokens on its own branch.
-    count = said[:, None] + jnp.einsum("bij,bjv->biv", above.astype(jnp.float32), drafted)
+    # f32[B, N, V]: counts in the output followed by the node's branch.
+    count = output[:, None] + jnp.einsum("bij,bjv->biv", branch.astype(jnp.float32), drafted)
 
-    def of_row(values: Array) -> Array:
+    def per_row(values: Array) -> Array:
         return values[:, None, None]
 
-    z = logits.astype(jnp.float32) + scattered(edits.bias_tokens, edits.bias)[:, None]
-    # CTRL's penalty, as transformers has it: one above 1 lowers a logit of either sign.
-    again = (count > 0) | (prompt > 0)[:, None]
-    factor = jnp.where(z < 0, of_row(edits.repetition), 1 / of_row(edits.repetition))
-    z = jnp.where(again, z * factor, z)
-    z = z - jnp.where(count > 0, of_row(edits.presence), 0.0)
-    return z - of_row(edits.frequency) * count
+    z = logits.astype(jnp.float32) + scatter_add(edits.bias_tokens, edits.bias)[:, None]
+    # CTRL's penalty in the form of transformers: a value above 1 lowers logits of either sign.
+    is_repeated = (count > 0) | (prompt > 0)[:, None]
+    factor = jnp.where(z < 0, per_row(edits.repetition), 1 / per_row(edits.repetition))
+    z = jnp.where(is_repeated, z * factor, z)
+    z = z - jnp.where(count > 0, per_row(edits.presence), 0.0)
+    return z - per_row(edits.frequency) * count

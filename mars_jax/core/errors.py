@@ -1,4 +1,4 @@
-"""The exception for bad input, the warning for probable mistakes, and functions that word them."""
+"""The exception for bad input, the warning for probable mistakes, and helpers that format them."""
 
 import difflib
 import errno
@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 20_000
-"""Characters of a message."""
+"""Maximum characters of a message."""
 
 
 class MarsError(Exception):
-    """Bad input, in one sentence that names the thing, its value and the cure.
+    """Bad input, described in one sentence that names the argument, its value and the fix.
 
-    It is no ValueError, so that code which turns the ValueErrors of other libraries into sentences leaves it alone.
+    It does not derive from ValueError, so code that rewords the ValueErrors of other libraries passes it on unchanged.
     """
 
     def __str__(self) -> str:
         text = super().__str__()
-        if len(text) > LONGEST:  # a value that it quotes may have megabytes
+        if len(text) > LONGEST:  # a quoted value may have megabytes
             text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-        return printable(text)  # it quotes files, templates and paths of others
+        return printable(text)  # messages quote untrusted files, templates and paths
 
 
 class MarsWarning(UserWarning):
@@ -43,9 +43,9 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
-    """Return a sentence for a full disk, or for a limit on files; None if an error has another reason.
+    """Return the error to raise if a write failed on a full disk or a file limit; None for any other reason.
 
-    Libraries wrap the OSError in their own types and keep its text. Only explicit causes (`raise ... from error`) are
+    Libraries wrap the OSError in other types and keep its text. Only explicit causes (`raise ... from error`) are
     searched: a bug in the code that handles a full disk must keep its traceback.
 
     Args:
@@ -71,7 +71,7 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Raise MarsError for a value of another type than `kinds`; `wanted` says where to get one.
+    """Raise MarsError unless `value` is an instance of `kinds`; `wanted` describes the expected value.
 
     >>> check_type("the text", 3, str, "a text")
     Traceback (most recent call last):
@@ -82,20 +82,20 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Raise MarsError for anything but a whole number from `least` to `most`, if given; a bool is refused too.
+    """Raise MarsError unless `value` is a whole number from `least` to `most`, if given; bools are rejected too.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
     mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or int(value) < least or (most is not None and int(value) > most):
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or int(value) < least or (most is not None and int(value) > most):
         between = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise MarsError(f"{name} is {short_repr(value)}: expected a whole number {between}.")
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raise MarsError for anything but a string that UTF-8 can encode: half of a surrogate pair has no bytes.
+    """Raise MarsError unless `value` is a string that UTF-8 can encode, that is, without lone surrogates.
 
     >>> check_text("the prompt", 5)
     Traceback (most recent call last):
@@ -112,21 +112,21 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise MarsError for anything but True or False, of Python, NumPy or JAX."""
+    """Raise MarsError unless `value` is True or False, of Python, NumPy or JAX."""
     is_array = getattr(value, "dtype", None) == "bool" and not value.shape
     if not isinstance(value, bool) and not is_array:
         raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")
 
 
 def short_repr(value: Any) -> str:
-    """Format a value for a message in at most 100 characters: as Python writes it, or an object by its type.
+    """Format a value for a message in at most 100 characters: its repr, or the type of an arbitrary object.
 
     >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
     ("'ab'", 'of type object', 100)
     """
     if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):
         return f"of type {type(value).__name__}"
-    if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to print thousands of digits
+    if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to format thousands of digits
         return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
@@ -138,19 +138,19 @@ def short_repr(value: Any) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The known name that is nearest to a mistyped one, as a part of a sentence; "" where none is near.
+    """Format a suggestion of the known name closest to a mistyped one; "" if none is close.
 
     >>> did_you_mean("--temprature", ["--temperature", "--theta"])
     ' (did you mean --temperature?)'
     >>> did_you_mean("frequency", ["theta"])
     ''
     """
-    near = difflib.get_close_matches(given, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near and near[0] != given else ""
+    matches = difflib.get_close_matches(given, list(known), n=1)
+    return f" (did you mean {matches[0]}?)" if matches and matches[0] != given else ""
 
 
 def printable(text: str) -> str:
-    """A text whose characters all show: a terminal obeys escape sequences, in the name of a tensor too.
+    """Escape unprintable characters, since a terminal would execute escape sequences in untrusted names.
 
     >>> printable("lm_head\\x1b[2J")
     'lm_head\\\\x1b[2J'
@@ -159,10 +159,10 @@ def printable(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print to stderr what quotes a path or a name."""
+    """Print a sentence to stderr, with unprintable characters escaped."""
     print(printable(sentence), file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error of another library says, else its type."""
+    """Return the first line of another library's error message, or the error's type if it is empty."""
     return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__

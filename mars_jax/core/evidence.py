@@ -1,4 +1,4 @@
-"""The input of a rule. B batch, N nodes, V vocabulary, E hidden size. Oracle: none, it holds no decision."""
+"""The input of a rule. B batch, N nodes, V vocabulary, E hidden size. Oracle: none, it makes no decision."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from mars_jax.core.types import Controls, DraftTree, PyTree, keys_from_seeds
 class Evidence:
     """The input of a rule in one step. New fields change no rule's signature.
 
-    Row i of the logits is p(. | the text up to node i), so the token of a node is judged by the row of its parent. Here
-    the target says 1 after the root, which node 1 has, and 3 after node 1, where node 2 has 2:
+    Row i of the logits is p(. | the text up to node i), so a node's token is judged by the logits of its parent. In the
+    example, the target's top token after the root is 1, which node 1 holds; after node 1 it is 3, but node 2 holds 2.
 
     >>> from mars_jax.core.tree import at_parent, chain
     >>> tree = chain(jnp.asarray([[0, 1, 2]], jnp.int32))
-    >>> made = evidence(tree, jnp.asarray([[[0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 1.0, 8.0], [0.0] * 4]]))
-    >>> (tree.tokens == at_parent(tree, made.stats.id1)).tolist()  # the root has no parent and is not judged
+    >>> inputs = evidence(tree, jnp.asarray([[[0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 1.0, 8.0], [0.0] * 4]]))
+    >>> (tree.tokens == at_parent(tree, inputs.stats.id1)).tolist()  # the root has no parent and is not judged
     [[False, True, False]]
     """
 
-    keys: Array  # key[B]; constant over a row's life: key what you draw by position, as `sampling.node_uniforms` does
+    keys: Array  # key[B]; constant over a row's life: fold in the position, as `sampling.node_uniforms` does
     start: Array  # i32[B]; position of the root
     prompt_length: Array  # i32[B]; tokens of the prompt
     tree: DraftTree  # the draft, [B, N]
-    # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
+    # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row applied
     logits: Array
-    hidden: Array  # [B, N, E]; the target's, after its final norm
+    hidden: Array  # [B, N, E]; hidden states of the target after its final norm
     controls: Controls  # of the rows, [B]
     params: PyTree = ()  # Params.verify
     # bool[B, N] or None; a span makes the edges below these nodes strict, see `guide`
@@ -47,17 +47,17 @@ class Evidence:
 
     @property
     def generated(self) -> Array:
-        """i32[B]: the tokens that the row has had before this step, those of its prompt not among them."""
+        """i32[B]: the number of tokens generated before this step, not counting the prompt."""
         return self.start + 1 - self.prompt_length
 
     @property
     def stats(self) -> MarginStats:
-        """The two largest raw logits of every node and their ids, [B, N] each. XLA merges repeated reads into one."""
+        """The two largest raw logits of every node and their ids, [B, N] each. XLA merges repeated computations."""
         return node_stats(self.logits)
 
 
 def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """The margin statistics of every node, [B, N] each, of logits f32[B, N, V] that may be divided by vocabulary."""
+    """Compute margin statistics per node, [B, N] each, of logits f32[B, N, V], possibly sharded over the vocabulary."""
     axes = vocabulary_axes(logits.shape[-1])
     if axes:
         return sharded_margin_stats(logits, axis=axes, logsumexp=logsumexp)
@@ -65,16 +65,16 @@ def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
 
 
 def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any) -> Evidence:
-    """`Evidence` by hand, to try a rule outside of a step.
+    """Build `Evidence` by hand, to call a rule outside of a step.
 
     Args:
       tree, logits: of the step.
       seeds: u32[B]; default: 0, 1, 2, ...
-      **given: other fields of `Evidence`, or settings of `make_controls`; default: greedy rows that start at 0.
+      **given: other fields of `Evidence`, or arguments of `make_controls`; default: greedy rows that start at 0.
 
     >>> from mars_jax.core.tree import chain
-    >>> made = evidence(chain(jnp.asarray([[0, 1]], jnp.int32)), jnp.zeros((1, 2, 4)), temperature=0.7)
-    >>> made.positions.tolist(), made.controls.temperature.tolist()
+    >>> inputs = evidence(chain(jnp.asarray([[0, 1]], jnp.int32)), jnp.zeros((1, 2, 4)), temperature=0.7)
+    >>> inputs.positions.tolist(), inputs.controls.temperature.tolist()
     ([[0, 1]], [0.699999988079071])
     """
     batch, n = tree.tokens.shape
@@ -82,10 +82,10 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any)
     if "controls" not in fields:
         fields["controls"] = make_controls(batch, **{"limit": 1 << 20, **given})
     zeros = jnp.zeros((batch,), jnp.int32)
-    made: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "keys": keys_from_seeds(jnp.arange(batch) if seeds is None else jnp.asarray(seeds)),
         "start": zeros,
         "prompt_length": zeros + 1,
         "hidden": jnp.zeros((batch, n, 1)),
     }
-    return Evidence(tree=tree, logits=logits, **made | fields)
+    return Evidence(tree=tree, logits=logits, **defaults | fields)

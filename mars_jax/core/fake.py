@@ -1,7 +1,7 @@
-"""A language model without weights, for tests: its logits are a hash of what it can see.
+"""A language model without weights, for tests: its logits are a hash of the visible tokens.
 
-The hash runs over the tokens and positions that the mask lets a node see *in the cache*, so a wrong mask,
-position, slot or rollback changes the logits. The idea is mctx's: a fake model that makes tests exact.
+The hash covers the tokens and positions *in the cache* that the mask makes visible to a node, so a wrong mask,
+position, slot or rollback changes the logits. The idea is from mctx: a fake model that makes tests exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Visible
 
 
 def _mix(x: Array) -> Array:
-    """A bijective scrambling of u32 (the finaliser of MurmurHash3, public domain)."""
+    """Scramble u32 bijectively (the finaliser of MurmurHash3, public domain)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -24,14 +24,14 @@ def _mix(x: Array) -> Array:
 
 @functools.lru_cache
 def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: float = 0.0) -> LanguageModel:
-    """A model whose logits, about uniform in `[0, 2 * scale)`, depend on every visible token and position.
+    """Return a model whose logits, about uniform in `[0, 2 * scale)`, depend on every visible token and position.
 
     Args:
       vocab_size: V.
-      seed: models of different seeds disagree.
+      seed: models with different seeds disagree.
       scale: half the range of the logits.
-      agree: in [0, 1]: weight of a component that all seeds share; drafts from a model with a high `agree` are
-        accepted often, as those of a good small model would be.
+      agree: in [0, 1]: weight of a component that all seeds share; with a high `agree` the target accepts many
+        drafted tokens, as with a good small draft model.
 
     >>> hash_model(vocab_size=7).vocab_size
     7
@@ -46,10 +46,10 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
         k = write(cache.k[0], tokens[:, :, None, None], visible.slot)
         v = write(cache.v[0], positions[:, :, None, None], visible.slot)
         mask = visible.dense(cache.slots)
-        seen_token = k[:, None, :, 0, 0].astype(jnp.uint32)
-        seen_position = v[:, None, :, 0, 0].astype(jnp.uint32)
-        part = _mix(seen_token * jnp.uint32(2654435761) ^ _mix(seen_position + jnp.uint32(1)))
-        total = jnp.sum(jnp.where(mask, part, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+        cached_token = k[:, None, :, 0, 0].astype(jnp.uint32)
+        cached_position = v[:, None, :, 0, 0].astype(jnp.uint32)
+        slot_hash = _mix(cached_token * jnp.uint32(2654435761) ^ _mix(cached_position + jnp.uint32(1)))
+        total = jnp.sum(jnp.where(mask, slot_hash, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
         hidden = _mix(total ^ _mix(positions.astype(jnp.uint32)))[:, :, None]
         return ForwardOutput(hidden=hidden, features=(), cache=KVCache(k=(k,), v=(v,)))
 

@@ -1,8 +1,8 @@
-"""Checks of everything that a decoder is given for its rows; `init`, `insert` and `extend` all pass here.
+"""Validation of a decoder's inputs, shared by `init`, `insert` and `extend`.
 
-Shapes and dtypes are checked wherever they are traced. Values are where they can be seen: those of tracers, and of
-arrays that another process has a part of, cannot. B rows of a state, b prompts, t their width, T token buffer.
-Oracle: a table of what cannot be meant (tests/core/test_given.py).
+Shapes and dtypes are always checked. Values are checked only if they are concrete: not those of tracers, nor of arrays
+partly held by another process. B rows of a state, b prompts, t their width, T token buffer.
+Oracle: a table of invalid inputs (tests/core/test_given.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mars_jax.core.guide import first_states
 from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, LanguageModel, Params, Prompts, PyTree
 
 NO_ROW = -1
-"""An entry of `rows` that only fills the sub-batch, and is put nowhere."""
+"""An entry of `rows` that pads the sub-batch: its prompt is dropped."""
 
 
 def check_pair(target: Any, drafter: Any) -> None:
-    """Raise MarsError for anything but a model and a drafter as functions, without their weights."""
+    """Raise MarsError unless these are a `LanguageModel` and a `Drafter`, both without weights."""
     check_type(
         "the target",
         target,
@@ -43,17 +43,17 @@ def check_pair(target: Any, drafter: Any) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Raise MarsError for anything but the weights of both models."""
+    """Raise MarsError unless `params` is a `Params`."""
     check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")
 
 
 def check_asked(prompts: Any) -> None:
-    """Raise MarsError for anything but `Prompts`."""
+    """Raise MarsError unless `prompts` is a `Prompts`."""
     check_type("prompts", prompts, Prompts, "Prompts(tokens, length, controls, rule, keys)")
 
 
 def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
-    """Raise MarsError for anything but token ids i32[b, t] of the vocabulary and lengths i32[b] of 1 to t."""
+    """Raise MarsError unless prompts are token ids i32[b, t] of the vocabulary, and lengths are i32[b] from 1 to t."""
     _check_whole("prompts", prompts, 2, "token ids i32[b, t], each prompt left-aligned in a row of its own")
     count, width = prompts.shape
     _check_whole("lengths", lengths, 1, f"the tokens of each prompt, i32[{count}]")
@@ -61,15 +61,15 @@ def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
         raise MarsError(f"there are {lengths.shape[0]} lengths for {count} prompts: give one for each.")
     if not _is_seen(lengths):
         return
-    given = np.asarray(lengths)
-    if np.any(wrong := (given < 1) | (given > width)):
+    values = np.asarray(lengths)
+    if np.any(wrong := (values < 1) | (values > width)):
         raise MarsError(
-            f"a prompt has the length {given[wrong][0]}: expected 1 to {width}, the width that prompts are given in."
+            f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width that prompts are given in."
         )
     if not _is_seen(prompts):
         return
     tokens = np.asarray(prompts)
-    wrong = (np.arange(width)[None] < given[:, None]) & ((tokens < 0) | (tokens >= vocab_size))
+    wrong = (np.arange(width)[None] < values[:, None]) & ((tokens < 0) | (tokens >= vocab_size))
     if np.any(wrong):
         raise MarsError(
             f"a prompt has the token {tokens[wrong][0]}: expected ids of 0 to {vocab_size - 1}, as the target's own "
@@ -78,7 +78,7 @@ def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
 
 
 def check_settings(controls: Any, keys: Any, count: int) -> None:
-    """Raise MarsError for controls or keys of another number of rows, or keys that would tie a row to its batch."""
+    """Raise MarsError unless controls and keys have `count` rows, and the keys' generator is `KEY_IMPL`."""
     if not isinstance(controls, Controls):
         raise MarsError(
             f"controls is a {type(controls).__name__}: expected what make_controls({count}) makes."
@@ -104,8 +104,7 @@ def check_settings(controls: Any, keys: Any, count: int) -> None:
 
 
 def check_places(rows: Any, count: int, batch: int) -> None:
-    """Raise MarsError for anything but i32[b] rows of the state, each named once, on the device of the mesh that has
-    their prompt."""
+    """Raise MarsError unless `rows` is i32[b], unique rows of the state, each on the device that holds its prompt."""
     _check_whole("rows", rows, 1, f"i32[{count}], the row of the state for each prompt, or {NO_ROW} for none")
     if rows.shape[0] != count:
         raise MarsError(
@@ -117,27 +116,27 @@ def check_places(rows: Any, count: int, batch: int) -> None:
         meshes.check_rows(count, mesh)
     if not _is_seen(rows):
         return
-    given = np.asarray(rows)
-    named = given[given != NO_ROW]
+    ids = np.asarray(rows)
+    named = ids[ids != NO_ROW]
     if np.any((named < 0) | (named >= batch)) or len(set(named.tolist())) < len(named):
         raise MarsError(
-            f"rows are {given.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
+            f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
     part = np.arange(count) // (count // parts)
-    if np.any((given != NO_ROW) & (given // (batch // parts) != part)):
+    if np.any((ids != NO_ROW) & (ids // (batch // parts) != part)):
         raise MarsError(
-            f"rows are {given.tolist()} on a mesh with data={parts}: expected the first {count // parts} of them among "
+            f"rows are {ids.tolist()} on a mesh with data={parts}: expected the first {count // parts} of them among "
             f"the first {batch // parts} rows of the state, and so on, or {NO_ROW} for none."
         )
 
 
 def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
-    """The state of rows that have read their prompts, whose width is the token buffer."""
+    """Return the state of rows that have read their prompts, whose width is the token buffer."""
     length = prompts.length
     return DecodeState(
         tokens=prompts.tokens,
         length=length,
-        # An array of its own: a loop that is given the state may not be given one buffer twice.
+        # Copy, because a donated state must not contain one buffer twice.
         prompt_length=jnp.copy(length),
         done=length >= jnp.minimum(prompts.controls.limit, prompts.tokens.shape[1]),
         failed=jnp.zeros(length.shape, bool),
@@ -151,20 +150,20 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
 
 
 def rows_of(state: Any) -> int:
-    """B of a state; raise MarsError for what is none."""
+    """Return B of a state; raise MarsError if it is not a `DecodeState`."""
     check_type("state", state, DecodeState, "what decode.start or Decoder.init gives")
     check_held(state.tokens, "state", "this function")
     return state.tokens.shape[0]
 
 
 def check_same(what: str, held: PyTree, own: PyTree, *, rows: bool = True) -> None:
-    """Raise MarsError where a part of a state is not as this decoder makes it.
+    """Raise MarsError if a field of a state has another structure, shape or dtype than this decoder creates.
 
     Args:
-      what: the field of the state.
-      held: what the state has there.
-      own: arrays or shapes, as this decoder makes them.
-      rows: whether both have as many rows; without it their first dimensions may differ.
+      what: name of the field.
+      held: value of the field.
+      own: arrays or shapes that this decoder creates.
+      rows: False to ignore the first dimensions, the numbers of rows.
     """
 
     def shapes(tree: PyTree) -> tuple[Any, list[Any]]:
@@ -183,12 +182,13 @@ def other_decoder(field: str) -> MarsError:
     )
 
 
-def _check_whole(name: str, value: Any, ndim: int, wanted: str) -> None:
+def _check_whole(name: str, value: Any, ndim: int, expected: str) -> None:
     is_array = isinstance(value, Array | np.ndarray)
     if not is_array or value.ndim != ndim or not jnp.issubdtype(value.dtype, jnp.integer):
-        found = f"{value.dtype}{list(value.shape)}" if is_array else f"of type {type(value).__name__}"
-        raise MarsError(f"{name} are {found}: expected an array of whole numbers, {wanted}.")
+        description = f"{value.dtype}{list(value.shape)}" if is_array else f"of type {type(value).__name__}"
+        raise MarsError(f"{name} are {description}: expected an array of whole numbers, {expected}.")
 
 
 def _is_seen(value: Any) -> bool:
+    """Return whether this process can read the values of an array."""
     return not isinstance(value, Tracer) and not (isinstance(value, Array) and not value.is_fully_addressable)

@@ -1,14 +1,14 @@
-"""Automata that follow the text on the device: what may be said next, and where rules may relax.
+"""Token automata on the device: which tokens may follow (constraints), and where rules may relax (spans).
 
-A constraint masks the target's logits at every node before the rule sees them, so every rule honours it without
-knowing, and a lossless one is lossless for the masked target. A span says at which nodes a lossy rule is strict.
+A constraint masks the target's logits at every node before the rule reads them, so every rule respects it, and a
+lossless rule is lossless for the masked target. A span marks the nodes at which a lossy rule is strict.
 
 B batch, N nodes, S states, C classes of tokens, G groups, R rows of bits, W words of a row, V vocabulary, U vocabulary
 of a draft, M stop tokens.
-Oracles: transformers with a processor that masks, and enumeration (tests/core/test_guide.py).
+Oracles: transformers with a masking processor, and enumeration (tests/core/test_guide.py).
 
-The tables of all constraints of a batch are one: a row knows its state, and to which group of token classes it belongs.
-State 0 is free, where anything may follow; state 1 is dead.
+All constraints of a batch share one set of tables; each row has a state and a group of token classes. State 0 is free:
+any token may follow. State 1 is dead: none may.
 """
 
 from __future__ import annotations
@@ -31,66 +31,69 @@ from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Guid
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Bits of a word. Bit k of word j is token k W + j, so a row unpacks into stretches of W tokens by shifts."""
+"""Bits of a word. Bit k of word j is token k W + j, so shift k of all words unpacks W consecutive tokens."""
 
 
 @struct.dataclass(kw_only=True)
 class Tables:
-    """Automata over tokens. Made by `constraints.compiled`; equal shapes share what is compiled."""
+    """Automata over tokens, built by `constraints.compiled`. Tables of equal shapes share compiled programs."""
 
-    next: Array  # u16[S, C]
-    classes: Array  # u16[G, V]; class 0 leads nowhere
-    bits: Array  # u32[R, W]; which tokens may follow
-    rows: Array  # i32[S]; the row of bits of each state
-    forced: Array  # i32[S]; where text is forced the token that says it, else NO_TOKEN
+    next: Array  # u16[S, C]; the next state
+    classes: Array  # u16[G, V]; class of each token; class 0 has no transitions
+    bits: Array  # u32[R, W]; bit masks of the tokens that may follow
+    rows: Array  # i32[S]; the row of `bits` of each state
+    forced: Array  # i32[S]; the token to write if the continuation is forced, else NO_TOKEN
     accepting: Array  # bool[S]; the text may end here
-    closed: Array  # bool[S]; it may end, and nothing else may follow
-    strict: Array  # bool[S]; of spans: rules relax nothing here
-    narrow: Any = None  # `Narrow` of the drafter, where it has a vocabulary of its own; see `narrowed`
+    closed: Array  # bool[S]; the text may end here, and no token may follow
+    strict: Array  # bool[S]; for spans: rules must not relax here
+    narrow: Any = None  # `Narrow`, if the drafter has its own vocabulary; see `narrowed`
 
 
 @struct.dataclass(kw_only=True)
 class Narrow:
-    """Which tokens of a draft's own vocabulary, of U tokens, may follow."""
+    """Bit masks over a drafter's reduced vocabulary of U tokens."""
 
-    ids: Array  # i32[U]; the target's
+    ids: Array  # i32[U]; the target's id of each draft token
     bits: Array  # u32[R, ceil(U / 32)]; as `Tables.bits`
 
 
 @struct.dataclass(kw_only=True)
 class Tracked:
-    """The first states of the rows of a batch, and their groups of token classes."""
+    """The initial states of the rows of a batch, and their groups of token classes."""
 
-    start: Array  # i32[B]; a state: FREE for a row without
+    start: Array  # i32[B]; initial state; FREE for an unconstrained row
     group: Array  # i32[B]
 
 
 @struct.dataclass(kw_only=True)
 class Guide:
-    """One automaton, and where the rows of a batch are in it."""
+    """An automaton and the state of each row of a batch."""
 
     tables: Tables
     group: Array  # i32[B]
     state: Array  # i32[B]; after the last committed token
-    stop_tokens: Array  # i32[B, M]; each may come where the text may end, and after it anything
+    stop_tokens: Array  # i32[B, M]; allowed in accepting states; any token may follow them
 
     @property
     def vocab(self) -> int:
         return self.tables.classes.shape[1]
 
     def moved(self, states: Array, tokens: Array) -> Array:
-        """i32[B, P]: the states after tokens i32[B, P] in states i32[B, P]; DEAD where a token may not follow. No token
-        is no text, and frees what comes after it."""
-        t = self.tables
-        kind = t.classes.at[self.group[:, None], jnp.maximum(tokens, 0)].get(mode="clip")
-        to = t.next.at[states, kind.astype(jnp.int32)].get(mode="promise_in_bounds").astype(jnp.int32)
+        """Return i32[B, P]: the states after tokens i32[B, P] in states i32[B, P].
+
+        A forbidden token leads to DEAD. Padding (NO_TOKEN) leads to FREE, since no token below it is used.
+        """
+        tables = self.tables
+        token_class = tables.classes.at[self.group[:, None], jnp.maximum(tokens, 0)].get(mode="clip")
+        transitions = tables.next.at[states, token_class.astype(jnp.int32)]
+        next_states = transitions.get(mode="promise_in_bounds").astype(jnp.int32)
         stops = is_stop(tokens, self.stop_tokens)
-        ends = t.accepting[jnp.where(kind == 0, states, to)]
-        to = jnp.where(stops, jnp.where(ends & (states != DEAD), FREE, DEAD), to)
-        return jnp.where(tokens < 0, FREE, to)
+        ends = tables.accepting[jnp.where(token_class == 0, states, next_states)]
+        next_states = jnp.where(stops, jnp.where(ends & (states != DEAD), FREE, DEAD), next_states)
+        return jnp.where(tokens < 0, FREE, next_states)
 
     def along(self, tree: DraftTree) -> Array:
-        """i32[B, N]: the state after each node of a tree; DEAD from a token on that may not follow."""
+        """Return i32[B, N]: the state after each node of a tree; DEAD from the first forbidden token on."""
         if tree.is_chain:
             states = [self.state[:, None]]
             for i in range(1, tree.tokens.shape[1]):
@@ -103,43 +106,44 @@ class Guide:
         return states
 
     def words(self, states: Array) -> Array:
-        """u32[B, P, W]: the tokens that may follow in states i32[B, P], stop tokens among them."""
+        """Return u32[B, P, W]: bit masks of the tokens that may follow states i32[B, P], including stop tokens."""
         words = self.tables.bits[self.tables.rows[states]]
         width = words.shape[-1]
         place = jnp.arange(width, dtype=jnp.int32)[None, None]
-        for stop, may in self._stops(states):
-            here = (place == stop % width) & (stop >= 0)
+        for stop, is_allowed in self._stops(states):
+            is_word = (place == stop % width) & (stop >= 0)
             bit = jnp.uint32(1) << (jnp.maximum(stop, 0) // width).astype(jnp.uint32)
-            words = jnp.where(here, jnp.where(may, words | bit, words & ~bit), words)
+            words = jnp.where(is_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
         return words
 
     def _stops(self, states: Array) -> Iterator[tuple[Array, Array]]:
-        """Each stop token i32[B, 1, 1], and whether it may follow in states i32[B, P]: bool[B, P, 1]."""
+        """Yield each stop token i32[B, 1, 1] and whether it may follow states i32[B, P]: bool[B, P, 1]."""
         for m in range(self.stop_tokens.shape[1]):
             stop = self.stop_tokens[:, m, None]
-            may = self.moved(states, jnp.broadcast_to(stop, states.shape)) != DEAD
-            yield stop[..., None], may[..., None]
+            is_allowed = self.moved(states, jnp.broadcast_to(stop, states.shape)) != DEAD
+            yield stop[..., None], is_allowed[..., None]
 
     def masked(self, logits: Array, states: Array, *, ids: Callable[[], Array] | None = None) -> Array:
-        """Logits f32[B, P, V] in states i32[B, P], -inf where a token may not follow.
+        """Set logits f32[B, P, V] in states i32[B, P] to -inf for forbidden tokens.
 
         Args:
-          logits: of the target's vocabulary, or f32[B, P, U] of a draft's own.
-          states: DEAD masks nothing, as nothing reads what follows it.
-          ids: gives the target's tokens i32[U] of that vocabulary. Without `Tables.narrow` the bits of each are picked
-            one by one, at every level of a draft.
+          logits: over the target's vocabulary, or f32[B, P, U] over a draft vocabulary.
+          states: DEAD masks nothing, since logits below a dead node are never read.
+          ids: returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`, every draft level
+            gathers U single bits.
         """
         if ids is not None and (narrow := self.tables.narrow) is not None:
             may_follow = _unpacked(narrow.bits[self.tables.rows[states]])[..., : logits.shape[-1]]
-            for stop, may in self._stops(states):
-                may_follow = jnp.where((narrow.ids[None, None] == stop) & (stop >= 0), may, may_follow)
+            for stop, is_allowed in self._stops(states):
+                is_stop_token = (narrow.ids[None, None] == stop) & (stop >= 0)
+                may_follow = jnp.where(is_stop_token, is_allowed, may_follow)
             return jnp.where(may_follow, logits, -jnp.inf)
         words = self.words(states)
         if ids is not None:
             return jnp.where(_unpacked(words)[..., ids()], logits, -jnp.inf)
         axes = vocabulary_axes(logits.shape[-1])
         if not axes:
-            return lax.platform_dependent(words, logits, cpu=_kept_by_words, default=_kept)
+            return lax.platform_dependent(words, logits, cpu=_mask_by_words, default=_mask)
 
         def local(part: Array, words: Array) -> Array:
             size = part.shape[-1]
@@ -150,18 +154,19 @@ class Guide:
         return map_devices(local, (spec, P()), spec)(logits, words)
 
     def forced(self, states: Array) -> Array:
-        """i32[B, P]: the token that says what must follow, or NO_TOKEN."""
+        """Return i32[B, P]: the token that must follow each state, or NO_TOKEN."""
         return self.tables.forced[states]
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
-        """A draft without the nodes that may not follow; they and what is under them become padding.
+        """Replace the forbidden nodes of a draft, and the nodes below them, by padding.
 
-        A sampled draft stays as it is: the masked target gives such a node the probability 0, and a rule that knows q
-        refuses it as it does any other, which is lossless; to take it out would not be.
+        A sampled draft stays unchanged. The masked target gives a forbidden node probability 0, so a rule that
+        reads q rejects it losslessly; removing the node would change q.
 
         Args:
           tree: as drafted.
-          fill: put in what is forced, instead of what was drafted; for chains of a drafter that keeps no state.
+          fill: replace drafted tokens by forced ones. Only for chains of stateless drafters: a cache would miss tokens
+            that the drafter did not draft.
         """
         if tree.draft_logits is not None:
             return tree
@@ -169,26 +174,26 @@ class Guide:
             return dataclasses.replace(
                 tree, tokens=jnp.where(self.along(tree) == DEAD, NO_TOKEN, tree.tokens)
             )
-        state, going = self.state[:, None], jnp.ones_like(self.state[:, None], bool)
-        drafted = going
-        made = [tree.tokens[:, :1]]
+        state, is_valid = self.state[:, None], jnp.ones_like(self.state[:, None], bool)
+        follows_draft = is_valid
+        columns = [tree.tokens[:, :1]]
         for i in range(1, tree.tokens.shape[1]):
             token = tree.tokens[:, i : i + 1]
             if fill:
-                must = jnp.where(going, self.forced(state), NO_TOKEN)
-                # After another token than the drafted one, what was drafted further on follows nothing.
-                drafted &= (must < 0) | (token == must)
-                token = jnp.where(must >= 0, must, jnp.where(drafted, token, NO_TOKEN))
-            to = self.moved(state, token)
-            going &= (token >= 0) & (to != DEAD)
-            state = jnp.where(going, to, FREE)
-            made.append(jnp.where(going, token, NO_TOKEN))
-        tokens = jnp.concatenate(made, axis=1)
+                forced = jnp.where(is_valid, self.forced(state), NO_TOKEN)
+                # Once a forced token differs from the drafted one, the rest of the draft has lost its context.
+                follows_draft &= (forced < 0) | (token == forced)
+                token = jnp.where(forced >= 0, forced, jnp.where(follows_draft, token, NO_TOKEN))
+            next_state = self.moved(state, token)
+            is_valid &= (token >= 0) & (next_state != DEAD)
+            state = jnp.where(is_valid, next_state, FREE)
+            columns.append(jnp.where(is_valid, token, NO_TOKEN))
+        tokens = jnp.concatenate(columns, axis=1)
         trusted = None if tree.trusted is None else tree.trusted & (tokens == tree.tokens)
         return dataclasses.replace(tree, tokens=tokens, trusted=trusted)
 
     def on(self, tree: DraftTree) -> Followed:
-        """The guide at the nodes of a tree."""
+        """Follow the guide along the nodes of a tree."""
         return Followed(self, self.along(tree))
 
 
@@ -199,69 +204,69 @@ class Followed(NamedTuple):
     states: Array  # i32[B, N]; see `Guide.along`
 
     def masked(self, logits: Array) -> Array:
-        """f32[B, N, V], -inf where a token may not follow."""
+        """Set logits f32[B, N, V] to -inf for forbidden tokens."""
         return self.guide.masked(logits, self.states)
 
     @property
     def strict(self) -> Array:
-        """bool[B, N]: rules relax nothing below these nodes."""
+        """bool[B, N]: nodes below which rules must not relax."""
         return self.guide.tables.strict[self.states]
 
     def after(self, verdict: Verdict) -> Array:
-        """i32[B]: the state after what a step accepted, and the token after that."""
+        """Return i32[B]: the state after the accepted path and `next_token`."""
         return self.guide.moved(pick(self.states, verdict.path[:, -1:]), verdict.next_token[:, None])[:, 0]
 
     def ended(self, verdict: Verdict) -> Array:
-        """bool[B]: after what a step accepted nothing may follow, and no stop token is there to say so."""
+        """Return bool[B]: rows that must end after the accepted path, in a closed state and without stop tokens."""
         closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
         return closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
 
 
 def _bits(words: Array) -> Array:
-    """bool[..., 32, W] of words u32[..., W]."""
+    """Unpack words u32[..., W] into bool[..., 32, W]."""
     shift = jnp.arange(BITS, dtype=jnp.uint32).reshape((1,) * (words.ndim - 1) + (BITS, 1))
     return ((words[..., None, :] >> shift) & jnp.uint32(1)) != 0
 
 
 def _unpacked(words: Array) -> Array:
-    """bool[..., 32 W] of words u32[..., W]."""
+    """Unpack words u32[..., W] into bool[..., 32 W], in the order of token ids."""
     return _bits(words).reshape(*words.shape[:-1], -1)
 
 
-def _kept(words: Array, logits: Array) -> Array:
-    """Logits f32[..., V], -inf where the bit of words u32[..., W] is 0."""
+def _mask(words: Array, logits: Array) -> Array:
+    """Set logits f32[..., V] to -inf where the bit in words u32[..., W] is 0."""
     return jnp.where(_unpacked(words)[..., : logits.shape[-1]], logits, -jnp.inf)
 
 
-def _kept_by_words(words: Array, logits: Array) -> Array:
-    """The same, with the logits seen as 32 stretches of W: on a CPU a loop without an index to work out."""
+def _mask_by_words(words: Array, logits: Array) -> Array:
+    """Compute `_mask` on logits reshaped to [..., 32, W], which a CPU loops over without index arithmetic."""
     if logits.shape[-1] != BITS * words.shape[-1]:
-        return _kept(words, logits)
+        return _mask(words, logits)
     parts = logits.reshape(*words.shape[:-1], BITS, words.shape[-1])
     return jnp.where(_bits(words), parts, -jnp.inf).reshape(logits.shape)
 
 
 @jax.jit
 def narrowed(tables: Tables, ids: Array) -> Tables:
-    """Tables that hold the bits of a draft's own vocabulary too, whose tokens i32[U] are the target's `ids`.
+    """Add the bit masks of a draft vocabulary to the tables; `ids` i32[U] are its tokens' ids in the target.
 
-    A draft level then reads a row, where without them it picks U bits one by one, which a TPU does badly.
+    A draft level then reads one row of bits instead of gathering U single bits, which is slow on a TPU.
     """
     width = -(-ids.shape[0] // BITS)
     place = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
 
     def of_row(words: Array) -> Array:
-        own = jnp.pad(_unpacked(words)[ids], (0, BITS * width - ids.shape[0])).reshape(BITS, width)
-        return jnp.sum(own.astype(jnp.uint32) << place, axis=0, dtype=jnp.uint32)
+        bits = jnp.pad(_unpacked(words)[ids], (0, BITS * width - ids.shape[0])).reshape(BITS, width)
+        return jnp.sum(bits.astype(jnp.uint32) << place, axis=0, dtype=jnp.uint32)
 
     return dataclasses.replace(tables, narrow=Narrow(ids=ids, bits=lax.map(of_row, tables.bits)))
 
 
 def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
-    """The guide "constraint" or "span" of a step; None where no row asks for one.
+    """Return the guide "constraint" or "span" of a step; None if no row uses it.
 
     Raises:
-      MarsError: rows have one, and there are no tables for it.
+      MarsError: rows use it, but `params` has no tables for it.
     """
     rows = getattr(state.controls.guides, what, None)
     if rows is None:
@@ -272,13 +277,13 @@ def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
             f"the rows have a {what} and Params.guides has no tables of it: give those that constraints.compiled made."
         )
     stops = state.controls.stop_tokens
-    # A span says nothing of what ends a text.
+    # A span does not restrict where a text ends.
     stops = stops if what == "constraint" else jnp.full_like(stops[:, :1], NO_TOKEN)
     return Guide(tables=tables, group=rows.group, state=getattr(state.guides, what), stop_tokens=stops)
 
 
 def first_states(controls: Controls) -> Guides | None:
-    """The states of rows that begin, each in an array of its own."""
+    """Return the initial automaton states of new rows, copied so that no buffer is shared."""
 
     def begun(rows: Tracked | None) -> Array | None:
         return None if rows is None else jnp.copy(rows.start)

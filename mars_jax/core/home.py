@@ -10,10 +10,10 @@ from mars_jax.core.limits import NAME_BYTES, PATH_BYTES
 
 
 def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
-    """Raise MarsError for a path that no file can have, before any system call fails with a bare OSError.
+    """Raise MarsError for an invalid path, before a system call fails with a bare OSError.
 
     Args:
-      path: to check.
+      path: the path to check.
       shown: name of the argument in the message.
 
     >>> check_path("runs/a\\0b", "--output")
@@ -39,10 +39,10 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path whose leading `~` or `~user` is the home folder that it stands for.
+    """Expand a leading `~` or `~user` of a path to the home folder.
 
     Raises:
-      MarsError: there is no such user, its home is not known, or as `check_path`.
+      MarsError: there is no such user, its home is not known, or `check_path` rejects the path.
 
     >>> expanded("a/~b").parts
     ('a', '~b')
@@ -58,8 +58,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def kept(variable: str, *usual: str) -> Path | None:
-    """The folder that an environment variable names, else the usual one below the user's home; None where that is
-    unknown, as in a container whose user has no name and no HOME.
+    """Return the folder in an environment variable, or else the usual one below the user's home.
+
+    It is None if the home is unknown, as in a container whose user has no name and no HOME.
 
     >>> kept("HOME", ".cache") == Path.home()
     True

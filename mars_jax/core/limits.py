@@ -7,25 +7,25 @@ less than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limit
 from __future__ import annotations
 
 NAME_BYTES = 255
-"""One name in a path: NAME_MAX of the common file systems."""
+"""One name in a path: NAME_MAX of common file systems."""
 PATH_BYTES = 4095
 """A path: PATH_MAX of Linux, less the closing NUL."""
 FILE_BYTES = 1 << 34
-"""A text to train on or to read prompts from: 16 GiB, below what a sparse or damaged file may claim."""
+"""A text to train on or to read prompts from: 16 GiB, below the apparent size of some sparse or damaged files."""
 DATASET_FILES = 10_000
 """Files and folders in the folder of a dataset; the whole folder is listed."""
 JSON_BYTES = 16 << 20
-"""A JSON file, or the header of a safetensors file. Lists of lists take 30 times their text."""
+"""A JSON file, or the header of a safetensors file. Parsed nested lists take 30 times the memory of their text."""
 INDEX_BYTES = 24 << 20
-"""The index of a checkpoint's shards: that of Qwen3-235B in 4 bits has about 14 MB."""
+"""The index of a checkpoint's shards: about 14 MB for Qwen3-235B in 4 bits."""
 SHARDS = 10_000
-"""Files that the index of a checkpoint names."""
+"""Files listed in the index of a checkpoint."""
 TOKENIZER_BYTES = 48 << 20
 """A file of a tokenizer: Gemma's tokenizer.json has 33 MB."""
 GGUF_HEADER_BYTES = 32 << 20
-"""The metadata and the table of tensors of a GGUF file: Gemma's has 19 MB."""
+"""The metadata and tensor table of a GGUF file: Gemma's have 19 MB."""
 TOKEN_BYTES = 1024
-"""One token of a GGUF vocabulary. The tokenizer tries every split of it. Published ones have up to 256."""
+"""One token of a GGUF vocabulary. The tokenizer tries every split of it. Published tokens have up to 256 bytes."""
 LAYERS = 1024
 """Layers of a model: Llama 3.1 405B has 126."""
 EXPERTS = 65_536
@@ -39,14 +39,14 @@ LINE_BYTES = 16 << 20
 PROMPT_BYTES = 8 << 20
 """A prompt, or a rendered conversation, before it is encoded: two million tokens of English."""
 PREFIXES = (1 << 19, 1 << 21)
-"""Encode these prefixes of a long prompt first, to refuse one that is far too long without encoding all of it (a
-tokenizer uses 400 bytes per token)."""
+"""Lengths of prefixes of a long prompt to encode first, so that a prompt far above the limit is refused before all of
+it is encoded (a tokenizer uses 400 bytes per token)."""
 TEMPLATE_BYTES = 96 << 10
-"""A chat template: the longest published ones have some 30 KB."""
+"""A chat template: the longest published ones have about 30 KB."""
 TEMPLATE_SECONDS = 4
 """Processor time of one rendering of a chat template: a conversation of 8 MiB takes less than 1 s."""
 TEMPLATE_SIZE = 1 << 27
-"""Characters of all values that a chat template creates in one rendering, an item of a list counted as 64."""
+"""Characters of all values that a chat template creates in one rendering; a list item counts as 64."""
 DRAFT_TOKENS = 128
 """Tokens of a drafted chain. Each one is a node of the target's forward pass, whose cost grows beyond this."""
 TREE_NODES = 1024
@@ -56,4 +56,4 @@ BATCH_ROWS = 1 << 16
 SAMPLES = 1 << 16
 """Completions of one prompt. Each is a separate request."""
 NGRAM_TOKENS = 64
-"""Tokens of the longest suffix that an n-gram drafter looks for, each of which is a pass over the text."""
+"""Tokens of the longest suffix that an n-gram drafter searches for; each token costs one pass over the text."""

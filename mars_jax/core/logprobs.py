@@ -26,13 +26,13 @@ class LogProbs(NamedTuple):
 
 
 def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) -> LogProbs:
-    """The three log-probabilities of one token at each node.
+    """Compute the three log-probabilities of one token at each node.
 
     Args:
       logits: f32[B, P, V]; raw target logits.
-      tokens: i32[B, P]; one that is negative counts as token 0.
+      tokens: i32[B, P]; negative ids count as token 0.
       controls: of the rows.
-      lossless: whether the rule is; else `processed_log_prob` is NaN but in strict rows.
+      lossless: whether the rule is lossless. If not, `processed_log_prob` is NaN except in strict rows.
 
     >>> from mars_jax.core.controls import make_controls
     >>> z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25]]]))
@@ -46,7 +46,8 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
 
     def of_token(z: Array) -> Array:
         top = jnp.max(z, axis=-1)
-        # Halves of a divided vocabulary would travel, in steps that the rows of other devices may not take.
+        # Sum each shard locally, then join them with one psum: halving a sharded vocabulary would exchange its halves
+        # between devices that may run different numbers of steps.
         sums = over_vocabulary(
             lambda axes, part: jax.lax.psum(total(part), axes), total, jnp.exp(z - top[..., None])
         )
@@ -61,7 +62,7 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
 
 
 def entropy(logits: Array) -> Array:
-    """Entropy in nats of softmax(logits): [..., V] -> f32[...].
+    """Compute the entropy of softmax(logits) in nats: [..., V] -> f32[...].
 
     >>> round(float(entropy(jnp.zeros((4,)))), 4)
     1.3863

@@ -1,9 +1,9 @@
-"""Meshes: which of their axes holds what, and the mesh a program is being traced for.
+"""Device meshes: the roles of their axes, and the mesh a program is being traced for.
 
 Oracle: the same program on one device (tests/placement/test_shardings.py).
 
-Axes have one of three roles: `data` holds rows of the batch, `model` heads, hidden units and vocabulary, `expert` the
-experts of a mixture. A mesh has any of them, under these names or under others that `name_axes` gives a role.
+Axes have one of three roles: `data` shards rows of the batch; `model` shards heads, hidden units and vocabulary;
+`expert` shards the experts of a mixture. A mesh has any of them, under these names or names registered by `name_axes`.
 """
 
 from __future__ import annotations
@@ -35,36 +35,35 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert", "model"),
     "expert_hidden": ("model",),
 }
-"""Roles of mesh axes for each logical axis, the outermost first. Sizes that do not divide over all of them are divided
+"""Roles of mesh axes for each logical axis, outermost first. A size that does not divide over all of them is sharded
 over fewer."""
 
 AXES = ("data", "model", "expert")
-"""The roles, each the name of an axis too."""
+"""The roles; each is also the default name of its axis."""
 
-_ROLES: dict[str, str] = {name: name for name in AXES}  # by the name of an axis; it only grows
+_ROLES: dict[str, str] = {name: name for name in AXES}  # axis name -> role; entries are never removed
 
 
 def name_axes(**names: str | Sequence[str]) -> None:
-    """Give a role to mesh axes of other names, for this process: a trainer's `("fsdp", "tp")`, say.
+    """Register other names of mesh axes, such as a trainer's `("fsdp", "tp")`, for this process.
 
-    Once is enough, and saying it again is no error. Names are added and never taken away, so whatever was compiled
-    stays right.
+    Repeating a call is harmless. Names are never removed, so compiled programs stay valid.
 
     Args:
-      **names: by the role, one of `AXES`, the name of an axis, or some that hold it together, the outermost first.
+      **names: role (one of `AXES`) = the name of an axis, or several names that share the role, outermost first.
 
     Raises:
-      MarsError: no such role, or a name that has another one.
+      MarsError: the role does not exist, or the name already has another role.
 
     >>> name_axes(data="fsdp", model="tp")
     >>> axes_of("heads", 8, AbstractMesh((2, 4), ("fsdp", "tp")))
     ('tp',)
     """
-    for role, given in names.items():
+    for role, axis_names in names.items():
         if role not in AXES:
             raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
-        check_type(f"the name of the axis for {role}", given, (str, Sequence), "a text, or some")
-        for name in [given] if isinstance(given, str) else given:
+        check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a text, or some")
+        for name in [axis_names] if isinstance(axis_names, str) else axis_names:
             check_type(f"the name of the axis for {role}", name, str, "a text")
             if _ROLES.get(name, role) != role:
                 raise MarsError(
@@ -75,7 +74,7 @@ def name_axes(**names: str | Sequence[str]) -> None:
 
 
 def check_named(mesh: AnyMesh) -> None:
-    """Raise MarsError for an axis without a role, over which everything would be copied whole."""
+    """Raise MarsError for an axis without a role, over which all arrays would be replicated."""
     for name, size in mesh.shape.items():
         if size > 1 and name not in _ROLES:
             raise MarsError(
@@ -85,14 +84,14 @@ def check_named(mesh: AnyMesh) -> None:
 
 
 def names_of(role: str, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """The mesh's axes of a role over which anything is divided, the outermost first."""
+    """Return the mesh's axes of a role that have more than one device, outermost first."""
     if mesh is None:
         return ()
     return tuple(name for name, size in mesh.shape.items() if size > 1 and _ROLES.get(name) == role)
 
 
 def size_of(role: str, mesh: AnyMesh | None) -> int:
-    """The number of devices over which a mesh divides what its axes of a role hold; 1 without a mesh.
+    """Return the number of devices along the mesh axes of a role; 1 without a mesh.
 
     >>> size_of("data", AbstractMesh((2, 4), ("data", "model")))
     2
@@ -101,14 +100,14 @@ def size_of(role: str, mesh: AnyMesh | None) -> int:
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh that `--mesh` names, over the first devices, with axes of type Auto.
+    """Build the mesh described by `--mesh` over the first devices, with axes of type Auto.
 
     Args:
-      text: axes with their sizes, the outermost first, such as "data=2,model=4".
+      text: axes with their sizes, outermost first, such as "data=2,model=4".
       devices: default: all of `jax.devices()`.
 
     Raises:
-      MarsError: no such axis, or more devices than there are.
+      MarsError: an axis does not exist, or the mesh needs more devices than available.
 
     >>> dict(parse_mesh("model=1").shape)
     {'model': 1}
@@ -117,9 +116,9 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
-        # Python converts no text of more than 4,300 digits, and there are not a billion devices.
-        whole = size.isascii() and size.isdigit() and len(size) < 10
-        if name not in _ROLES or name in sizes or not whole or not int(size):
+        # int() refuses more than 4,300 digits; nine are plenty for a number of devices.
+        is_whole = size.isascii() and size.isdigit() and len(size) < 10
+        if name not in _ROLES or name in sizes or not is_whole or not int(size):
             raise MarsError(
                 f"the mesh is {text!r}: expected axes among {', '.join(_ROLES)}, each once with its number of devices, "
                 "such as data=2,model=4."
@@ -133,7 +132,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
         )
     shape = tuple(sizes.values())
     try:
-        # On a TPU neighbours along an axis are neighbours on the slice, for the shapes whose order jax knows.
+        # On a TPU, place neighbours along an axis next to each other on the slice, for the shapes that jax supports.
         grid = mesh_utils.create_device_mesh(shape, devices[:count])
     except (NotImplementedError, ValueError, AssertionError):
         grid = np.array(devices[:count]).reshape(shape)
@@ -141,7 +140,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The mesh axes over which `size` things of a logical axis are divided; () where each device has them all.
+    """Return the mesh axes that shard a logical axis of this size; () if it is replicated.
 
     >>> axes_of("kv_heads", 8, AbstractMesh((2, 4), ("data", "model"))), axes_of(
     ...     "kv_heads", 2, AbstractMesh((4,), ("model",)))
@@ -154,7 +153,7 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
 
 
 def current() -> AbstractMesh | None:
-    """The mesh that a program is being traced for, as `jax.set_mesh` and `by_rows` set it; None for one device."""
+    """Return the mesh of the current trace, as set by `jax.set_mesh` and `by_rows`; None for one device."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return None
@@ -163,37 +162,35 @@ def current() -> AbstractMesh | None:
 
 
 def device_kind() -> str:
-    """The kind of device that what is traced here is for, as jax names it: of the current mesh, or else the default's.
+    """Return jax's name for the device kind that the current trace targets: that of the mesh, or else the default.
 
-    A plan traces for the devices of its mesh, which are not on this machine.
+    A plan traces for an abstract mesh, whose devices are not on this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def on_cpu() -> bool:
-    """Tell whether what is traced here is for a CPU."""
+    """Return whether the current trace targets a CPU."""
     return device_kind() == "cpu"
 
 
 def on_tpu() -> bool:
-    """Tell whether what is traced here is for a TPU."""
+    """Return whether the current trace targets a TPU."""
     return device_kind().startswith("TPU")
 
 
 def on_gpu() -> bool:
-    """Tell whether what is traced here is for a GPU."""
+    """Return whether the current trace targets a GPU."""
     return not (on_cpu() or on_tpu())
 
 
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
+    """Map `function(params, *rows)` over the `data` axis of the mesh it is traced for.
 
-    Arrays that begin with the rows of the batch are divided over the mesh's axis `data`. No row needs another, so
-    nothing travels there; a loop ends on each device when its own rows are done. The other axes are left to
-    XLA, which divides the work as the weights are. Without a mesh it is `function`.
-
-    Every array of `rows` and of the result begins with B.
+    All arrays of `rows` and of the result have B as their first dimension, which is sharded over `data`. Rows are
+    independent, so there is no communication along it, and a loop ends on each device when its own rows are done. XLA
+    partitions the other axes by the sharding of the weights. Without a mesh this is `function` itself.
 
     Raises (when called):
       MarsError: B does not divide over `data`.
@@ -215,7 +212,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         if not set(data) - set(mesh.manual_axes):
             return placed(params, *rows)
         check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
-        # check_vma: what is equal on all devices of `data` is nothing that this returns.
+        # check_vma is not needed: no result is replicated over `data`.
         mapped = jax.shard_map(
             placed,
             in_specs=(P(), *[P(data)] * len(rows)),
@@ -229,7 +226,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def over_rows(count: Array) -> Array:
-    """The sum of what the mesh's parts of the rows have each, where this is traced inside of `by_rows`."""
+    """Sum a per-device count over the shards of the rows, when traced inside `by_rows`."""
     mesh = current()
     data = names_of("data", mesh)
     divided = mesh is not None and data and not set(data) - set(mesh.manual_axes)
@@ -237,7 +234,7 @@ def over_rows(count: Array) -> Array:
 
 
 def check_rows(batch: int, mesh: AnyMesh) -> None:
-    """Raise MarsError where rows do not divide over the mesh's axis `data`."""
+    """Raise MarsError if the rows do not divide over the mesh's axis `data`."""
     size = size_of("data", mesh)
     if batch % size:
         raise MarsError(
@@ -249,20 +246,20 @@ Axes = tuple[str | None, ...]
 
 
 def logical_axes(x: Any) -> Axes | None:
-    """The logical axis of each dimension of a container's arrays, as `RULES` names them; None where it says none.
+    """Return the logical axis (a key of `RULES`) of each dimension of a container's arrays; None if it declares none.
 
-    A cache whose arrays are divided by more than the rows of the batch has an attribute of this name.
+    A cache whose arrays are sharded by more than their rows declares an attribute of this name.
     """
     return getattr(x, "logical_axes", None)
 
 
 def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """Partition specs of arrays that begin with the rows of the batch; a container may divide further dimensions."""
+    """Return partition specs that shard dimension 0 by rows; a container may declare further sharded dimensions."""
     return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
 
 
 def _map_nodes(function: Callable[[Any, Axes | None], Any], tree: PyTree) -> PyTree:
-    """`function(array, what its container says of it)` of every array."""
+    """Map `function(array, logical axes of its container)` over every array."""
 
     def node(x: Any) -> Any:
         return jax.tree.map(lambda leaf: function(leaf, logical_axes(x)), x)
@@ -271,7 +268,7 @@ def _map_nodes(function: Callable[[Any, Axes | None], Any], tree: PyTree) -> PyT
 
 
 def _spec(x: Any, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
-    """The parts of an array; `rows` is False where `by_rows` has divided those already."""
+    """Return the partition spec of an array; `rows` is False if `by_rows` has already sharded them."""
 
     def of(name: str | None, size: int) -> Any:
         if name == "rows":
@@ -283,7 +280,7 @@ def _spec(x: Any, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
 
 
 def _hold(x: Array, axes: Axes) -> Array:
-    """An array divided as its container says, if that divides and else whole."""
+    """Constrain an array to the sharding of its logical axes; dimensions that do not divide are replicated."""
     mesh = _ready()
     if mesh is None or not mesh.auto_axes:
         return x
@@ -291,32 +288,32 @@ def _hold(x: Array, axes: Axes) -> Array:
 
 
 def hold_heads(buffer: PyTree) -> PyTree:
-    """A layer's keys or values, whose arrays are [B, S, K, ...], divided by their heads if those divide and else whole.
+    """Shard a layer's keys or values [B, S, K, ...] by heads, or replicate them if the heads do not divide.
 
-    Left to itself XLA divides heads that do not divide over part of an axis, and sends the buffer around for it.
+    Otherwise XLA shards indivisible heads over part of an axis, and moves the whole buffer between devices for it.
     """
     return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
 
 def hold_whole(x: Array) -> Array:
-    """Activations [B, N, E] on every device of `model`, whatever reads them next.
+    """Replicate activations [B, N, E] over the devices of `model`.
 
-    Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer, or
-    divide a concatenation by sending its parts.
+    Otherwise XLA may shard them by E because a later matmul is, and gather them again in every layer, or shard a
+    concatenation by exchanging its parts.
     """
     return _hold(x, (None,) * x.ndim)
 
 
 def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
-    """The mesh of arrays whose types say how they are divided (`AxisType.Explicit`)."""
+    """Return the mesh of arrays with explicit shardings in their types (`AxisType.Explicit`), if any."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    """`function` with the axes of an explicit mesh left to XLA inside, as `jax.sharding.auto_axes` does it.
+    """Call `function` with the axes of an explicit mesh switched to Auto, as `jax.sharding.auto_axes` does.
 
-    Shardings of the results follow `row_specs` and are only known after tracing.
+    Shardings of the results follow `row_specs` and are known only after tracing.
     """
     auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
@@ -326,7 +323,7 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 
 
 def _ready() -> AbstractMesh | None:
-    """The mesh of a program whose rows `by_rows` has divided already, so that the rest of it can be mapped by hand."""
+    """Return the mesh inside `by_rows`, where the other axes may be mapped by hand; None elsewhere."""
     mesh = current()
     data = set(names_of("data", mesh))
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) - data:
@@ -335,41 +332,43 @@ def _ready() -> AbstractMesh | None:
 
 
 def vocabulary_axes(vocab: int) -> tuple[str, ...]:
-    """The mesh axes over which logits of `vocab` tokens are divided where this is traced; () where they are whole."""
+    """Return the mesh axes that shard logits of `vocab` tokens in the current trace; () if they are replicated."""
     return axes_here("vocab", vocab) or ()
 
 
 def devices_of(logical: str, size: int) -> int:
-    """The number of devices that `size` things of a logical axis are divided over in this trace; 1 without a mesh."""
+    """Return the number of shards of a logical axis of this size in the current trace; 1 without a mesh."""
     mesh = _ready()
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
 
 
 def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
-    """The mesh axes over which `size` things of a logical axis are divided where this is traced, () where every device
-    has them all; None where nothing is mapped by hand: on one device, or where XLA divides rows as it sees fit."""
+    """Return the mesh axes that shard a logical axis of this size in the current trace; () if it is replicated.
+
+    It is None if nothing is mapped by hand: on one device, or if XLA partitions the rows.
+    """
     mesh = _ready()
     return None if mesh is None else axes_of(logical, size, mesh)
 
 
 def alone(logical: str, size: int) -> tuple[str, ...]:
-    """The mesh axes over which `size` things are divided where no rows of the batch are; () on any other mesh.
+    """Return the mesh axes that shard a logical axis, if the mesh does not shard rows; () on any other mesh.
 
-    Only there devices may send to one another in a loop that ends when some rows do: on a CPU what is sent to one
-    waits for all.
+    Only without row sharding may devices communicate in a loop that ends with its rows: on CPUs a transfer to one
+    device waits for all.
     """
     mesh = _ready()
     return () if mesh is None or names_of("data", mesh) else axes_of(logical, size, mesh)
 
 
 def in_order(axes: Sequence[str]) -> bool:
-    """Tell whether axes stand as in the mesh this is traced for: `lax.ppermute` counts devices in the mesh's order."""
+    """Return whether axes are in the order of the current mesh, in which `lax.ppermute` counts devices."""
     mesh = _ready()
     return mesh is not None and tuple(axes) == tuple(name for name in mesh.axis_names if name in axes)
 
 
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes over which experts are divided where this is traced, and over which the hidden units of each."""
+    """Return the mesh axes that shard the experts in the current trace, and those that shard their hidden units."""
     mesh = _ready()
     if mesh is None:
         return (), ()
@@ -380,10 +379,10 @@ def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ..
 def map_devices(
     function: Callable[..., PyTree], in_specs: Any, out_specs: Any = None
 ) -> Callable[..., PyTree]:
-    """`jax.shard_map` over all axes of the mesh but that of the rows; by default results are equal on all devices."""
+    """Apply `jax.shard_map` over all mesh axes except that of the rows; by default results are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
-    # check_vma: it cannot see that what every device computes from what all of them gathered is equal.
+    # check_vma cannot infer that values computed on every device from the same gathered arrays are equal.
     return jax.shard_map(
         function,
         in_specs=in_specs,
@@ -396,14 +395,14 @@ def map_devices(
 def over_vocabulary(
     local: Callable[..., PyTree], whole: Callable[..., PyTree], logits: Array, *others: PyTree
 ) -> PyTree:
-    """`whole(logits, *others)`, or where the vocabulary is divided `local(axes, part, *others)` on each device.
+    """Call `whole(logits, *others)`, or `local(axes, shard, *others)` per device if the vocabulary is sharded.
 
     Args:
-      local: gets the mesh axes to join the parts over and its device's part of logits [..., V]; its results are to be
-        equal on all devices.
-      whole: the same for a vocabulary in one piece.
+      local: gets the mesh axes of the vocabulary and its device's shard of logits [..., V]; must return equal results
+        on all devices.
+      whole: computes the same for an unsharded vocabulary.
       logits: [..., V].
-      others: what every device gets whole.
+      others: arrays that are replicated over the devices.
     """
     axes = vocabulary_axes(logits.shape[-1])
     if not axes:

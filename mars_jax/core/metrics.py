@@ -1,6 +1,6 @@
-"""Metrics of a decode: counters that ride in the device loop, and their summary on the host.
+"""Metrics of a decode: counters carried in the device loop, and their summary on the host.
 
-B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (tests/core/test_decode.py).
+B batch, D tree depth. Oracle: a recount of the `StepInfo` of a streamed run (tests/core/test_decode.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mars_jax.core.pick import append
 from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
 
 COUNTERS = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
-"""Counts of `DecodeStats`, which `Metrics` adds up over rows."""
+"""Counters of `DecodeStats`, which `Metrics` sums over rows."""
 
 
 @struct.dataclass(kw_only=True)
@@ -29,30 +29,30 @@ class DecodeStats:
 
     steps: Array  # i32[B]; target forwards
     emitted: Array  # i32[B]
-    proposed: Array  # i32[B]; drafted nodes, padding not counted
+    proposed: Array  # i32[B]; drafted nodes, excluding padding
     accepted_exact: Array  # i32[B]; emitted draft tokens that the strict rule accepts
-    accepted_relaxed: Array  # i32[B]; emitted draft tokens accepted only thanks to relaxation
-    accepted_trusted: Array  # i32[B]; emitted draft tokens that were taken without a test
+    accepted_relaxed: Array  # i32[B]; emitted draft tokens that only the relaxed rule accepts
+    accepted_trusted: Array  # i32[B]; emitted draft tokens that were accepted without a test
     depth_histogram: Array  # i32[B, D + 1]; steps by number of draft tokens emitted
     regret: Array  # f32[B]; sum over emitted tokens of z1 - z[token], nats
-    tokens: TokenRecord | None = None  # where it was asked for
+    tokens: TokenRecord | None = None  # only with `record`
 
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
-    """A record of each new token, [B, T] each: entry [b, t] is about `DecodeState.tokens[b, t]`; see `StepInfo`."""
+    """A record of each new token, [B, T] each: entry [b, t] describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
-    kind: Array  # i32; NO_KIND where a token is none of these steps', such as the prompt's
-    regret: Array  # f32, as are the others; 0 there
+    kind: Array  # i32; NO_KIND for tokens of the prompt or of unrecorded steps
+    regret: Array  # f32, like the following fields; 0 for such tokens
     log_prob: Array
     temperature_log_prob: Array
     processed_log_prob: Array
 
 
-# One program for all counters, whose results are arrays of their own: a loop may not be given one buffer twice.
+# Jitted, so that one program allocates all counters and no buffer is shared: a donated argument must not repeat one.
 @functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
-    """Counters at zero for `batch` rows and trees of depth `max_depth`; `record` is T of a `TokenRecord` to keep."""
+    """Return zero counters for `batch` rows and trees of depth `max_depth`; `record` is T of its `TokenRecord`."""
     return DecodeStats(
         **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
@@ -67,18 +67,18 @@ def _empty_record(batch: int, buffer: int) -> TokenRecord:
 
 
 def _append(record: TokenRecord, info: StepInfo, length: Array) -> TokenRecord:
-    """The record after one more step, of rows that have i32[B] tokens after it."""
+    """Append one step to the record; length i32[B] is that after the step."""
     step = TokenRecord(**{field.name: getattr(info, field.name) for field in dataclasses.fields(TokenRecord)})
     return append(record, length - info.num_emitted, step, info.num_emitted)
 
 
 def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats:
-    """Add one step. Draft tokens cut off by a stop token or a limit do not count as accepted.
+    """Add one step to the counters. Draft tokens cut off by a stop token or a limit do not count as accepted.
 
     Args:
-      stats: so far.
+      stats: counters before the step.
       info: of the step.
-      length: i32[B], of the state after it.
+      length: i32[B]; of the state after the step.
     """
     live = info.num_emitted > 0
     accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
@@ -102,7 +102,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Totals over some rows. `tau` counts the correction or bonus token, as the MARS paper does; engines differ.
+    """Totals over some rows. `tau` counts the correction or bonus token, as in the MARS paper; other engines may not.
 
     >>> m = Metrics(steps=2, emitted=6, proposed=8, accepted_exact=3, accepted_relaxed=1,
     ...             depth_histogram=(0, 1, 0, 1, 0), regret=0.5)
@@ -117,7 +117,7 @@ class Metrics:
     accepted_relaxed: int  # drafted tokens that only the relaxed rule accepts
     depth_histogram: tuple[int, ...]  # steps by number of draft tokens accepted
     regret: float  # total, nats
-    accepted_trusted: int = 0  # drafted tokens that were taken without a test
+    accepted_trusted: int = 0  # drafted tokens that were accepted without a test
 
     @property
     def accepted(self) -> int:
@@ -125,7 +125,7 @@ class Metrics:
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward, correction or bonus token included."""
+        """Tokens per target forward, including the correction or bonus token."""
         return self.emitted / max(self.steps, 1)
 
     @property

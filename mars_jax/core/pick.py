@@ -1,4 +1,4 @@
-"""Values at places, row by row, in the form that a platform is good at; and rows chosen, counted and appended to.
+"""Row-wise gather and scatter in the form that is fastest on each platform, and helpers that select and append rows.
 
 Oracle: `jnp.take_along_axis` (tests/core/test_pick.py). B batch, M values of a row, P places.
 """
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 SMALL = 1 << 16
-"""Comparisons of a row up to which a TPU picks by comparing. A gather goes there element by element, and with what
-prepares its indices it is four instructions where the comparison is part of one."""
+"""Maximum comparisons per row for which a TPU gathers by a one-hot comparison. Its gather works element by element and
+compiles to four instructions, with those that prepare the indices; the comparison fuses into one."""
 
 
 def pick(values: Array, places: Array) -> Array:
-    """values [B, M, ...] at places i32[B, P], each in [0, M): [B, P, ...].
+    """Gather values [B, M, ...] at places i32[B, P], each in [0, M): [B, P, ...].
 
     >>> pick(jnp.asarray([[5, 6, 7]]), jnp.asarray([[2, 0]])).tolist()
     [[7, 5]]
@@ -30,7 +30,7 @@ def pick(values: Array, places: Array) -> Array:
 
 
 def pick_one(values: Array, place: Array) -> Array:
-    """values [B, M, ...] at one place of each row, i32[B]: [B, ...].
+    """Gather values [B, M, ...] at one place per row, i32[B]: [B, ...].
 
     >>> pick_one(jnp.asarray([[5, 6, 7]]), jnp.asarray([2])).tolist()
     [7]
@@ -39,7 +39,7 @@ def pick_one(values: Array, place: Array) -> Array:
 
 
 def leading(flags: Array) -> Array:
-    """i32[B]: the number of flags bool[B, M] that are set before the first one that is not.
+    """Count the leading True entries of flags bool[B, M]: i32[B].
 
     >>> leading(jnp.asarray([[True, True, False, True]])).tolist()
     [2]
@@ -48,14 +48,14 @@ def leading(flags: Array) -> Array:
 
 
 def in_rows(rows: Array, there: Any, elsewhere: Any) -> Any:
-    """A pytree of arrays [B, ...]: those of `there` in the rows bool[B], and those of `elsewhere` in the others.
+    """Select rows of two pytrees of arrays [B, ...]: `there` in rows bool[B] that are True, else `elsewhere`.
 
     >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
     [[1, 1], [2, 2]]
     """
 
     def choose(there: Array, elsewhere: Array) -> Array:
-        if there is elsewhere:  # what a step leaves as it is
+        if there is elsewhere:  # unchanged by the step
             return there
         return jnp.where(rows.reshape((-1,) + (1,) * (there.ndim - 1)), there, elsewhere)
 
@@ -63,34 +63,34 @@ def in_rows(rows: Array, there: Any, elsewhere: Any) -> Any:
 
 
 def append(texts: Any, length: Array, new: Any, count: Array) -> Any:
-    """A pytree of arrays [B, T] with the first `count` i32[B] entries of `new` [B, P] after the first `length` i32[B].
+    """Write the first `count` i32[B] entries of `new` [B, P] into arrays [B, T] from position `length` i32[B] on.
 
     >>> append(jnp.asarray([[7, 8, 0, 0]]), jnp.asarray([2]), jnp.asarray([[9, 5]]), jnp.asarray([1])).tolist()
     [[7, 8, 9, 0]]
     """
     buffer, width = (jax.tree.leaves(x)[0].shape[1] for x in (texts, new))
     place = jnp.arange(width, dtype=jnp.int32)[None]
-    # An entry that is not wanted goes past the end, where a scatter drops it.
-    at = jnp.where(place < count[:, None], length[:, None] + place, buffer)
-    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
-    return jax.tree.map(lambda text, new: put(text, at, new), texts, new)
+    # Entries past `count` map past the end, where scatter drops them.
+    targets = jnp.where(place < count[:, None], length[:, None] + place, buffer)
+    put = jax.vmap(lambda row, targets, new: row.at[targets].set(new, mode="drop"))
+    return jax.tree.map(lambda text, new: put(text, targets, new), texts, new)
 
 
 def _gather(values: Array, places: Array) -> Array:
-    return jax.vmap(lambda row, at: row.at[at].get(mode="promise_in_bounds"))(values, places)
+    return jax.vmap(lambda row, index: row.at[index].get(mode="promise_in_bounds"))(values, places)
 
 
 def _compare(values: Array, places: Array) -> Array:
-    here = places[:, :, None] == jnp.arange(values.shape[1], dtype=places.dtype)[None, None]
-    here = here.reshape(here.shape + (1,) * (values.ndim - 2))
+    one_hot = places[:, :, None] == jnp.arange(values.shape[1], dtype=places.dtype)[None, None]
+    one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:
-        return jnp.any(here & values[:, None], axis=2)
-    # One term of each sum is no zero, so that the value comes out as it is, also where others are no numbers.
-    return jnp.sum(jnp.where(here, values[:, None], 0), axis=2, dtype=values.dtype)
+        return jnp.any(one_hot & values[:, None], axis=2)
+    # Only one term of each sum can be nonzero, so the value is exact, even if other values are NaN.
+    return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)
 
 
 def put(size: int, places: Array, values: Array) -> Array:
-    """[B, size]: values [B, P] of integers at places i32[B, P], all different and in [0, size), and 0 elsewhere.
+    """Scatter integer values [B, P] into zeros [B, size] at places i32[B, P], which are distinct and in [0, size).
 
     >>> put(4, jnp.asarray([[2, 0]]), jnp.asarray([[7, 5]])).tolist()
     [[5, 0, 7, 0]]
@@ -104,9 +104,11 @@ def put(size: int, places: Array, values: Array) -> Array:
 
 def _scatter(places: Array, values: Array, size: int) -> Array:
     empty = jnp.zeros((places.shape[0], size), values.dtype)
-    return jax.vmap(lambda row, at, new: row.at[at].set(new, unique_indices=True))(empty, places, values)
+    return jax.vmap(lambda row, index, new: row.at[index].set(new, unique_indices=True))(
+        empty, places, values
+    )
 
 
 def _compare_put(places: Array, values: Array, size: int) -> Array:
-    here = places[:, None, :] == jnp.arange(size, dtype=places.dtype)[None, :, None]
-    return jnp.sum(jnp.where(here, values[:, None], 0), axis=2, dtype=values.dtype)
+    one_hot = places[:, None, :] == jnp.arange(size, dtype=places.dtype)[None, :, None]
+    return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""Fill a model's cache from ragged prompts, in chunks of a fixed shape.
+"""Prefill: fill a model's cache from ragged prompts, in chunks of a fixed shape.
 
 Oracle: one forward over the whole prompt (tests/core/test_decode.py, tests/core/test_extend.py). B batch, T token
 buffer, S slots.
@@ -17,27 +17,29 @@ from mars_jax.core.mesh import current, on_cpu, on_tpu, size_of
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
-"""Tokens of a chunk on CPU, where some dozens are bound by arithmetic already and a short prompt wastes little of them;
-of one in a long buffer, whose cache is read fewer times then; and from how many tokens on a buffer is long."""
+"""On a CPU: tokens per chunk, tokens per chunk for long buffers, and the buffer length that counts as long. A few dozen
+tokens are already compute-bound, and small chunks waste little on a short prompt; larger chunks read a long cache less
+often."""
 WIDE_CHUNK = 512
-"""Tokens of a chunk elsewhere: a pass over the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)."""
+"""Tokens per chunk on accelerators: reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
+tokens."""
 RING_CHUNK, RING_LONG = 2048, 4096
-"""Tokens of all rows in a chunk that a TPU's devices share, so that each has enough to multiply while others send
-(`models/ring.py`); and from how many tokens on a buffer is worth such chunks, of which a short prompt fills little.
-Models that pass nothing around, such as mixtures, have no gain from them."""
+"""Tokens of all rows in a chunk shared by the devices of a TPU mesh, so that arithmetic hides the communication
+(`models/ring.py`); and the minimum buffer length for such chunks, which short prompts would leave mostly empty. Models
+without ring communication, such as mixtures of experts, do not benefit."""
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
-    """Tokens of a prefill forward of so many rows in a buffer of so many tokens, where it is traced for.
+    """Return the tokens per prefill forward for a buffer length and number of rows, on the devices of the trace.
 
-    The default serves where what is new of a text is seldom long, whatever the buffer.
+    The default `buffer` suits extensions, whose new part is usually short, for any buffer.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
     """
     shared = size_of("model", current()) > 1 and size_of("data", current()) == 1
     if on_tpu() and buffer >= RING_LONG and shared:
-        # A power of two, which divides over devices.
+        # A power of two divides over the devices.
         return max(RING_CHUNK >> (rows - 1).bit_length(), WIDE_CHUNK)
     if not on_cpu():
         return WIDE_CHUNK
@@ -56,37 +58,37 @@ def prefill(
     *,
     chunk: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Cache the tokens `first[b] .. count[b] - 1` of each row, window by window; gives the cache and the state.
+    """Cache the tokens `first[b] .. count[b] - 1` of each row, window by window; return the cache and the state.
 
-    Every row has a window of its own, which begins where its cache ends. The number of windows is a value and not a
-    shape, so prompts of any length share one compilation. Slots past `count[b]` hold garbage, which nothing reads.
+    Each row's window begins where its cache ends. The number of windows is a traced value, so prompts of any length
+    share one compilation. Slots past `count[b]` hold garbage that is never read.
 
     Args:
       model, params: the model whose cache is filled.
       tokens: i32[B, T].
       first: i32[B], at least 0; the cache holds the tokens before it.
-      count: i32[B]; a row whose `first` is not below it is complete.
+      count: i32[B]; a row is complete if `first >= count`.
       cache: with at least T slots.
-      state: where a fold over the outputs begins.
-      observe: the fold, `state = observe(state, at i32[B], output)`, of the output for the positions from `at` on.
-        Windows come in order. One slides back to stay inside the buffer and shows some positions again, and rows that
-        are complete see windows after their text while others are read.
-      chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `chunk_of`.
+      state: initial value of a fold over the outputs.
+      observe: the fold, `state = observe(state, start i32[B], output)`; the output covers the positions from `start`
+        on. Windows come in order. The last one may slide back to stay inside the buffer and repeat positions, and
+        complete rows get windows past their text until all rows are complete.
+      chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]
     size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
     def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
-        at, cache, state = carry
-        # The window slides back to stay inside of the buffer. What is fed again at the buffer's end comes out the same,
-        # as a key depends on the tokens up to its own alone. What is fed past a text is overwritten by later steps.
-        start = jnp.minimum(at, buffer - size)
-        # i32[B, size], each row from a place of its own.
+        next_start, cache, state = carry
+        # Slide the last window back to stay inside the buffer. Tokens fed twice give the same keys, since a key depends
+        # only on its own and earlier tokens. Later steps overwrite the slots past a text.
+        start = jnp.minimum(next_start, buffer - size)
+        # i32[B, size]; each row has its own start.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
         output = model.forward(params, window, Visible.causal(start, size), cache)
         return start + size, output.cache, state if observe is None else observe(state, start, output)
 
-    # Rows that are complete go along until the last one is: their windows write past their text, where nothing reads.
+    # Complete rows keep running until all are: their windows write garbage past their text.
     _, cache, state = lax.while_loop(lambda c: jnp.any(c[0] < count), body, (first, cache, state))
     return cache, state
 
@@ -94,7 +96,7 @@ def prefill(
 def observing(
     drafter: Drafter, params: Params, tokens: Array, length: Array
 ) -> Callable[[PyTree, Array, ForwardOutput], PyTree] | None:
-    """The fold by which a drafter reads the target's outputs of texts i32[B, T] of `length` i32[B].
+    """Return the fold by which a drafter reads the target's outputs on tokens i32[B, T] of `length` i32[B].
 
     It is None for a drafter that does not read its target.
     """

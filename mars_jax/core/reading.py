@@ -1,4 +1,4 @@
-"""Files that users name, read whole. Only regular files: a pipe or a device may never end."""
+"""Reading of whole files named by users. Only regular files: a pipe or a device may never end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]
 
     Args:
       path: of the file.
-      most: bytes that it may have.
+      most: maximum size in bytes.
 
     Raises:
-      MarsError: no file can have such a path.
+      MarsError: the path is invalid.
       OSError: there is no such file, it cannot be read, it is too large, or it is a directory, a pipe or a device;
-        `strerror` says which.
+        `strerror` describes the reason.
     """
     check_path(path)
-    # Without O_NONBLOCK the opening of a pipe waits for a writer.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status, error = os.fstat(descriptor), None
     if stat.S_ISDIR(status.st_mode):
@@ -43,26 +43,26 @@ def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = FILE_BYTES) -> bytes:
-    """The contents of a regular file; arguments and errors are those of `open_file`."""
+    """Read a regular file; arguments and errors are those of `open_file`."""
     with open_file(path, most) as file:
         return file.read()
 
 
 def read_text(path: str | os.PathLike[str], most: int = FILE_BYTES) -> str:
-    """The contents of a regular file as text; arguments and errors are those of `open_file`.
+    """Read a regular file as text; arguments and errors are those of `open_file`.
 
     Raises:
-      UnicodeDecodeError: it is not UTF-8.
+      UnicodeDecodeError: the file is not UTF-8.
     """
     return read_bytes(path, most).decode("utf-8")
 
 
 def unpacked(path: str | os.PathLike[str]) -> bytes:
-    """The contents of a regular file, decompressed where its name ends in .xz or .gz.
+    """Read a regular file, decompressing it if its name ends in .xz or .gz.
 
     Raises:
-      OSError: as `open_file`, or it holds more than `FILE_BYTES`.
-      EOFError, lzma.LZMAError, zlib.error: a compressed one is damaged, or was cut short.
+      OSError: see `open_file`; or the decompressed data exceeds `FILE_BYTES`.
+      EOFError, lzma.LZMAError, zlib.error: a compressed file is damaged or truncated.
     """
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
     if opener is None:

@@ -1,6 +1,6 @@
-"""The loop over rows that come and go: step until some have ended, put others in their place, go on.
+"""Continuous batching: step until some rows have ended, put new prompts into their rows, and continue.
 
-B rows of the state, b rows that are put into it, T token buffer. Oracle: each row decoded alone
+B rows of the state, b new rows, T token buffer. Oracle: each row decoded in a batch of one
 (tests/core/test_insert.py).
 """
 
@@ -44,7 +44,7 @@ def advance(
 ) -> tuple[DecodeState, DecodeStats, Array]:
     """Step until `ended` more rows are done, or all are, or for `most` steps. `state` and `stats` are donated.
 
-    On a mesh its devices ask each other after every step how many rows are done: one sum of a number each.
+    On a mesh the devices sum their numbers of finished rows after every step, one scalar psum.
 
     Args:
       decoder, params, state: as for `decode.run`.
@@ -53,37 +53,37 @@ def advance(
       most: i32[], at least 1.
 
     Returns:
-      The state, the counters, and how many steps were taken, target forwards each: i32[B], the same in every row.
+      The state, the counters, and the number of steps (target forwards) as i32[B], the same in every row.
     """
 
-    def loop(given: Any, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats, Array]:
-        params, ended, most = given
+    def loop(inputs: Any, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats, Array]:
+        params, ended, max_steps = inputs
         batch = state.done.shape[0]
         rows = over_rows(jnp.int32(batch))
 
-        def done(state: DecodeState) -> Array:
+        def count_done(state: DecodeState) -> Array:
             return over_rows(jnp.sum(state.done, dtype=jnp.int32))
 
-        # What is done already, a row that only fills the batch say, ends nothing.
-        until = jnp.minimum(done(state) + ended, rows)
+        # Rows that are already done, such as padding rows, do not count towards `ended`.
+        goal = jnp.minimum(count_done(state) + ended, rows)
 
-        def going(carry: Any) -> Array:
+        def keep_going(carry: Any) -> Array:
             _, _, steps, count = carry  # `count` rows were done after the last step
-            return (count < until) & (steps < most)
+            return (count < goal) & (steps < max_steps)
 
         def body(carry: Any) -> Any:
             state, stats, steps, _ = carry
             state, info = decoder.step(params, state)
             with jax.named_scope("emit"):
-                return state, accumulate(stats, info, state.length), steps + 1, done(state)
+                return state, accumulate(stats, info, state.length), steps + 1, count_done(state)
 
-        count = done(state)
+        count = count_done(state)
         start = (state, stats, jnp.int32(0), count)
-        state, stats, steps, _ = lax.while_loop(lambda c: going(c) & (count < rows), body, start)
+        state, stats, steps, _ = lax.while_loop(lambda c: keep_going(c) & (count < rows), body, start)
         return state, stats, jnp.broadcast_to(steps, (batch,))
 
-    given = (params, jnp.asarray(ended, jnp.int32), jnp.asarray(most, jnp.int32))
-    return by_rows(loop)(given, state, stats)
+    inputs = (params, jnp.asarray(ended, jnp.int32), jnp.asarray(most, jnp.int32))
+    return by_rows(loop)(inputs, state, stats)
 
 
 def refill(
@@ -95,7 +95,7 @@ def refill(
     prompts: Prompts,
     read: DecodeState | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
-    """`decoder.insert`, checked and compiled; the rows' counters begin again. `state` and `stats` are donated.
+    """Call `decoder.insert`, checked and compiled, and reset the rows' counters. `state` and `stats` are donated.
 
     Args:
       decoder, params, state, stats: as for `advance`.
@@ -118,7 +118,7 @@ def _refill(
 
 
 def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Array) -> DecodeStats:
-    """The counters, at zero in these rows."""
+    """Reset the counters of these rows to zero."""
     batch, buffer = state.tokens.shape
     empty = zero_stats(batch, decoder.max_depth, record=None if stats.tokens is None else buffer)
     if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
@@ -126,12 +126,12 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
-    # bool[B]; an entry of -1 names no row.
+    # bool[B]; an entry of -1 matches no row.
     renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
     return in_rows(renewed, empty, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def end(state: DecodeState, rows: Array) -> DecodeState:
-    """The state with the rows bool[B] done, whatever they have said. `state` is donated."""
+    """Mark the rows bool[B] of a state as done. `state` is donated."""
     return dataclasses.replace(state, done=state.done | rows)

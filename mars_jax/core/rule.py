@@ -1,4 +1,4 @@
-"""The interface of rules, and rules as values: their structure, and their numbers row by row.
+"""The interface of rules, and rules as pytrees: their static structure and their per-row parameters.
 
 B batch, N nodes. Oracle: tests/verify/test_rules.py.
 """
@@ -31,63 +31,63 @@ ALL_EDGES = np.iinfo(np.int32).max
 
 
 class Rule:
-    """A verification rule: a frozen pytree (`struct.dataclass`) that sees `Evidence`, and gives a `Verdict` and itself.
+    """A verification rule: a frozen pytree (`struct.dataclass`) that maps `Evidence` to a `Verdict` and its new self.
 
-    Its structure (which rule, which margin, which base) is static and decides the compilation. Its numbers are leaves,
-    one value or one per row; a step sees them as [B]. A rule that returns itself changed keeps state per row. The
-    attributes below are defaults: a subclass says what is otherwise, as class attributes or as properties.
+    Its structure (which rule, which margin, which base) is static and determines the compiled program. Its parameters
+    are leaves, one value or one per row; in a step they are [B]. A rule that returns a changed copy of itself keeps
+    state per row. The attributes below are defaults; subclasses override them by class attributes or properties.
 
     >>> import dataclasses
     >>> from mars_jax import verify
     >>> from mars_jax.core import struct
     >>> @struct.dataclass
     ... class OneToken(Rule):
-    ...     "At most one drafted token in a step, whatever the target thinks of the others."
+    ...     "Accept at most one drafted token per step, even if the target agrees with more."
     ...     def __call__(self, evidence):
     ...         verdict, _ = verify.exact()(evidence)
-    ...         few = jnp.minimum(verdict.num_accepted, 1)
-    ...         said = jnp.where(verdict.num_accepted > 1, evidence.tree.tokens[:, 2], verdict.next_token)
-    ...         path = jnp.minimum(verdict.path, few[:, None])
-    ...         return dataclasses.replace(verdict, num_accepted=few, path=path, next_token=said), self
+    ...         accepted = jnp.minimum(verdict.num_accepted, 1)
+    ...         token = jnp.where(verdict.num_accepted > 1, evidence.tree.tokens[:, 2], verdict.next_token)
+    ...         path = jnp.minimum(verdict.path, accepted[:, None])
+    ...         return dataclasses.replace(verdict, num_accepted=accepted, path=path, next_token=token), self
     >>> OneToken().name, OneToken().lossless
     ('onetoken', False)
     """
 
-    lossless = False  # the output has the target's own law
-    needs: tuple[str, ...] = ()  # of `specs.NEEDS`: what must be there, such as "weights" for `Params.verify`
-    base: Any = None  # the strict rule that it is over, if any
+    lossless = False  # whether the output follows the target's distribution
+    needs: tuple[str, ...] = ()  # required inputs, from `specs.NEEDS`, such as "weights" for `Params.verify`
+    base: Any = None  # the strict rule that this rule relaxes, if any
     exact_prefix: Any = 0  # generated tokens at the start that are strict
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """Name in reports."""
         return type(self).__name__.lower()
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError where the drafts will not do."""
+        """Raise MarsError if the rule cannot verify this drafter's drafts."""
 
     def strict_edges(self, evidence: Evidence) -> Array:
-        """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
+        """Return i32[B]: edges to nodes of at most this depth are strict; all edges in strict rows."""
         return jnp.where(evidence.controls.strict, np.int32(ALL_EDGES), np.int32(0))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        """The verdict on a draft, and the rule with what it keeps."""
+        """Return the verdict on a draft, and the rule with its updated state."""
         raise MarsError(f"the rule {self.name} decides nothing: give it a method __call__.")
 
 
 class LoadedRule(NamedTuple):
     """A rule and its weights, which go into `Params.verify`."""
 
-    rule: Any  # a `Rule`, or a callable like one
-    params: PyTree = ()  # its weights, which it sees as `Evidence.params`
+    rule: Any  # a `Rule`, or a callable with the same signature
+    params: PyTree = ()  # its weights, which it reads as `Evidence.params`
 
 
 class _Foreign(Rule):
-    """The attributes of a rule that does not derive from `Rule`: the one place that asks for them."""
+    """Adapter that supplies the attributes of `Rule` for a callable that does not derive from it."""
 
     def __init__(self, rule: Any):
         self.lossless = bool(getattr(rule, "lossless", False))
-        # It may read everything unless it says what it reads.
+        # Unless declared otherwise, assume that it reads the draft's hidden states.
         self.needs = tuple(getattr(rule, "needs", ("draft_hidden",)))
         self.base = getattr(rule, "base", None)
         self.exact_prefix = getattr(rule, "exact_prefix", 0)
@@ -107,7 +107,7 @@ class _Foreign(Rule):
 
 
 def facts(rule: Any) -> Rule:
-    """The attributes of a rule: the rule itself, or those of a foreign callable, with defaults for what it lacks.
+    """Return an object with the attributes of `Rule`: the rule itself, or an adapter with defaults for other callables.
 
     >>> from mars_jax import verify
     >>> facts(verify.mars(base=verify.rejection())).base.needs, facts(lambda evidence: None).lossless
@@ -117,7 +117,7 @@ def facts(rule: Any) -> Rule:
 
 
 def asks(what: str, rule: Any) -> bool:
-    """True where a rule, or the rule that it is over, has `what` among its needs.
+    """Return whether a rule, or one of its bases, has `what` among its needs.
 
     >>> from mars_jax import verify
     >>> asks("q", verify.mars(base=verify.rejection())), asks("q", verify.mars())
@@ -150,10 +150,10 @@ class Structure(NamedTuple):
 
 
 def structure(rule: Any) -> Structure:
-    """Return the part of a rule that decides the compilation: its pytree structure, hashable.
+    """Return the static part of a rule, which determines the compiled program: its pytree structure, hashable.
 
     Raises:
-      MarsError: not a rule, or one that is no pytree of numbers.
+      MarsError: `rule` is not a rule, or not a pytree of numbers.
 
     >>> from mars_jax import verify
     >>> structure(verify.mars(theta=0.5)) == structure(verify.mars(theta=0.9))
@@ -185,12 +185,12 @@ EXPECTED = {
     "cost": "(f32[B, N], f32[B]) or None",
     "spend": "the rule with its new budget",
 }
-"""Results of the methods and properties of a rule."""
+"""Expected results of the methods and properties of a rule."""
 
 
 @contextlib.contextmanager
 def user_errors(rule: Any) -> Iterator[None]:
-    """Turn an exception that a rule of the user raises in the block into a MarsError, whose cause it is.
+    """Chain a MarsError to any exception that a user's rule raises in the block.
 
     Exceptions of this package's rules pass unchanged.
     """
@@ -214,13 +214,13 @@ def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
     """Return `rule(evidence)`, checked.
 
     Raises:
-      MarsError: the rule returned something else than a verdict and itself, or as `user_errors`.
+      MarsError: the rule did not return a verdict and itself, or raised an exception; see `user_errors`.
     """
     with user_errors(rule):
         result = rule(evidence)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Verdict)):
         raise wrong_result(rule, "__call__", described(result))
-    verdict, after = result
+    verdict, next_rule = result
     batch, depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
     shapes = {
         "path": ("int32", (batch, depth + 1)),
@@ -230,14 +230,14 @@ def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
     }
     for name, (dtype, shape) in shapes.items():
         check_array(rule, "__call__", getattr(verdict, name), dtype, shape, of=f"a verdict whose {name} is ")
-    check_same_rule(rule, "__call__", after)
-    return verdict, after
+    check_same_rule(rule, "__call__", next_rule)
+    return verdict, next_rule
 
 
 def check_array(
     rule: Any, method: str, value: Any, dtype: str, shape: tuple[int, ...], *, of: str = ""
 ) -> None:
-    """Raise MarsError if a method of a rule returned anything but an array of this shape and dtype.
+    """Raise MarsError unless a method of a rule returned an array of this shape and dtype.
 
     Args:
       rule, method: the rule and the method that returned the value.
@@ -256,7 +256,7 @@ def check_array(
 
 
 def check_same_rule(rule: Any, method: str, after: Any) -> None:
-    """Raise MarsError unless a method returned the rule, with numbers of the same shapes and dtypes."""
+    """Raise MarsError unless a method returned the rule with parameters of the same shapes and dtypes."""
     if Structure.of(after) != Structure.of(rule):
         raise wrong_result(
             rule, method, described(after), f"an object of type {type(rule).__name__} with the same structure"
@@ -280,34 +280,34 @@ def wrong_result(rule: Any, method: str, returned: str, expected: str | None = N
 
 
 def for_rows(rule: PyTree, batch: int) -> PyTree:
-    """The rule with every number as an array [batch, ...]; floats become f32 and whole numbers i32.
+    """Broadcast every parameter of a rule to an array [batch, ...]; floats become f32 and whole numbers i32.
 
     Args:
-      rule: numbers are scalars, the same for all rows, or arrays that begin with `batch`.
+      rule: parameters are scalars, the same for all rows, or arrays [batch, ...].
       batch: B.
 
     Raises:
-      MarsError: a number of another shape.
+      MarsError: a parameter has another shape.
 
     >>> from mars_jax import verify
     >>> for_rows(verify.mars(theta=0.5), 3).theta.tolist()
     [0.5, 0.5, 0.5]
     """
 
-    def own(path: Any, leaf: Any) -> Array:
+    def broadcast(path: Any, leaf: Any) -> Array:
         value = _typed(leaf)
         if value.ndim == 0:
-            spread = jnp.broadcast_to if isinstance(value, Array) else np.broadcast_to
-            value = spread(value, (batch,))
+            broadcast_to = jnp.broadcast_to if isinstance(value, Array) else np.broadcast_to
+            value = broadcast_to(value, (batch,))
         if value.shape[0] != batch:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
                 f"{name} of the rule has shape {value.shape}: expected one number, or one for each of the {batch} rows."
             )
-        # Numbers of the host are spread there, for which nothing is compiled.
+        # Host values are broadcast in NumPy, which compiles nothing.
         return value if isinstance(value, Array) else jax.device_put(value, may_alias=False)
 
-    return jax.tree_util.tree_map_with_path(own, rule)
+    return jax.tree_util.tree_map_with_path(broadcast, rule)
 
 
 def _typed(leaf: Any) -> Array | np.ndarray:
@@ -318,10 +318,10 @@ def _typed(leaf: Any) -> Array | np.ndarray:
 
 
 def take_rows(rule: PyTree, rows: Any, count: int) -> PyTree:
-    """The rule for some of `count` prompts: numbers that are given per prompt are indexed by `rows`.
+    """Select `rows` of a rule for `count` prompts: index the parameters that have one value per prompt.
 
     Raises:
-      MarsError: a number that is neither one value nor one for each of `count`.
+      MarsError: a parameter has neither one value nor `count` values.
 
     >>> from mars_jax import verify
     >>> take_rows(verify.mars(theta=[0.5, 0.9]), [1], 2).theta.tolist()

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p as pure logits -> logits, and sampling with one uniform per node.
+"""Temperature, top-k, top-p and min-p as pure functions on logits, and sampling with one uniform per node.
 
 Drafters and verifiers call the same functions, so that q is processed exactly as p is. B batch, N nodes,
 V vocabulary. Oracles: the transformers warpers and the sorting reference in tests/core/test_sampling.py.
@@ -30,40 +30,40 @@ _NEG_INF_ORDER = -2139095041  # _to_order(-inf)
 
 
 def is_greedy(controls: Controls) -> Array:
-    """bool[B]: rows with temperature 0. Subnormal temperatures count, because XLA flushes them to 0."""
+    """Return bool[B]: rows with temperature 0. Subnormal temperatures count, because XLA flushes them to 0."""
     if controls.temperature is None:
         return jnp.ones(controls.limit.shape, bool)
     return controls.temperature < jnp.finfo(jnp.float32).tiny
 
 
 def divisor(controls: Controls) -> Array:
-    """f32[B]: what the logits are divided by: the temperature, and 1 in greedy rows."""
+    """Return f32[B], the divisor of the logits: the temperature, or 1 in greedy rows."""
     if controls.temperature is None:
         return jnp.ones(controls.limit.shape, jnp.float32)
     return jnp.where(is_greedy(controls), 1.0, controls.temperature)
 
 
 def if_greedy(controls: Controls, greedy: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """`greedy()` where every row is, else `otherwise()`, of which nothing is compiled where no row can draw."""
+    """Call `greedy()` if every row is greedy, else `otherwise()`, which is not compiled if the temperature is None."""
     if controls.temperature is None:
         return greedy()
     return jax.lax.cond(jnp.all(is_greedy(controls)), greedy, otherwise)
 
 
 def process(logits: Array, controls: Controls) -> Array:
-    """The processed logits f32[B, N, V], whose softmax is the distribution tokens are drawn from.
+    """Return the processed logits f32[B, N, V], whose softmax is the distribution that tokens are drawn from.
 
-    In this order: temperature, top-k, top-p (of the mass that top-k left), min-p. Excluded tokens are `-inf`,
-    and each node is shifted so that its largest is 0. A row with temperature 0 becomes the one-hot of its
-    argmax (0 there, ties to the smaller id, `-inf` elsewhere) and is never divided by its temperature.
+    Apply temperature, top-k, top-p (of the mass that top-k left) and min-p, in this order. Excluded tokens become
+    `-inf`, and each node is shifted so that its largest logit is 0. A row with temperature 0 becomes the one-hot of
+    its argmax (0 there, ties to the smaller id, `-inf` elsewhere) and is never divided by its temperature.
 
     All three filters are thresholds on the raw logit, so tokens that tie with the last one kept are kept too:
     top-k keeps `z >= k-th largest`, top-p keeps `mass(z' > z) < top_p`, min-p keeps `p >= min_p * max(p)`.
-    Where nothing ties, these are the sets that the warpers of transformers keep in the same order.
+    Without ties, these are the sets that the warpers of transformers keep in the same order.
 
     Args:
       logits: f32[B, N, V] raw; `-inf` marks forbidden tokens, and every node has at least one allowed token.
-      controls: temperature, top_k, top_p and min_p of shape [B]. Work that no row asks for is skipped.
+      controls: temperature, top_k, top_p and min_p of shape [B]. Filters that no row uses are skipped.
 
     >>> from mars_jax.core.controls import make_controls
     >>> z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25, 0.125]]]))
@@ -78,7 +78,7 @@ def process(logits: Array, controls: Controls) -> Array:
         return jnp.where(ids == argmax(z)[..., None], jnp.float32(0), jnp.float32(-jnp.inf))
 
     def mixed() -> Array:
-        # Greedy rows go along with temperature 1, and are replaced by their one-hot.
+        # Warp greedy rows at temperature 1, then replace them by their one-hot.
         warped = _warp(z, controls, ~greedy)
         replaced = lambda: jnp.where(greedy[:, None, None], one_hot(), warped)  # noqa: E731
         return jax.lax.cond(jnp.any(greedy), replaced, lambda: warped)
@@ -101,7 +101,7 @@ def _warp(z: Array, controls: Controls, active: Array) -> Array:
     use_k = active & (controls.top_k > 0) & (controls.top_k < vocab)
     use_p = active & (controls.top_p < 1)
     use_min = active & (controls.min_p > 0)
-    # Temperature keeps the order of the raw logits z, so thresholds apply to z. Top-p sees the tokens that top-k keeps.
+    # Temperature keeps the order of the raw logits z, so thresholds apply to z. Top-p acts on the tokens kept by top-k.
     scaled = jax.lax.cond(
         jnp.any(use_k),
         lambda: jnp.where(_top_k_kept(z, top, controls.top_k, use_k), scaled, -jnp.inf),
@@ -118,28 +118,28 @@ def _warp(z: Array, controls: Controls, active: Array) -> Array:
 
 
 def _top_k_kept(z: Array, top: Array, top_k: Array, use: Array) -> Array:
-    """bool[B, N, V]: z is at least the top_k-th largest logit; all True in rows without top-k."""
+    """Return bool[B, N, V]: whether z is at least the top_k-th largest logit; all True in rows without top-k."""
     k = top_k[:, None]
 
     def keeps_enough(threshold: Array) -> Array:
         return jnp.sum(z >= threshold[..., None], axis=-1, dtype=jnp.int32) >= k
 
-    # The largest threshold that keeps k tokens is the k-th largest logit. One float above the largest logit keeps none.
+    # The largest threshold that keeps k tokens is the k-th largest logit. The float above the largest logit keeps none.
     low, _ = _bisect(keeps_enough, _to_order(top[..., 0]) + 1, use)
     return (z >= _from_order(low)[..., None]) | ~use[:, None, None]
 
 
 def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) -> Array:
-    """bool[B, N, V]: less than top_p of the mass is strictly above z; all True in rows without top-p.
+    """Return bool[B, N, V]: whether less than top_p of the mass is strictly above z; all True in rows without top-p.
 
     Rounding keeps a masked sum monotone in its mask, so bisection on it is exact.
     """
-    wanted = top_p[:, None] * jnp.sum(weights, axis=-1)
+    target_mass = top_p[:, None] * jnp.sum(weights, axis=-1)
 
     def mass_reached(threshold: Array) -> Array:
-        return jnp.sum(jnp.where(z > threshold[..., None], weights, 0.0), axis=-1) >= wanted
+        return jnp.sum(jnp.where(z > threshold[..., None], weights, 0.0), axis=-1) >= target_mass
 
-    # The lowest threshold above which less than top_p of the mass is. Nothing is above the largest logit.
+    # The lowest threshold with less than top_p of the mass above it. The mass above the largest logit is 0.
     _, high = _bisect(mass_reached, _to_order(top[..., 0]), use)
     return (z >= _from_order(high)[..., None]) | ~use[:, None, None]
 
@@ -172,7 +172,7 @@ def _bisect(holds, high: Array, use: Array) -> tuple[Array, Array]:
 
 def _to_order(x: Array) -> Array:
     """Map f32 to i32 with the same order."""
-    # The bits of positive floats are ordered as integers, those of negative floats in reverse: flip all but the sign.
+    # As integers, the bits of positive floats are in order, those of negative floats reversed: flip all but the sign.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -183,11 +183,10 @@ def _from_order(order: Array) -> Array:
 
 
 def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> Array:
-    """One token i32[B, N] per node from raw logits f32[B, N, V]; the argmax on rows with temperature 0.
+    """Sample one token per node, i32[B, N], from raw logits f32[B, N, V]; greedy rows take the argmax.
 
-    The draw of node i of row b depends on `keys[b]` (key[B]) and `positions[b, i]` only: a row gives the same tokens
-    alone and in any batch, and a position the same token whatever draft it is reached by. A batch of greedy rows does
-    nothing but the argmax.
+    The draw of node i of row b depends only on `keys[b]` (key[B]) and `positions[b, i]`: a row gives the same tokens
+    in any batch, and a position the same token under any draft. A batch of greedy rows computes only the argmax.
 
     >>> from mars_jax.core.controls import make_controls
     >>> keys, positions = jax.random.split(jax.random.key(0), 1), jnp.asarray([[4]])
@@ -202,21 +201,21 @@ def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> 
 
 
 def argmax(logits: Array) -> Array:
-    """logits [..., V] -> i32[...]; ties go to the smaller id, as in `jnp.argmax`.
+    """Compute the argmax of logits [..., V] -> i32[...]; ties go to the smaller id, as in `jnp.argmax`.
 
-    The maximum of each block first, then the argmax of two short rows: on CPU XLA runs a maximum as vector
-    instructions and an argmax as a scalar loop, and this is 7 to 14 times faster at V = 32000 and 128256.
+    Take the maximum of each block first, then the argmax of two short rows: on a CPU, XLA compiles a maximum to vector
+    instructions and an argmax to a scalar loop. This is 7 to 14 times faster at V = 32000 and 128256.
     """
     return over_vocabulary(_shards_argmax, _argmax, logits)
 
 
 def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
-    # Device i has the i-th part, so its ids begin at i times the size of a part.
+    # Device i has the i-th shard, so its ids begin at i times the size of a shard.
     ids = _argmax(part) + jax.lax.axis_index(axes) * part.shape[-1]
-    # One array, so one collective: floats travel as integers, whose bits no device touches.
+    # Pack both into one array for a single collective: send floats bitcast to integers, which are copied bit for bit.
     largest = jax.lax.bitcast_convert_type(jnp.max(part, axis=-1).astype(jnp.float32), jnp.int32)
     both = jax.lax.all_gather(jnp.stack([largest, ids]), axes)  # i32[parts, 2, ...]
-    # Parts come in the order of their ids, so ties still go to the smaller id.
+    # Shards are gathered in the order of their ids, so ties still go to the smaller id.
     best = jnp.argmax(jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), axis=0)
     return jnp.take_along_axis(both[:, 1], best[None], axis=0, mode="promise_in_bounds")[0]
 
@@ -229,9 +228,9 @@ def _argmax(logits: Array) -> Array:
 
 
 def top_k(logits: Array, k: int) -> TopK:
-    """The k largest of logits f32[..., V] as `lax.top_k`, ties to the smaller id, and the logsumexp of the row.
+    """Return the k largest logits of f32[..., V] as `lax.top_k`, ties to the smaller id, and the logsumexp of the row.
 
-    Where a vocabulary is divided over devices only the k largest of each part travel, in one collective.
+    If the vocabulary is sharded, each device sends only its k largest, in one collective.
     """
     return over_vocabulary(
         lambda axes, part: sharded_top_k(part, k, axis=axes),
@@ -241,38 +240,39 @@ def top_k(logits: Array, k: int) -> TopK:
 
 
 def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
-    """logits f32[B, N, V] at P pairs of node and token per row, i32[B, P] each: f32[B, P]."""
+    """Gather logits f32[B, N, V] at P pairs of node and token per row, i32[B, P] each: f32[B, P]."""
 
     def pick(logits: Array, nodes: Array, tokens: Array) -> Array:
         return jax.vmap(lambda z, n, t: z[n, t])(logits, nodes, tokens)
 
     def local(axes: tuple[str, ...], part: Array, nodes: Array, tokens: Array) -> Array:
-        # Each token is in one device's part; the others add 0 to the sum.
+        # Each token is in one device's shard; the other devices add 0 to the sum.
         place = tokens - jax.lax.axis_index(axes) * part.shape[-1]
-        mine = (place >= 0) & (place < part.shape[-1])
-        return jax.lax.psum(jnp.where(mine, pick(part, nodes, jnp.where(mine, place, 0)), 0.0), axes)
+        is_local = (place >= 0) & (place < part.shape[-1])
+        local_logits = pick(part, nodes, jnp.where(is_local, place, 0))
+        return jax.lax.psum(jnp.where(is_local, local_logits, 0.0), axes)
 
     return over_vocabulary(local, pick, logits, nodes, tokens)
 
 
 def at_drafted(tree: DraftTree, logits: Array) -> Array:
-    """f32[B, N]: what logits f32[B, N, V] give each drafted token at its parent, which predicts it.
+    """Return f32[B, N]: the logit of each drafted token at its parent, which predicts it, from logits f32[B, N, V].
 
-    The entries of the root and of padding mean nothing.
+    Entries of the root and of padding are garbage.
     """
     return at_tokens(logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
 
 
 def sample_processed(keys: Array, positions: Array, processed: Array) -> Array:
-    """Sample as `sample` does, from what `process` returned: for callers that also need the processed logits."""
+    """Sample like `sample`, but from logits already processed by `process`."""
     return inverse_cdf(jnp.exp(processed), node_uniforms(keys, positions))
 
 
 def node_uniforms(keys: Array, positions: Array) -> Array:
-    """keys key[B], positions i32[B, N] -> f32[B, N] uniform in [0, 1).
+    """Draw f32[B, N] uniform in [0, 1) from keys key[B] and positions i32[B, N].
 
-    Entry [b, i] depends on `keys[b]` and `positions[b, i]` only: nodes of one depth share their number, and only one of
-    them is on the path.
+    Entry [b, i] depends only on `keys[b]` and `positions[b, i]`: nodes of one depth share their number, which is
+    harmless since only one of them is on the path.
     """
 
     def uniform(key: Array, position: Array) -> Array:
@@ -282,27 +282,27 @@ def node_uniforms(keys: Array, positions: Array) -> Array:
 
 
 def inverse_cdf(weights: Array, uniform: Array) -> Array:
-    """The token i32[...] at quantile `uniform` f32[...] of unnormalised weights f32[..., V] >= 0.
+    """Return the token i32[...] at quantile `uniform` f32[...] of unnormalised weights f32[..., V] >= 0.
 
-    The pass over the vocabulary keeps one partial sum per block; the uniform picks the block, and only that
-    block is scanned. A token of weight 0 is never returned, whatever the sums round to.
+    One pass over the vocabulary sums each block; the uniform selects a block, and only that block is scanned. A token
+    of weight 0 is never returned, even if sums are rounded.
 
     >>> inverse_cdf(jnp.asarray([0.0, 1.0, 0.0, 3.0]), jnp.asarray(0.25)).item()
     3
     """
 
     def local(axes: tuple[str, ...], part: Array, uniform: Array) -> Array:
-        """The same one level further up: the uniform picks the device first."""
+        """Select the shard by the uniform first, then the block and the token."""
         blocks = _blocks(part, 0)
         sums = jnp.sum(blocks, axis=-1)
-        # f32[..., devices]: the sums of all parts, on every device. So all of them agree on the device whose part holds
-        # the quantile, and `before` is the weight of the parts before it.
+        # f32[..., devices]: the sums of all shards, on every device, so that all agree on the shard that holds the
+        # quantile. `offset` is the weight of the shards before it.
         totals = jnp.moveaxis(jax.lax.all_gather(jnp.sum(sums, axis=-1), axes), 0, -1)
         target = uniform * jnp.sum(totals, axis=-1)
-        shard, before = _quantile(totals, target)
-        here = jax.lax.axis_index(axes)
-        token = here * part.shape[-1] + _token_at(blocks, sums, target - before)
-        return jax.lax.psum(jnp.where(shard == here, token, 0), axes)
+        shard, offset = _quantile(totals, target)
+        device = jax.lax.axis_index(axes)
+        token = device * part.shape[-1] + _token_at(blocks, sums, target - offset)
+        return jax.lax.psum(jnp.where(shard == device, token, 0), axes)
 
     def whole(weights: Array, uniform: Array) -> Array:
         blocks = _blocks(weights, 0)
@@ -313,15 +313,15 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
 
 
 def _token_at(blocks: Array, sums: Array, target: Array) -> Array:
-    """The token whose cumulative weight first exceeds target, by the sums of the blocks."""
-    # Two levels: the block that crosses the target, then the token that crosses what is left of it.
-    block, before = _quantile(sums, target)
-    token, _ = _quantile(_block(blocks, block), target - before)
+    """Return the first token whose cumulative weight exceeds target, given the sums of the blocks."""
+    # Two levels: the block that crosses the target, then the token in it that crosses the remainder.
+    block, offset = _quantile(sums, target)
+    token, _ = _quantile(_block(blocks, block), target - offset)
     return block * BLOCK + token
 
 
 def _blocks(values: Array, fill: float) -> Array:
-    """[..., V] -> [..., ceil(V / BLOCK), BLOCK], filled up with `fill`."""
+    """Reshape [..., V] to [..., ceil(V / BLOCK), BLOCK], padded with `fill`."""
     missing = -values.shape[-1] % BLOCK
     if missing:
         values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)], constant_values=fill)
@@ -329,19 +329,19 @@ def _blocks(values: Array, fill: float) -> Array:
 
 
 def _block(blocks: Array, block: Array) -> Array:
-    """Block number `block` i32[...] of blocks [..., V / BLOCK, BLOCK] -> [..., BLOCK]."""
+    """Select block number `block` i32[...] of blocks [..., V / BLOCK, BLOCK] -> [..., BLOCK]."""
     return jnp.take_along_axis(blocks, block[..., None, None], axis=-2, mode="promise_in_bounds")[..., 0, :]
 
 
 def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
-    """The first index i32[...] whose cumulative weight exceeds target, and the weight before it."""
+    """Return the first index i32[...] whose cumulative weight exceeds target, and the weight before it."""
     n = weights.shape[-1]
     cumulative = jnp.cumsum(weights, axis=-1)
-    # A parallel cumsum is not exactly monotone, so zero weights are excluded by name and not by comparison.
-    above = (cumulative > target[..., None]) & (weights > 0)
-    # A target that rounding puts at the total or above falls to the last token that has any weight.
+    # A parallel cumsum is not exactly monotone, so zero weights need to be excluded explicitly.
+    exceeds = (cumulative > target[..., None]) & (weights > 0)
+    # If rounding puts the target at the total or above, take the last token with a positive weight.
     last = n - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1).astype(jnp.int32)
-    index = jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1).astype(jnp.int32), last)
-    at = jnp.take_along_axis(cumulative, index[..., None], axis=-1)[..., 0]
-    own = jnp.take_along_axis(weights, index[..., None], axis=-1)[..., 0]
-    return index, at - own
+    index = jnp.where(jnp.any(exceeds, axis=-1), jnp.argmax(exceeds, axis=-1).astype(jnp.int32), last)
+    cumulative_at_index = jnp.take_along_axis(cumulative, index[..., None], axis=-1)[..., 0]
+    weight_at_index = jnp.take_along_axis(weights, index[..., None], axis=-1)[..., 0]
+    return index, cumulative_at_index - weight_at_index

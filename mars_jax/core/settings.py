@@ -1,4 +1,4 @@
-"""Settings as data: a name with its type, its range, its default, and all of them in words. Nothing here imports jax.
+"""Settings as data: name, type, range and default of each, with descriptions for messages. Does not import jax.
 
 Oracle: tests/test_specs.py.
 """
@@ -14,13 +14,13 @@ from typing import Any
 from mars_jax.core.errors import MarsError, did_you_mean, short_repr
 
 LARGEST_INT = 2**31 - 1
-"""Settings travel as int32 and float32."""
+"""Settings are stored as int32 and float32 on the device."""
 LARGEST_FLOAT = 3e38
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, and what they are in words. NaN is in none.
+    """Numbers from `low` to `high`, with a description. NaN is in no range.
 
     >>> share = Range("a number above 0 and at most 1", 0, 1, above=True)
     >>> 1.0 in share, 0.0 in share, math.nan in share
@@ -30,44 +30,44 @@ class Range:
     words: str
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False  # `low` itself is not in it
-    inf: bool = False  # math.inf is in it, whatever `high` says
+    above: bool = False  # excludes `low` itself
+    inf: bool = False  # includes math.inf, even if it exceeds `high`
     grid: tuple[float, ...] = ()  # values worth trying, from strict to loose
 
     def __contains__(self, value: Any) -> bool:
-        # A comparison with NaN is False, so every range refuses it.
+        # A comparison with NaN is False, so every range excludes NaN.
         reached = self.low < value if self.above else self.low <= value
         return reached and (value <= self.high or (self.inf and value == math.inf))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting: of a request, or of a rule.
+    """One setting of a request or of a rule.
 
-    `ranges` is one range, or one for each value of the choice `by`: the threshold of mars means something else for each
-    margin. A setting with `choices`, and every bool, is structural: it decides what is compiled; so does a number that
-    is not `per_row`. Numbers that are `per_row` are values on the device, one for all rows or one for each.
+    `ranges` is one range, or one for each value of the choice `by`: the threshold of mars has another unit for each
+    margin. Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the
+    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one for each.
     """
 
     name: str
     kind: type  # float, int, bool or str
     help: str
-    default: Any = None  # None: it must be given, unless it is optional
+    default: Any = None  # None: required, unless it is optional
     optional: bool = False
     ranges: Range | Mapping[str, Range] = Range("a number")
     by: str | None = None
-    choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by name, what each means
-    per_row: bool = False  # a row of a prompts file may choose its own
-    flag: bool = False  # has a flag of its own on command lines; the others are given by --rule-option
+    choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> description
+    per_row: bool = False  # rows of a prompts file may set it
+    flag: bool = False  # has a command-line flag; other settings are passed by --rule-option
     metavar: str = "X"
-    word: str | None = None  # of the default, where the number itself says little
+    word: str | None = None  # describes the default, if the number is not self-explanatory
 
     def range(self, **chosen: Any) -> Range:
-        """The range under the structural choices of a rule."""
+        """Return the range under the structural choices of a rule."""
         return self.ranges if isinstance(self.ranges, Range) else self.ranges[chosen[self.by or ""]]
 
     def expected(self, **chosen: Any) -> str:
-        """The allowed values, in words."""
+        """Describe the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
@@ -76,7 +76,7 @@ class Setting:
 
     @property
     def default_words(self) -> str:
-        """The default, in words."""
+        """Description of the default."""
         if self.default is None:
             return "none" if self.optional else "must be given"
         return self.word or (f"{self.default:g}" if self.kind is float else str(self.default).lower())
@@ -84,27 +84,27 @@ class Setting:
     def check(self, value: Any, *, shown: str | None = None, **chosen: Any) -> None:
         """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.
 
-        A value that jax is tracing is not looked at.
+        Traced values are not checked.
 
         Args:
-          value: to check.
-          shown: how the setting is called in the message; default: by its name.
+          value: the value to check.
+          shown: name of the setting in the message; default: `name`.
           chosen: the structural choices that ranges depend on.
 
         >>> Setting(name="top_k", kind=int, help="", ranges=Range("at least 0", 0), per_row=True).check([0, 5])
         """
-        # A setting that decides the structure has one value for all rows.
-        single = bool(self.choices) or not self.per_row
-        several = isinstance(value, list | tuple) or getattr(value, "ndim", 0)
-        for one in [value] if single and several else _each(value):
-            if not self._holds(one, chosen):
-                text = f"{one:g}" if type(one) is float else short_repr(one)
-                suggestion = did_you_mean(one if isinstance(one, str) else short_repr(one), self.choices)
+        # A structural setting has one value for all rows.
+        is_structural = bool(self.choices) or not self.per_row
+        is_sequence = isinstance(value, list | tuple) or getattr(value, "ndim", 0)
+        for item in [value] if is_structural and is_sequence else _each(value):
+            if not self._is_valid(item, chosen):
+                text = f"{item:g}" if type(item) is float else short_repr(item)
+                suggestion = did_you_mean(item if isinstance(item, str) else short_repr(item), self.choices)
                 raise MarsError(
                     f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**chosen)}."
                 )
 
-    def _holds(self, value: Any, chosen: Mapping[str, Any]) -> bool:
+    def _is_valid(self, value: Any, chosen: Mapping[str, Any]) -> bool:
         if self.choices:
             return isinstance(value, str) and value in self.choices
         if self.kind in (bool, str):
@@ -118,10 +118,10 @@ class Setting:
         return value in self.range(**chosen)
 
     def from_text(self, text: str, *, shown: str | None = None, **chosen: Any) -> Any:
-        """The value that a flag's text names.
+        """Parse the value of a command-line flag.
 
         Raises:
-          MarsError: not of the setting's type, or out of range.
+          MarsError: the text is not of the setting's type, or out of range.
 
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
@@ -134,52 +134,55 @@ class Setting:
                 value = self.kind(text)
             except ValueError:
                 value = None
-        if value is None or not self._holds(value, chosen):
-            near = did_you_mean(text, self.choices)
-            raise MarsError(f"{shown or self.name} is {text}{near}: expected {self.expected(**chosen)}.")
+        if value is None or not self._is_valid(value, chosen):
+            suggestion = did_you_mean(text, self.choices)
+            raise MarsError(
+                f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**chosen)}."
+            )
         return value
 
     def from_json(self, value: Any, **chosen: Any) -> Any:
-        """The value of a key in a row of a prompts file, or of an option of `generate`, in the setting's type.
+        """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
 
         Raises:
-          MarsError: of another type, or out of range.
+          MarsError: the value has another type, or is out of range.
 
         >>> Setting(name="temperature", kind=float, help="").from_json(1)
         1.0
         """
-        # JSON writes 1.0 as 1; but true is no number, though Python's bool is an int.
+        # JSON may write 1.0 as 1. Compare types exactly, since a Python bool is an int.
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
-        if type(value) is not self.kind or not self._holds(value, chosen):
+        if type(value) is not self.kind or not self._is_valid(value, chosen):
             raise MarsError(f"{self.name} is {short_repr(value)}: expected {self.expected(**chosen)}.")
         return value
 
     def as_json(self) -> dict[str, Any]:
-        """For `--list-rules --json`: numbers that are not finite as texts."""
+        """Describe the setting for `--list-rules --json`, with non-finite numbers as strings."""
 
-        def plain(found: Range) -> dict[str, Any]:
-            ends = {"low": found.low, "high": found.high}
+        def range_as_json(limits: Range) -> dict[str, Any]:
+            ends = {"low": limits.low, "high": limits.high}
             return {
-                "expected": found.words,
+                "expected": limits.words,
                 **{k: v if math.isfinite(v) else str(v) for k, v in ends.items()},
-                "low_included": not found.above,
-                "inf_included": math.inf in found,
+                "low_included": not limits.above,
+                "inf_included": math.inf in limits,
             }
 
-        made: dict[str, Any] = {"name": self.name, "type": self.kind.__name__, "default": self.default}
+        entry: dict[str, Any] = {"name": self.name, "type": self.kind.__name__, "default": self.default}
         if self.choices:
-            made["choices"] = dict(self.choices)
+            entry["choices"] = dict(self.choices)
         elif self.kind in (float, int):
             if isinstance(self.ranges, Range):
-                made["range"] = plain(self.ranges)
+                entry["range"] = range_as_json(self.ranges)
             else:
-                made["range_by"] = {"setting": self.by, **{k: plain(r) for k, r in self.ranges.items()}}
-        return made | {"per_row": self.per_row, "help": self.help}
+                ranges = {choice: range_as_json(limits) for choice, limits in self.ranges.items()}
+                entry["range_by"] = {"setting": self.by, **ranges}
+        return entry | {"per_row": self.per_row, "help": self.help}
 
 
 def _each(value: Any) -> list[Any]:
-    """Return the numbers in an array or a list, or one number; none of a value that jax is tracing."""
+    """Flatten an array, a list or a single number into a list of numbers; a traced value gives an empty list."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
@@ -187,13 +190,13 @@ def _each(value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value]
     lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
-    if len(lengths) > 1:  # ragged lists, which are no array
+    if len(lengths) > 1:  # ragged lists are not an array
         return [value]
-    return [one for part in value for one in _each(part)]
+    return [item for part in value for item in _each(part)]
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:
-    """Settings by their names, in their order."""
+    """Index settings by name, in order."""
     return {setting.name: setting for setting in settings}
 
 
@@ -242,7 +245,7 @@ CONTROLS = by_name(
         "its entropy in nats, or a DSpark head's chance of a rejection, is above X (default: inf, which is off)",
     ),
 )
-"""The numbers and switches of `Controls`, each of which a request chooses for itself."""
+"""The settings of `Controls`, which each request may set."""
 
 EDITS = by_name(
     Setting(
@@ -270,4 +273,4 @@ EDITS = by_name(
         help="take X from the logit of a token for every time that it is in the new text (default: off)",
     ),
 )
-"""The numbers of `edits.Edits`, which change the target's logits."""
+"""The settings of `edits.Edits`, which change the target's logits."""

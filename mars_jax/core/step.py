@@ -1,7 +1,7 @@
-"""The five parts of a step: propose, score, judge, emit, commit. `Decoder.step` is these in a row; `emit` has a module.
+"""The five parts of a step: propose, score, judge, emit, commit. `Decoder.step` runs them in order.
 
-Each is a pure function. B batch, N nodes, D depth, V vocabulary. Oracle: greedy
-autoregression of the same model, token for token (tests/core/test_decode.py).
+All are pure functions; `emit` has its own module. B batch, N nodes, D depth, V vocabulary. Oracle: greedy autoregression
+of the same model, token for token (tests/core/test_decode.py).
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from mars_jax.core.types import (
 
 
 def step_keys(state: DecodeState) -> tuple[Array, Array]:
-    """(draft, verify): the keys key[B] of a step.
+    """Return the keys of a step, (draft key[B], verify key[B]).
 
-    Draws of the target depend on the position alone, so that a row gives the same text alone, in any batch, and after
-    any deterministic draft. A draft's own draws are fresh in every step.
+    Draws of the target depend only on the position, so that a row gives the same text in any batch and under any
+    deterministic draft. Draws of the draft are fresh in every step.
     """
     draft, verify = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
-    # The target's key stays as it is, and every draw folds its position in. The draft's is folded with the length,
-    # which grows in every step of a live row, so that no two drafts share their noise.
+    # The target's key is constant, and each draw folds in its position. The draft's key folds in the length, which
+    # grows in every step of a live row, so that no two drafts share their noise.
     return jax.vmap(jax.random.fold_in)(draft, state.length), verify
 
 
 def propose(
     drafter: Drafter, params: Params, state: DecodeState, conditions: Conditions, keys: Array
 ) -> tuple[DraftTree, PyTree]:
-    """The draft under the last committed token, and the drafter's state after drafting it.
+    """Return the draft under the last committed token, and the drafter's state after drafting it.
 
-    A constraint steers the draft: what it forbids becomes padding, and what it forces is put in.
+    A constraint edits the draft: forbidden tokens become padding, and forced tokens are filled in.
 
     Args:
       drafter, params, state: of the step.
-      conditions: as the rows stand.
-      keys: key[B]; the draft's own.
+      conditions: at the last committed tokens.
+      keys: key[B]; of the draft.
     """
-    given = DraftInput(
+    inputs = DraftInput(
         keys=keys,
         tokens=state.tokens,
         length=state.length,
@@ -65,77 +65,77 @@ def propose(
         guide=conditions.constraint,
         hidden="draft_hidden" in facts(state.rule).needs,
     )
-    # The names are what a profiler and the planner see of the step; they change nothing in the program.
+    # The profiler and the planner find the parts of a step by these named scopes.
     with jax.named_scope("draft"):
-        tree, draft = drafter.propose(params, state.draft, given)
-        # What a drafter with a cache has not drafted itself, its cache would not have.
+        tree, draft = drafter.propose(params, state.draft, inputs)
+        # Fill in forced tokens only for stateless drafters: a cache would miss tokens it did not draft.
         return conditions.steered(tree, fill=not jax.tree.leaves(draft)), draft
 
 
 class Scores(NamedTuple):
     """The target's output over a tree."""
 
-    output: ForwardOutput  # its hidden states, features and cache
-    raw: Array  # f32[B, N, V]; its logits
-    logits: Array  # f32[B, N, V]; as the requests asked for: edited and constrained. The same array where none did
+    output: ForwardOutput  # hidden states, features and cache
+    raw: Array  # f32[B, N, V]; raw logits
+    logits: Array  # f32[B, N, V]; with edits and constraints; `raw` itself if there are none
 
 
 def score(
     drafter: Drafter, target: LanguageModel, params: Params, state: DecodeState, tree: DraftTree, nodes: Nodes
 ) -> Scores:
-    """One forward of the target over the tree: row i of the logits is p(. | the text up to node i).
+    """Run one forward of the target over the tree: row i of the logits is p(. | the text up to node i).
 
-    Where a drafter that often drafts nothing has drafted nothing in any row, a CPU forwards the root alone, and the
-    logits of the padding are 0. On an accelerator some nodes more cost next to nothing, and there one form is compiled.
+    If a `SPARSE` drafter has drafted nothing in any row, a CPU forwards only the root, and the logits of the padding
+    are 0. On an accelerator the padding costs next to nothing, so only the full forward is compiled.
 
     Args:
-      drafter: whose tree it is.
+      drafter: the drafter of the tree.
       target, params, state: of the step; the root is at `state.length - 1`, where the cache ends.
       tree: the draft.
-      nodes: the conditions there.
+      nodes: the conditions at its nodes.
     """
-    # The root, token `length - 1`, is committed and in no cache yet: its forward writes its row and gives p(. | text).
+    # The root, token `length - 1`, is committed but not cached: its forward writes its row and gives p(. | text).
     start = state.length - 1
 
-    def over(tree: DraftTree) -> tuple[ForwardOutput, Array]:
+    def forward(tree: DraftTree) -> tuple[ForwardOutput, Array]:
         output = target.forward(params.target, tree.tokens, visible(tree, start), state.cache)
         return output, target.unembed(params.target, output.hidden)
 
-    def of_root() -> tuple[ForwardOutput, Array]:
-        output, raw = over(chain(tree.tokens[:, :1]))
-        # Both branches of a cond give the same shapes: [B, 1, ...] becomes [B, N, ...], N = D + 1 as the draft is a
-        # chain. The cache has its shape already, and in it only the root's row is new.
-        wide = (output._replace(cache=()), raw)
-        wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), wide)
-        return wide[0]._replace(cache=output.cache), wide[1]
+    def forward_root() -> tuple[ForwardOutput, Array]:
+        output, raw = forward(chain(tree.tokens[:, :1]))
+        # Both branches of a cond must return the same shapes: pad [B, 1, ...] to [B, N, ...], where N = D + 1 since
+        # the draft is a chain. The cache already has its shape; only the root's row in it is new.
+        padded = (output._replace(cache=()), raw)
+        padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), padded)
+        return padded[0]._replace(cache=output.cache), padded[1]
 
     with jax.named_scope("target"):
         if SPARSE in drafter.traits and tree.max_depth > 0:
-            nothing = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows of this device
+            is_empty = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows of this device
             output, raw = lax.platform_dependent(
-                nothing,
-                cpu=lambda nothing: lax.cond(nothing, of_root, lambda: over(tree)),
-                default=lambda _: over(tree),
+                is_empty,
+                cpu=lambda is_empty: lax.cond(is_empty, forward_root, lambda: forward(tree)),
+                default=lambda _: forward(tree),
             )
         else:
-            output, raw = over(tree)
+            output, raw = forward(tree)
         return Scores(output, raw, nodes.on(raw, tree, state))
 
 
 def judge(
     params: Params, state: DecodeState, tree: DraftTree, scores: Scores, nodes: Nodes, keys: Array
 ) -> tuple[Verdict, PyTree, Array | None]:
-    """Decide how far down the tree the text goes.
+    """Decide how many drafted tokens to accept.
 
-    Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` sees the logits, and walks.
+    Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` walks down the tree by the target's logits.
 
     Args:
       params, state, tree, scores, nodes: of the step.
-      keys: key[B]; the target's own.
+      keys: key[B]; of the target.
 
     Returns:
-      The verdict, the rule after it, and the number of tokens taken on trust: i32[B], or None where the drafter asks
-      for no trust.
+      The verdict, the updated rule, and the number of trusted tokens, i32[B], or None if the drafter has no trusted
+      nodes.
     """
     evidence = Evidence(
         keys=keys,
@@ -154,7 +154,7 @@ def judge(
             verdict, rule = decide(state.rule, evidence)
         else:
             verdict, rule, trusted = judged(state.rule, evidence)
-        # A lossless rule gives a token of probability 0 no chance, so only a lossy one has to be cut.
+        # A lossless rule never accepts a token of probability 0, so only lossy rules need the cut.
         if nodes.forbid and not facts(state.rule).lossless:
             verdict = cut(verdict, evidence)
         return verdict, rule, trusted
@@ -168,19 +168,19 @@ def commit(
     verdict: Verdict,
     **parts: PyTree,
 ) -> DecodeState:
-    """The state after a step.
+    """Return the state after a step.
 
     Args:
-      target: whose cache it is; a tree has rows to move, a chain has none.
+      target: the owner of the cache; only a tree has rows to move.
       state: before the step.
       emitted: from `emit`, with the new tokens.
       tree, verdict: of the step.
       **parts: `cache` after the forward, and `draft`, `rule` and `guides` after the verdict.
     """
     with jax.named_scope("commit"):
-        # Node i of a chain is at depth i, so its row is where it belongs already.
+        # Node i of a chain is at depth i, so its row is already in place.
         if not tree.is_chain:
             parts["cache"] = target.commit(parts["cache"], state.length - 1, verdict.path)
-    # Rows that are done still step; what a rule keeps for them must not move.
+    # Rows that are done still run the step; their rule state must not change.
     parts["rule"] = in_rows(state.done, state.rule, parts["rule"])
     return dataclasses.replace(emitted, **parts)

@@ -1,8 +1,8 @@
-"""Frozen dataclasses that are pytrees, with JAX's own registry.
+"""Frozen dataclasses that are pytrees, registered with JAX directly.
 
-They are what `struct.dataclass` makes, and mix with it in both directions: a rule of a user's may be either, and may
-derive from ours. Importing Flax takes a quarter of the time that the step takes to import, and nothing here needs the
-rest of it. Oracle: `flax.struct` (tests/core/test_struct.py).
+They are compatible with `flax.struct.dataclass` in both directions: a user's rule may be either, and may derive from
+ours. This avoids the import of Flax, which takes a quarter of the time that importing the step takes. Oracle:
+`flax.struct` (tests/core/test_struct.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def field(*, pytree_node: bool = True, **options: Any) -> Any:
-    """A field; with `pytree_node=False` a part of the structure, which has to be hashable, and no leaf.
+    """Declare a field; with `pytree_node=False` it is static: part of the structure, hashable, and not a leaf.
 
     Example:
       >>> @dataclass
@@ -36,23 +36,23 @@ def dataclass(cls: type[T], **options: Any) -> type[T]: ...
 def dataclass(cls: None = None, **options: Any) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(field_specifiers=(field, dataclasses.field), frozen_default=True)
 def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[[type[T]], type[T]]:
-    """A frozen dataclass whose fields are children of a pytree, with `replace(**changes)`.
+    """Create a frozen dataclass whose fields are children of a pytree, with a method `replace(**changes)`.
 
     Args:
       cls: the class to decorate.
       **options: for `dataclasses.dataclass`, such as `kw_only`.
 
     Returns:
-      the class, registered with JAX; without `cls` a decorator.
+      The class, registered with JAX; without `cls`, a decorator.
     """
     if cls is None:
         return lambda cls: dataclass(cls, **options)
-    made: Any = dataclasses.dataclass(frozen=True, **options)(cls)
-    made.replace = dataclasses.replace
-    leaf = {f.name: f.metadata.get("pytree_node", True) for f in dataclasses.fields(made)}
+    frozen: Any = dataclasses.dataclass(frozen=True, **options)(cls)
+    frozen.replace = dataclasses.replace
+    leaf = {f.name: f.metadata.get("pytree_node", True) for f in dataclasses.fields(frozen)}
     jax.tree_util.register_dataclass(
-        made,
+        frozen,
         data_fields=[name for name, is_leaf in leaf.items() if is_leaf],
         meta_fields=[name for name, is_leaf in leaf.items() if not is_leaf],
     )
-    return made
+    return frozen

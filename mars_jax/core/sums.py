@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on how many are made at once. Oracle: `math.fsum`."""
+"""Sums whose bits do not depend on the number of rows. Oracle: `math.fsum`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jax import Array, lax
 
 
 def total(x: Array) -> Array:
-    """Sum x f32[..., n] over its last axis: f32[...]. On a CPU a row's sum is the same among any number of rows.
+    """Sum x f32[..., n] over its last axis: f32[...]. On a CPU, a row's sum does not depend on the number of rows.
 
-    There XLA leaves the order of a sum to LLVM, which takes another one for a few rows than for many, so that a draft's
-    forward would differ in its last bits from one of a single token. A product with ones has no fixed order either.
+    There XLA leaves the order of a sum to LLVM, which orders few rows and many rows differently, so that the forward of
+    a draft would differ in its last bits from that of a single token. A product with ones has no fixed order either.
 
     >>> total(jnp.ones((2, 3))).tolist()
     [3.0, 3.0]
@@ -25,15 +25,17 @@ def _sum(x: Array) -> Array:
 
 @jax.custom_jvp
 def _by_halves(x: Array) -> Array:
-    """Add the second half to the first until one is left: additions that are written out stay in their order."""
+    """Add the second half to the first until one value remains; explicit additions are never reordered."""
     while (width := x.shape[-1]) > 1:
         half = -(-width // 2)
-        rest = x[..., half:]
-        x = x[..., :half] + (jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, 1)]) if width % 2 else rest)
+        second = x[..., half:]
+        if width % 2:
+            second = jnp.pad(second, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+        x = x[..., :half] + second
     return x[..., 0]
 
 
 @_by_halves.defjvp
 def _by_halves_jvp(primals, tangents):
-    # A sum is linear, and the transpose of slices would be a chain of paddings.
+    # A sum is linear; transposing the slices would give a chain of pads.
     return _by_halves(*primals), _sum(*tangents)

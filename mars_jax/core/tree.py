@@ -18,7 +18,7 @@ from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Verdict, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Parents and depths of the tree in which every node of depth l has `branching[l]` children, breadth first.
+    """Build the tree in which every node of depth l has `branching[l]` children, numbered breadth first.
 
     Returns `(parents i32[N], depths i32[N])`; `parents[0] == NO_NODE`.
 
@@ -38,17 +38,17 @@ def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ancestors(parents: Array, max_depth: int) -> Array:
-    """bool[B, N, N]: entry [b, i, j] is True where node j is node i or one of its ancestors.
+    """Return bool[B, N, N]: entry [b, i, j] is True if node j is node i or one of its ancestors.
 
     Doubling: after k rounds a row reaches 2**k generations up, so `ceil(log2(D + 1))` small products suffice.
     """
     n = parents.shape[-1]
     ids = jnp.arange(n, dtype=jnp.int32)
-    # One generation: node i itself, and its parent. The root's parent -1 is no node.
+    # One generation: node i itself and its parent. The root's parent -1 matches no node.
     reach = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
     generations = 1
     while generations < max_depth:
-        # i reaches k where it reaches some j that reaches k: a product of matrices of 0 and 1, which counts the js.
+        # i reaches k if it reaches some j that reaches k: a product of 0-1 matrices, which counts the js.
         counts = jnp.einsum("bij,bjk->bik", reach.astype(jnp.float32), reach.astype(jnp.float32))
         reach, generations = counts > 0, generations * 2
     return reach
@@ -57,28 +57,28 @@ def ancestors(parents: Array, max_depth: int) -> Array:
 def visible(tree: DraftTree, start: Array) -> Visible:
     """Let the nodes of a tree attend to the committed slots `[0, start)`, themselves and their ancestors.
 
-    Node j is written to slot `start + j` and stands at position `start + depth`.
+    Node j is written to slot `start + j` and has position `start + depth`.
     """
-    seen = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
-    return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=seen)
+    mask = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
+    return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=mask)
 
 
 class Allowance(NamedTuple):
-    """The freedom of a walk beyond the strict rule: the edges it may relax, and how far."""
+    """The edges that a walk may relax, and the limits on relaxing them."""
 
     edges: Array  # bool[B, N]; the edge into node i may be taken although it is not exact
-    max_run: Array  # i32[B]; relaxed edges allowed in a row
-    cost: Array | None = None  # f32[B, N], at least 0; what relaxing the edge into node i spends
-    budget: Array | None = None  # f32[B]; what a walk may spend; None with a cost of None
-    max_relaxed: Array | None = None  # i32[B]; relaxed edges allowed in a walk; None is any
+    max_run: Array  # i32[B]; maximum number of consecutive relaxed edges
+    cost: Array | None = None  # f32[B, N], at least 0; cost of relaxing the edge into node i
+    budget: Array | None = None  # f32[B]; maximum total cost of a walk; None if `cost` is
+    max_relaxed: Array | None = None  # i32[B]; maximum relaxed edges of a walk; None is unlimited
 
 
 def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Array, Array, Array]:
-    """Descend from the root while a child is acceptable; the exact child first, then the lowest node id.
+    """Descend from the root while a child is acceptable; prefer the exact child, then the lowest node id.
 
     Args:
       tree: the drafted tree.
-      exact: bool[B, N]; the edge into node i carries the token the target named at its parent.
+      exact: bool[B, N]; node i holds the token that the target chose at its parent.
       allowed: the edges that are acceptable although they are not exact; None allows none.
 
     Returns:
@@ -91,34 +91,34 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
     relaxed = jnp.zeros_like(exact) if allowed is None else allowed.edges & real & ~exact
 
     def first(candidates: Array) -> Array:
-        """i32[B]: the lowest of the nodes; n where there is none."""
+        """Return i32[B]: the lowest id among the candidates; n if there is none."""
         return jnp.min(jnp.where(candidates, ids, n), axis=1)
 
-    # i32[B] each: where a row stands, relaxed edges since the last exact one, and relaxed edges in all.
+    # [B] each: current node, relaxed edges since the last exact one, relaxed edges in total, their cost, end of walk.
     node = jnp.zeros((batch,), jnp.int32)
     run = jnp.zeros((batch,), jnp.int32)
     count = jnp.zeros((batch,), jnp.int32)
     spent = jnp.zeros((batch,), jnp.float32)
     stopped = jnp.zeros((batch,), bool)
     path, relaxed_edges = [node], []
-    # One turn per depth, unrolled, as D is small; a row that has stopped stays where it is.
+    # One iteration per depth, unrolled since D is small. A stopped row keeps its node.
     for _ in range(tree.max_depth):
         child = (tree.parents == node[:, None]) & ~stopped[:, None]
         best = best_exact = first(child & exact)
         is_relaxed = jnp.zeros((batch,), bool)
         if allowed is not None:
-            may = child & relaxed & (run < allowed.max_run)[:, None]
+            can_relax = child & relaxed & (run < allowed.max_run)[:, None]
             if allowed.max_relaxed is not None:
-                may &= (count < allowed.max_relaxed)[:, None]
+                can_relax &= (count < allowed.max_relaxed)[:, None]
             if allowed.cost is not None and allowed.budget is not None:
-                may &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
-            best_relaxed = first(may)
-            # An exact sibling goes first, whatever its id: relaxing is for where the target would stop.
+                can_relax &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
+            best_relaxed = first(can_relax)
+            # An exact sibling always has priority: relax only if the strict walk would stop.
             is_relaxed = (best_exact == n) & (best_relaxed < n)
             best = jnp.where(is_relaxed, best_relaxed, best_exact)
             if allowed.cost is not None:
-                here = ids == best[:, None]  # `best` may be n, which no node is: then nothing is spent
-                spent += jnp.where(is_relaxed, jnp.sum(jnp.where(here, allowed.cost, 0.0), axis=1), 0.0)
+                is_best = ids == best[:, None]  # all False if `best` is n, and then the cost is 0
+                spent += jnp.where(is_relaxed, jnp.sum(jnp.where(is_best, allowed.cost, 0.0), axis=1), 0.0)
         stopped = best == n
         node = jnp.where(stopped, node, best)
         run = jnp.where(is_relaxed, run + 1, 0)
@@ -126,7 +126,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)
-    # Past its end a path repeats its last node, so every change of node is an accepted edge.
+    # A path repeats its last node past its end, so every change of node is an accepted edge.
     moved = path[:, 1:] != path[:, :-1]
     edges = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
     return path, jnp.sum(moved, axis=1, dtype=jnp.int32), edges
@@ -140,12 +140,12 @@ def at_parent(tree: DraftTree, values: Array) -> Array:
 
 
 def last_token(given: DraftInput) -> Array:
-    """i32[B, 1]: the last committed token of each row, which is the root of every draft."""
+    """Return i32[B, 1]: the last committed token of each row, which is the root of every draft."""
     return pick(given.tokens, given.length[:, None] - 1)
 
 
 def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array | None = None) -> DraftTree:
-    """The tree of a chain of tokens i32[B, N] whose first is the last committed token."""
+    """Build the tree of a chain of tokens i32[B, N] that begins with the last committed token."""
     batch, n = tokens.shape
     ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
     return DraftTree(
@@ -160,7 +160,7 @@ def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array |
 
 
 def said(tree: DraftTree, verdict: Verdict) -> Array:
-    """i32[B, D + 1]: the tokens after the root that a step says: those of the path, then `next_token` again and again.
+    """Return i32[B, D + 1]: the tokens that a step adds: those of the path after the root, then copies of `next_token`.
 
     >>> verdict = Verdict(path=jnp.asarray([[0, 1, 1]]), num_accepted=jnp.asarray([1]), next_token=jnp.asarray([9]),
     ...                   relaxed=jnp.zeros((1, 2), bool))
@@ -168,12 +168,12 @@ def said(tree: DraftTree, verdict: Verdict) -> Array:
     [[1, 9, 9]]
     """
     drafted = gather_path(tree.tokens, verdict.path)
-    # Entry d is the token at depth d + 1; what the last column holds does not matter, as it is never accepted.
+    # Entry d is the token at depth d + 1; the last column is arbitrary, as it is never accepted.
     drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
     place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
     return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
 
 
 def gather_path(values: Array, path: Array) -> Array:
-    """values [B, N, ...] at the nodes of path i32[B, P] -> [B, P, ...]."""
+    """Gather values [B, N, ...] at the nodes of path i32[B, P] -> [B, P, ...]."""
     return pick(values, path)

@@ -1,9 +1,9 @@
-"""Drafts that vouch for their own beginning: trusted tokens are taken without a test, and rules see what comes after.
+"""Drafts with trusted tokens: a prefix of the draft is accepted without a test, and the rule verifies the remainder.
 
 B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in tests/contrib/test_cascade.py.
 
-A rule never sees a trusted token. It gets the step as if the row had them committed already, so that every rule, its
-guards and its state hold for what comes after, and the ratios of rejection and blocks start there.
+A rule never gets a trusted token. Its evidence starts after them, as if they were already committed, so that every
+rule, its guards and its state work unchanged, and the ratios of rejection and of blocks start there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 
 
 def count_of(evidence: Evidence, rule: Any) -> Array:
-    """i32[B]: the tokens that are taken without a test.
+    """Count the trusted tokens to accept, i32[B].
 
-    None in strict rows, nor while the rule's `exact_prefix` lasts; and none from the first stop token on, which is the
-    target's to say, nor from a token that the request forbids. Trust is a beginning: it ends at the first node that is
-    not trusted.
+    It is 0 in strict rows and during the rule's `exact_prefix`. Trust is a prefix of the draft: it ends before the
+    first untrusted node, stop token (which only the target may emit) or token that the request forbids.
     """
     tree = evidence.tree
     assert tree.trusted is not None
@@ -45,53 +44,52 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
 
 
 def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
-    """The verdict of a rule on what comes after the trusted tokens, as one on the whole draft; the rule, which may have
-    kept state; and how many tokens were trusted, i32[B].
+    """Apply a rule after the trusted tokens, and return (verdict on the whole draft, rule, number of trusted i32[B]).
 
     Raises:
-      MarsError: trust in a tree that is no chain, or a verdict with arrays of its own.
+      MarsError: the draft is not a chain, or the verdict is a subclass with extra arrays.
     """
     tree = evidence.tree
     if not tree.is_chain:
         raise MarsError("a draft with trusted tokens is a tree: trust tokens of chains only.")
     count = count_of(evidence, rule)
-    found, rule = decide(rule, _after(evidence, count))
-    if type(found) is not Verdict:
+    verdict, rule = decide(rule, _shifted(evidence, count))
+    if type(verdict) is not Verdict:
         raise MarsError(
-            f"the rule returns a {type(found).__name__}, whose extra arrays cannot be shifted past trusted tokens: "
+            f"the rule returns a {type(verdict).__name__}, whose extra arrays cannot be shifted past trusted tokens: "
             "return a plain Verdict, or use a drafter without trust."
         )
-    accepted = count + found.num_accepted
-    # Edge d of the whole draft is edge d - count of what the rule saw. The first `count` edges are trusted instead.
+    accepted = count + verdict.num_accepted
+    # Edge d of the whole draft is edge d - count of the rule's draft. The first `count` edges are trusted, not relaxed.
     edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
-    relaxed = pick(found.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
+    relaxed = pick(verdict.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
     # The draft is a chain: node d is at depth d, and past its end the path repeats its last node.
     path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], accepted[:, None])
-    return dataclasses.replace(found, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
+    return dataclasses.replace(verdict, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
 
 
-def _after(evidence: Evidence, count: Array) -> Evidence:
-    """The evidence from the last trusted node on, as the root."""
+def _shifted(evidence: Evidence, count: Array) -> Evidence:
+    """Shift the evidence so that the last trusted node becomes the root."""
     tree = evidence.tree
-    # i32[B, N]: node i of what the rule sees is node i + count. Rows of one batch trust different counts, so shapes
-    # stay as they are, and nodes past the end become padding; what is gathered for them is never read.
+    # i32[B, N]: node i of the shifted tree is node i + count. Counts differ between rows, so shapes stay unchanged and
+    # nodes past the end become padding; values gathered for them are never read.
     place = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
     last = tree.tokens.shape[1] - 1
 
-    def moved(values: Array) -> Array:
+    def shift(values: Array) -> Array:
         return pick(values, jnp.minimum(place, last))
 
-    after: DraftTree = dataclasses.replace(
+    shifted_tree: DraftTree = dataclasses.replace(
         tree,
-        tokens=jnp.where(place <= last, moved(tree.tokens), NO_TOKEN),
-        draft_logits=None if tree.draft_logits is None else moved(tree.draft_logits),
+        tokens=jnp.where(place <= last, shift(tree.tokens), NO_TOKEN),
+        draft_logits=None if tree.draft_logits is None else shift(tree.draft_logits),
         trusted=None,
     )
     return dataclasses.replace(
         evidence,
-        tree=after,
+        tree=shifted_tree,
         start=evidence.start + count,
-        logits=moved(evidence.logits),
-        hidden=moved(evidence.hidden),
-        strict_nodes=None if evidence.strict_nodes is None else moved(evidence.strict_nodes),
+        logits=shift(evidence.logits),
+        hidden=shift(evidence.hidden),
+        strict_nodes=None if evidence.strict_nodes is None else shift(evidence.strict_nodes),
     )

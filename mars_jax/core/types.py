@@ -1,4 +1,4 @@
-"""The vocabulary every module shares: containers, protocols and constants. Oracle: none, it holds no logic.
+"""Containers, protocols and constants shared by all modules. Oracle: none, the module has no logic.
 
 Dimensions: B batch, N tree nodes, D tree depth, T token buffer, S cache slots, V vocabulary, E hidden size,
 M stop tokens.
@@ -29,9 +29,9 @@ NO_TOKEN = -1
 
 EXACT, RELAXED, CORRECTED, TRUSTED = 0, 1, 2, 3
 """Kinds of emitted tokens: a draft token that the strict rule accepts, one that only the relaxed rule accepts, the
-target's own token that ends a step, be it a correction or a bonus, and a draft token that was taken without a test."""
+target's token that ends a step (correction or bonus), and a draft token that was accepted without a test."""
 NO_KIND = -1
-"""Kind of what was not emitted."""
+"""Kind of an entry that was not emitted."""
 
 
 @struct.dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class DraftTree:
     Node 0 is the last committed token. A chain is `parents[:, i] == i - 1`; plain autoregression is one node.
     Padding nodes carry `NO_TOKEN` and are never accepted.
 
-    A text ends in 4. Its children are 1 and 2, and 5 follows 1; node 4 is padding:
+    In the example, the root token 4 has children 1 and 2, and 1 has the child 5; node 4 is padding.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import ancestors
@@ -52,25 +52,25 @@ class DraftTree:
     ...     max_depth=2,
     ...     is_chain=False,
     ... )
-    >>> ancestors(tree.parents, 2)[0, 3].tolist()  # node 3 sees the root, node 1 and itself
+    >>> ancestors(tree.parents, 2)[0, 3].tolist()  # node 3 attends to the root, node 1 and itself
     [True, True, False, True, False]
     """
 
     tokens: Array  # i32[B, N]; NO_TOKEN is padding
     parents: Array  # i32[B, N]; parents[:, 0] == NO_NODE and 0 <= parents[:, i] < i
     depths: Array  # i32[B, N]; depths[:, 0] == 0
-    # f32[B, N, V] or None: the processed logits (see `sampling.process`) from which the children of node i were
-    # drawn, so that softmax(draft_logits[b, i]) is the true q that faces the target's p at node i. None says that
-    # the draft is a deterministic function of the committed tokens.
+    # f32[B, N, V] or None: the processed logits (see `sampling.process`) that the children of node i were drawn from:
+    # softmax(draft_logits[b, i]) is the true q to compare with the target's p at node i. None: the draft is a
+    # deterministic function of the committed tokens.
     draft_logits: Array | None = None
-    # bool[B, N] or None: of a chain, the nodes that something cheaper than the target vouches for, from the first one
-    # on. They are taken without a test; see `core.trusted`.
+    # bool[B, N] or None: a prefix of the nodes of a chain that are accepted without a test, because a model cheaper
+    # than the target confirmed them; see `core.trusted`.
     trusted: Array | None = None
-    # [B, N, F] or None: what the drafter knew where it drew the children of a node, where a rule asks for it and the
-    # drafter has it; anything at nodes without children.
+    # [B, N, F] or None: the drafter's hidden state at each node, for drawing its children. Set only if the rule needs
+    # it and the drafter has it; arbitrary at nodes without children.
     hidden: Array | None = None
-    # f32[B] or None: the share of the tested tokens that the drafter expects to be accepted, where it can tell one
-    # draft from another; see `drafters.sized`.
+    # f32[B] or None: the fraction of tested tokens that the drafter expects to be accepted, if it can estimate that per
+    # draft; see `drafters.sized`.
     expected: Array | None = None
     max_depth: int = struct.field(pytree_node=False)  # D
     is_chain: bool = struct.field(pytree_node=False)  # each node is the child of the one before
@@ -78,18 +78,20 @@ class DraftTree:
 
 @struct.dataclass(kw_only=True)
 class Edits:
-    """Edits of the target's logits, row by row. A repetition penalty of 1 is off, and 0 for the others."""
+    """Per-row edits of the target's logits. A repetition penalty of 1 is off; the other penalties are off at 0."""
 
     bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
-    bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans one
-    repetition: Array  # f32[B]; divides positive and multiplies negative logits of tokens in prompt and text
-    presence: Array  # f32[B]; taken from the logit of every token in the text
-    frequency: Array  # f32[B]; taken from it once for every time that it is there
+    bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans a token
+    repetition: (
+        Array  # f32[B]; divides positive and multiplies negative logits of tokens in prompt and output
+    )
+    presence: Array  # f32[B]; subtracted from the logit of every token in the output
+    frequency: Array  # f32[B]; subtracted once for each occurrence in the output
 
 
 @struct.dataclass(kw_only=True)
 class Guides:
-    """Automata of rows: `Controls.guides`. The same fields hold tables in `Params.guides`, and states in the state."""
+    """Automata of rows: `Controls.guides`, with tables in `Params.guides` and states in `DecodeState.guides`."""
 
     constraint: Any = None
     span: Any = None
@@ -97,7 +99,7 @@ class Guides:
 
 @struct.dataclass(kw_only=True)
 class Controls:
-    """Everything that may differ between requests of one batch and one compilation. Build it with `make_controls`.
+    """The settings that may differ between requests of one batch without recompiling. Build them with `make_controls`.
 
     >>> from mars_jax import make_controls
     >>> controls = make_controls(2, limit=64, temperature=[0.0, 0.7], top_k=10)  # a greedy row and a sampled one
@@ -105,17 +107,17 @@ class Controls:
     ([10, 10], [False, False])
     """
 
-    temperature: Array | None  # f32[B]; 0 is greedy; None: all rows are, and nothing of drawing is compiled
+    temperature: Array | None  # f32[B]; 0 is greedy; None: all rows are greedy, and sampling is not compiled
     top_k: Array  # i32[B]; 0 is off
     top_p: Array  # f32[B]; 1 is off
     min_p: Array  # f32[B]; 0 is off
-    strict: Array  # bool[B]; True switches every lossy rule off for the row, which then gets the rule's lossless base
-    # f32[B]; nothing is drafted after a draft entropy whose square root is above it; inf is off
+    strict: Array  # bool[B]; True replaces a lossy rule by its lossless base in this row
+    # f32[B]; drafting stops after a node where the square root of the draft's entropy is above it; inf is off
     draft_stop: Array
-    limit: Array  # i32[B]; prompt and new tokens together never exceed it
+    limit: Array  # i32[B]; maximum tokens of prompt and output together
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
     edits: Edits | None = None  # of the target's logits, see `edits.make_edits`; None compiles none
-    # Where the automata of constraints and spans begin in each row, see `guide.Guides`; None compiles none.
+    # Initial automaton states of constraints and spans, `guide.Tracked` in `Guides`; None compiles none.
     guides: Guides | None = None
 
 
@@ -123,7 +125,7 @@ class Controls:
 class Verdict:
     """The accepted path down the tree, and the token that the target adds.
 
-    A chain drafts 1, 5 and 9 after 4. The target takes 1 and says 2 in place of 5, so that 9 is never reached:
+    In the example, a chain drafts 1, 5 and 9 after 4. The target accepts 1 and replaces 5 by 2, so 9 is discarded.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import chain, walk
@@ -137,12 +139,12 @@ class Verdict:
     path: Array  # i32[B, D + 1]; node ids from the root; past num_accepted it repeats the last node
     num_accepted: Array  # i32[B]; edges walked
     next_token: Array  # i32[B]; correction or bonus token
-    relaxed: Array  # bool[B, D]; edge accepted only thanks to relaxation
+    relaxed: Array  # bool[B, D]; edges that only the relaxed rule accepts
 
 
 @struct.dataclass
 class Prompts:
-    """The beginnings of rows: b texts, and how each is to go on.
+    """The prompts of b rows, with the settings, rule and key for decoding each.
 
     >>> from mars_jax import make_controls, verify
     >>> tokens, length = jax.numpy.ones((2, 32), "int32"), jax.numpy.asarray([3, 5])
@@ -151,18 +153,19 @@ class Prompts:
     [3, 5]
     """
 
-    tokens: Array  # i32[b, t]; each left-aligned in a row of its own
+    tokens: Array  # i32[b, t]; left-aligned
     length: Array  # i32[b]; 1 to t
     controls: Controls  # of b rows
-    rule: PyTree  # of the decoder's structure; each number one for all rows, or one for each
+    rule: PyTree  # of the decoder's structure; each parameter is one value or one per row
     keys: Array  # key[b], from `keys_from_seeds`
 
 
 @struct.dataclass(kw_only=True)
 class DecodeState:
-    """State of the decoding loop: exactly what the next step needs. Every leaf begins with B.
+    """State of the decoding loop: exactly the inputs of the next step. The first dimension of every leaf is B.
 
-    A prompt of three tokens in a buffer of six. Its last token is the root of the first draft, and in no cache yet:
+    The example has a prompt of three tokens in a buffer of six. Its last token is the root of the first draft, and not
+    yet cached.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify
@@ -175,23 +178,24 @@ class DecodeState:
     """
 
     tokens: Array  # i32[B, T]; tokens[b, :length[b]] are committed
-    length: Array  # i32[B]; committed tokens, the prompt included
+    length: Array  # i32[B]; committed tokens, including the prompt
     prompt_length: Array  # i32[B]; tokens of the prompt
-    done: Array  # bool[B]; nothing is added to the row any more
-    failed: Array  # bool[B]; the target's logits were not finite, and the row stopped there
-    cache: PyTree  # the target's own: only its `LanguageModel` opens it
-    draft: PyTree  # the drafter's own; leaves [B, ...]
+    done: Array  # bool[B]; the row is finished
+    failed: Array  # bool[B]; the row stopped because the target's logits were not finite
+    cache: PyTree  # opaque to all but the target's `LanguageModel`
+    draft: PyTree  # the drafter's state; leaves [B, ...]
     controls: Controls  # of the rows
-    rule: PyTree  # the rule, whose every number is [B]
+    rule: PyTree  # the rule; its parameters and state are [B, ...]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
     guides: Guides | None = None  # i32[B] each: the states of the automata of `Controls.guides`
 
 
 @struct.dataclass(kw_only=True)
 class StepInfo:
-    """Facts about one step, not carried to the next. Finished rows have `num_emitted == 0` and count nothing.
+    """Information about one step that the next does not need. Finished rows have `num_emitted == 0`.
 
-    The row of `DecodeState` drafts 1 and 0. The target takes 1, says 2 in place of 0, and 2 is `CORRECTED`:
+    In the example, the row of `DecodeState` drafts 1 and 0. The target accepts 1 and replaces 0 by 2, which is
+    `CORRECTED`.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify
@@ -213,35 +217,35 @@ class StepInfo:
     num_emitted: Array  # i32[B]; new tokens
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
     kind: Array  # i32[B, D + 1]; EXACT, RELAXED, CORRECTED or TRUSTED; NO_KIND from num_emitted on
-    # The last four are of every emitted token and in nats; 0 from num_emitted on.
+    # The last four are in nats, one per emitted token; 0 from num_emitted on.
     regret: Array  # f32[B, D + 1]; z1 - z[token], of the raw target
     log_prob: Array  # f32[B, D + 1]; log softmax(z)[token], of the raw target
-    # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, which is what RL libraries mean; at T = 0,
-    # log_prob
+    # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, the log-probability used by RL libraries; at
+    # T = 0, log_prob
     temperature_log_prob: Array
-    # f32[B, D + 1]; of the distribution that the token was drawn from, after the filters; NaN where the rule is not
-    # lossless and the row not strict, since the law of its text is not p
+    # f32[B, D + 1]; of the distribution that the token was drawn from, after the filters; NaN in non-strict rows of a
+    # lossy rule, whose output does not follow p
     processed_log_prob: Array
 
 
 class Params(NamedTuple):
-    """Weights of both models and of a rule that has some, and tables; always an argument, never closed over."""
+    """Weights of both models and of the rule, and automaton tables; always an argument, never closed over."""
 
     target: PyTree  # weights of the target
-    draft: PyTree = ()  # weights of the drafter, as it wants them
-    verify: PyTree = ()  # weights of the rule, as `Evidence.params`
-    guides: PyTree = None  # tables of automata, `guide.Guides` of `guide.Tables`; those of `Controls.guides`
+    draft: PyTree = ()  # weights of the drafter, in its own format
+    verify: PyTree = ()  # weights of the rule, which it reads as `Evidence.params`
+    guides: PyTree = None  # tables of the automata of `Controls.guides`: `Guides` of `guide.Tables`
 
 
 class ForwardOutput(NamedTuple):
-    hidden: Array  # [B, N, E]; after the final norm: what `unembed` takes
-    # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
+    hidden: Array  # [B, N, E]; after the final norm; the input of `unembed`
+    # [B, N, E] each: outputs of the requested layers, for target-coupled drafters
     features: tuple[Array, ...]
-    cache: PyTree  # with the rows of these nodes
+    cache: PyTree  # including the rows of these nodes
 
 
 class Forward(Protocol):
-    """Write the rows of N tokens at `visible.slot`, then attend to what `visible` says. tokens i32[B, N]."""
+    """Write the rows of tokens i32[B, N] at `visible.slot`, then attend to the slots that `visible` allows."""
 
     def __call__(
         self, params: PyTree, tokens: Array, visible: Visible, cache: PyTree, /
@@ -251,46 +255,46 @@ class Forward(Protocol):
 class LanguageModel(NamedTuple):
     """A decoder-only model as pure functions over a params pytree.
 
-    The cache is the model's own: only its functions open it. The defaults of `slots`, `commit` and `put` serve every
-    cache whose leaves are [B, S, ...].
+    The cache is opaque to all other code. The defaults of `slots`, `commit` and `put` work for every cache whose leaves
+    are [B, S, ...].
     """
 
     init_cache: Callable[[int, int], PyTree]  # (batch, slots) -> cache
     forward: Forward  # (params, tokens i32[B, N], visible, cache) -> ForwardOutput
     unembed: Callable[[PyTree, Array], Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
     vocab_size: int  # V
-    # What drafters that are coupled to their target ask of it; a model without them drafts with other drafters.
+    # Only drafters that are coupled to their target need the next two.
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
     # layers -> the model that returns their outputs
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
-    # (attention, mlp) of every layer -> the model without those that are False, with a cache of its own
+    # (attention, mlp) of every layer -> the model without the parts that are False, with its own cache
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit
-    # (cache, rows i32[b], new) -> cache: the b rows of another cache put into these; a row of B or more is dropped.
+    # (cache, rows i32[b], new) -> cache: put the b rows of `new` into these rows; a row of B or more is dropped.
     # Only targets need it: drafter states always have [B, ...] leaves.
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
 
 
 KEY_IMPL = "threefry2x32"
-"""The generator of row keys. Others, `rbg` among them, give a row other numbers in a batch than alone."""
+"""The generator of row keys. With others, such as `rbg`, the numbers of a row depend on its batch."""
 
 
 def keys_from_seeds(seeds: Array) -> Array:
-    """One PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` whatever JAX's default is.
+    """Make one PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` regardless of JAX's default.
 
     Returns:
       key[B]; `Prompts.keys`.
 
     Raises:
-      MarsError: seeds that are no array of whole numbers of one dimension.
+      MarsError: seeds are not a one-dimensional array of whole numbers.
 
     >>> keys_from_seeds(jax.numpy.arange(3)).shape
     (3,)
     """
-    whole = jax.numpy.issubdtype(getattr(seeds, "dtype", float), jax.numpy.integer)
-    if getattr(seeds, "ndim", None) != 1 or not whole:
+    is_integer = jax.numpy.issubdtype(getattr(seeds, "dtype", float), jax.numpy.integer)
+    if getattr(seeds, "ndim", None) != 1 or not is_integer:
         raise MarsError("keys_from_seeds takes one seed for each row: give an array, such as jnp.arange(4).")
     return jax.vmap(lambda seed: jax.random.key(seed, impl=KEY_IMPL))(seeds)

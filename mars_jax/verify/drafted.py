@@ -1,7 +1,7 @@
-"""The target's opinion of each drafted token, at the token's parent: the numbers that rules of edges compare.
+"""Statistics of each drafted token under the target's distribution at its parent, for rules that relax edges.
 
-B batch, N nodes, V vocabulary. Unless said otherwise they come from raw logits, so they are at temperature 1 whatever
-the row's temperature is. The entries of the root and of padding mean nothing. Oracle: the warpers of transformers, in
+B batch, N nodes, V vocabulary. By default they are computed from raw logits, that is, at temperature 1 regardless of
+the row's temperature. Entries of the root and of padding are garbage. Oracle: the warpers of transformers, in
 tests/verify/test_edges.py.
 """
 
@@ -15,26 +15,26 @@ from mars_jax.core.tree import at_parent
 
 
 def shortfall(evidence: Evidence) -> Array:
-    """f32[B, N]: nats by which a drafted token is less likely than the target's best one; log p(top1) - log p(x).
+    """Return f32[B, N]: log p(top1) - log p(x) in nats, for each drafted token x.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import chain
     >>> from mars_jax.verify import evidence
-    >>> given = evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), jnp.asarray([[[3.0, 1.0, 2.5], [0.0, 0.0, 0.0]]]))
-    >>> shortfall(given)[:, 1].tolist()
+    >>> inputs = evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), jnp.asarray([[[3.0, 1.0, 2.5], [0.0, 0.0, 0.0]]]))
+    >>> shortfall(inputs)[:, 1].tolist()
     [0.5]
     """
     return at_parent(evidence.tree, evidence.stats.top1) - at_drafted(evidence.tree, evidence.logits)
 
 
 def log_prob(evidence: Evidence) -> Array:
-    """f32[B, N]: log p(x)."""
+    """Return f32[B, N]: log p(x) in nats."""
     total = node_stats(evidence.logits, logsumexp=True).logsumexp
     assert total is not None
     return at_drafted(evidence.tree, evidence.logits) - at_parent(evidence.tree, total)
 
 
 def preferred(evidence: Evidence, logits: Array) -> tuple[Array, Array]:
-    """Logits f32[B, N, V] at each node's parent, and bool[B, N, V]: the tokens that they put above the drafted one."""
-    there = at_parent(evidence.tree, logits)
-    return there, there > at_drafted(evidence.tree, logits)[..., None]
+    """Return the logits f32[B, N, V] at each node's parent, and bool[B, N, V]: tokens ranked above the drafted one."""
+    parent_logits = at_parent(evidence.tree, logits)
+    return parent_logits, parent_logits > at_drafted(evidence.tree, logits)[..., None]

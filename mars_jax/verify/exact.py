@@ -21,19 +21,19 @@ from mars_jax.core.types import Verdict
 
 @struct.dataclass
 class Exact(Rule):
-    """The target names one token y per node; a child is accepted where it carries y.
+    """The target chooses one token y per node; accept the child that holds y.
 
-    y is the argmax of a greedy row and otherwise a sample of the processed distribution. Lossless for every
+    y is the argmax in a greedy row, and otherwise a sample of the processed distribution. Lossless for every
     draft that does not depend on the target's noise: greedy chains, top-k trees, n-grams. `next_token` is y
-    of the node where the walk stops. The noise is a function of the position, so that a seed gives the same text after
-    every such draft, and without one.
+    of the node where the walk stops. The noise is a function of the position, so a seed gives the same text with every
+    such draft, and without a draft.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
-    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]  # the target goes 1, 2, 3
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z)
-    >>> verdict, _ = Exact()(given)
+    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]  # the target generates 1, 2, 3
+    >>> inputs = verify.evidence(chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z)
+    >>> verdict, _ = Exact()(inputs)
     >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
     ([1], [2])
     """
@@ -44,24 +44,24 @@ class Exact(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """Do what the call does, and also take the edges that `allowed` names, unless y is a stop token there."""
+        """Verify like `__call__`, but also take the edges in `allowed`, except where y is a stop token."""
         tree, controls = evidence.tree, evidence.controls
         y = named(evidence)
-        wanted = at_parent(tree, y)  # i32[B, N]: what a node has to carry to be accepted
+        target_token = at_parent(tree, y)  # i32[B, N]: y at the parent, the token that a node must hold
         if allowed is not None:
-            allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
-        path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)
-        said = pick_one(y, path[:, -1])
-        return Verdict(path=path, num_accepted=num_accepted, next_token=said, relaxed=relaxed)
+            allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))
+        path, num_accepted, relaxed = walk(tree, tree.tokens == target_token, allowed)
+        next_token = pick_one(y, path[:, -1])
+        return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
 
 
 def named(evidence: Evidence) -> Array:
-    """i32[B, N]: the token y that the target names at each node."""
+    """Return i32[B, N]: the token y that the target chooses at each node."""
     return sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
 
 
 def exact() -> Exact:
-    """The strict rule for deterministic drafts; see `Exact`.
+    """Build the strict rule for deterministic drafts; see `Exact`.
 
     >>> exact().name
     'exact'

@@ -1,4 +1,4 @@
-"""The common part of lossy rules: the rows and first tokens that are strict, and how factories read numbers.
+"""Common parts of lossy rules: strict rows, the exact prefix, and validation of factory arguments.
 
 B batch, N nodes. Oracle: tests/verify/test_rules.py.
 """
@@ -20,29 +20,29 @@ from mars_jax.core.tree import at_parent
 
 @struct.dataclass(kw_only=True)
 class Lossy(Rule):
-    """The base of every lossy rule: the first `exact_prefix` generated tokens of a row are those of its strict base.
+    """Base class of lossy rules: the first `exact_prefix` generated tokens of a row follow its strict base.
 
-    0 by default, as in the papers. Under jailbreaks and prompt injection lossy rules lose more than their scores say.
-    One strict token restores most of it for Qwen3 and little for Llama-3 (Secure Speculative Decoding, arXiv
-    2610.08678).
+    The default is 0, as in the papers. Under jailbreaks and prompt injection, lossy rules lose more robustness than
+    their benchmark scores suggest. One strict token restores most of it for Qwen3, but little for Llama-3 (Secure
+    Speculative Decoding, arXiv 2610.08678).
     """
 
     exact_prefix: Any = np.int32(0)  # i32[] or [B]; generated tokens at the start that are strict
 
     def strict_edges(self, evidence: Evidence) -> Array:
-        """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
-        # An edge at depth d emits the row's token number `generated` + d, so what is left of the prefix is a depth.
-        left = jnp.maximum(self.exact_prefix - evidence.generated, 0)
-        return jnp.where(evidence.controls.strict, ALL_EDGES, left)
+        """Return i32[B]: edges to nodes of at most this depth are strict; all edges in strict rows."""
+        # An edge to depth d emits generated token number `generated` + d, so the remaining prefix length is a depth.
+        remaining = jnp.maximum(self.exact_prefix - evidence.generated, 0)
+        return jnp.where(evidence.controls.strict, ALL_EDGES, remaining)
 
 
 def below_strict(evidence: Evidence) -> Array | bool:
-    """bool[B, N]: the edge into a node is strict, since a span says so of the node above; False where there is none."""
+    """Return bool[B, N]: a span makes the edge into this node strict at its parent; False without spans."""
     return False if evidence.strict_nodes is None else at_parent(evidence.tree, evidence.strict_nodes)
 
 
 def number(value: Any, dtype: Any = np.float32) -> Any:
-    """A number of a rule as a strongly typed leaf, [] or [B]; a traced or device array is cast where it is.
+    """Convert a rule's parameter to a strongly typed leaf, [] or [B]; cast a traced or device array in place.
 
     >>> number(0.9).dtype, number([1, 2], np.int32).shape
     (dtype('float32'), (2,))
@@ -51,15 +51,15 @@ def number(value: Any, dtype: Any = np.float32) -> Any:
 
 
 def numbers(rule: str, given: dict[str, Any], **chosen: Any) -> dict[str, Any]:
-    """Numbers of a rule of the table, checked against its row and typed.
+    """Validate the parameters of a rule against `specs.RULES` and convert them to typed leaves.
 
     Args:
-      rule: of `specs.RULES`.
-      given: by name; one number each, or one per row.
+      rule: a name in `specs.RULES`.
+      given: name -> one number, or one per row.
       chosen: the structural choices that ranges depend on.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> numbers("mars", {"theta": 0.5, "max_relaxed_run": [1, 2]})["max_relaxed_run"].dtype
     dtype('int32')

@@ -16,39 +16,39 @@ from mars_jax.verify.retargeted import Retargeted
 
 @struct.dataclass(kw_only=True)
 class Mixture(Retargeted):
-    """DIVERSED with a static weight (arXiv 2604.07622): the text follows v = w p + (1 - w) q, w the target's `weight`.
+    """DIVERSED with a static weight w (arXiv 2604.07622): the output follows v = w p + (1 - w) q.
 
-    A drafted token x is accepted with min(1, v(x) / q(x)), else norm((v - q)+) is drawn from, which is norm((p - q)+).
-    Both distributions are those after temperature and filters. At temperature 0 the rule is exact, where transformers'
-    `assistant_ensemble_weight` compares with the best token of the mixture at temperature 1. Lossy; at weight 1 it
-    equals `rejection` bit for bit.
+    Accept a drafted token x with probability min(1, v(x) / q(x)), else draw from norm((v - q)+) = norm((p - q)+). Both
+    p and q are taken after temperature and filters. At temperature 0 the rule is exact, whereas
+    `assistant_ensemble_weight` of transformers compares with the top token of the mixture at temperature 1. Lossy; at
+    weight 1 it equals `rejection` bit for bit.
     """
 
-    weight: Any  # f32[] or [B]; 1 is lossless
+    weight: Any  # f32[] or [B]; weight of the target; 1 is lossless
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
-        # log(w p + (1 - w) q) without leaving logarithms; w = 1 gives log(0) = -inf to q's part, and p bit for bit.
+        # log(w p + (1 - w) q), computed in log space; w = 1 gives the q term log(0) = -inf, and so p bit for bit.
         weight = self.weight[:, None, None]
         return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
 
 
 def mixture(*, weight: Any = 0.5, block: bool = False, exact_prefix: Any = 0) -> Mixture:
-    """Rejection against a mixture of target and draft; see `Mixture`.
+    """Build the rule of rejection against a mixture of target and draft; see `Mixture`.
 
     Args:
       weight: of the target, from 0 to 1; the default is ours.
-      block: decide on the block as a whole, as in `rejection`.
+      block: verify the block as a whole, as in `rejection`.
       exact_prefix: as for `mars`. Every number is one value, or one per row.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(given)[0].num_accepted.sum())
+    >>> inputs = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(inputs)[0].num_accepted.sum())
     >>> [int(accepted(mixture(weight=w))) for w in (1.0, 0.5, 0.0)]
     [22, 63, 99]
     """

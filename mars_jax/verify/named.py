@@ -1,4 +1,4 @@
-"""A rule by its name: of the table, of a checkpoint, or of the user's own file.
+"""Loading of rules by name: from the table, from a checkpoint, or from a user's file.
 
 Oracle: the factories themselves, in tests/verify/test_named.py.
 """
@@ -15,18 +15,18 @@ from mars_jax.core.rule import LoadedRule, asks, structure
 
 
 def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
-    """The rule that `spec` names, with its weights where it has some.
+    """Load the rule named by `spec`, with its weights if any.
 
     Args:
-      spec: a name of `specs.RULES`, with `:PATH` for a rule with weights; or FILE.py:NAME or
+      spec: a name in `specs.RULES`, followed by `:PATH` for a rule with weights; or FILE.py:NAME or
         package.module:NAME, where NAME takes settings as keywords and returns a rule or a `LoadedRule`. The file is
-        run.
-      target: from `mars_jax.load`; a head on its features must be of its size, and is put on its mesh.
-      **settings: by name, as `specs` lists them; numbers are one value for all prompts or one for each. `base` is the
-        name of a strict rule, or such a rule, and its settings are taken too (`block`).
+        executed.
+      target: from `mars_jax.load`; a head on its features must match its size, and is placed on its mesh.
+      **settings: by name, as listed in `specs`; numbers are one value for all prompts or one per prompt. `base` is a
+        strict rule or its name; settings of the base, such as `block`, are accepted too.
 
     Raises:
-      MarsError: an unknown name or setting, a value out of range, weights that are missing or do not fit.
+      MarsError: a name or setting is unknown, a value is out of range, or weights are missing or do not fit.
 
     >>> load("mars", margin="gap", theta=1.5).rule.margin
     'gap'
@@ -34,16 +34,16 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     check_type("the rule", spec, str, "its name, such as 'mars'")
     row = specs.find(spec)
     if specs.is_own(spec):
-        return _own(spec, row, settings)
-    takes_base = "base" in row.settings and callable(settings.get("base"))  # a rule, and not the name of one
+        return _load_user_rule(spec, row, settings)
+    takes_base = "base" in row.settings and callable(settings.get("base"))  # a rule rather than its name
     base = settings.pop("base") if takes_base else None
     settled = row.settle(settings)
     keywords = {name: settled[name] for name in row.settings}
     if base is not None:
         keywords["base"] = base
     elif "base" in keywords:
-        rest = {name: value for name, value in settled.items() if name not in row.settings}
-        keywords["base"] = load(keywords["base"], **rest).rule
+        base_settings = {name: value for name, value in settled.items() if name not in row.settings}
+        keywords["base"] = load(keywords["base"], **base_settings).rule
     rule = specs.factory(row.factory)(**keywords)
     if "weights" not in row.needs:
         return LoadedRule(rule)
@@ -53,13 +53,14 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     return LoadedRule(rule, specs.factory(row.reader)(path, target))
 
 
-def _own(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
+def _load_user_rule(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
+    """Call a user's factory with checked settings."""
     factory = specs.factory(spec)
-    takes = inspect.signature(factory).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    parameters = inspect.signature(factory).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name, value in settings.items():
-        # What no text can say, such as a base, may be given in Python.
-        if name in row.settings or not (open_ended or name in takes):
+        # Parameters without a textual form, such as a base, are not listed in the row; pass them through unchecked.
+        if name in row.settings or not (open_ended or name in parameters):
             row.check(name, value)
     missing = [
         n for n, s in row.settings.items() if s.default is None and not s.optional and n not in settings
@@ -70,25 +71,25 @@ def _own(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
         )
     name = spec.rpartition(":")[2]
     try:
-        made = factory(**settings)
+        result = factory(**settings)
     except MarsError:
         raise
     except (Exception, SystemExit) as error:
         problem = user_code.failure(error, user_code.frames_in(user_code.MODULES, error), factory)
         raise MarsError(f"the rule is {spec}: {problem}; expected {name} to return a rule.") from error
-    loaded = made if isinstance(made, LoadedRule) else LoadedRule(made)
+    loaded = result if isinstance(result, LoadedRule) else LoadedRule(result)
     try:
         structure(loaded.rule)
     except MarsError:
         raise MarsError(
-            f"the rule is {spec}: {user_code.definition(factory)}: {name} returned {user_code.described(made)}; "
+            f"the rule is {spec}: {user_code.definition(factory)}: {name} returned {user_code.described(result)}; "
             "expected a rule, a struct.dataclass whose fields are numbers (docs/rules.md), or a LoadedRule."
         ) from None
     return loaded
 
 
 def needs_q(rule: Any) -> bool:
-    """True where a rule, or the rule that it is over, verifies with the true q of a sampled draft.
+    """Return whether a rule, or one of its bases, verifies with the true q of a sampled draft.
 
     >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)

@@ -21,30 +21,30 @@ from mars_jax.verify.relaxed import Relaxed, base_of
 
 @struct.dataclass(kw_only=True)
 class Nucleus(Relaxed):
-    """Nucleus acceptance (arXiv 2610.07822): a drafted token x is accepted where rejection accepts it, u <= p(x) /
-    q(x), or where it is in the nucleus of p: the tokens above it have less than `mass` of the probability.
+    """Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if rejection does, u <= p(x) / q(x), or if x is
+    in the nucleus of p, that is, if the tokens more likely than x have a total probability below `mass`.
 
-    The token that is emitted where it stops is unchanged, a draw of norm((p - q)+), so one step is off the target's law
-    by a total variation of sum((q - p)+) over the nucleus. p is the distribution that the row draws from, after
-    temperature and filters; at temperature 0 its nucleus is its best token, and the rule is exact. Lossy; `mass` = 0
-    equals `base` bit for bit.
+    After a rejection the next token is drawn from norm((p - q)+) as usual, so one step deviates from the target's
+    distribution by a total variation of sum((q - p)+) over the nucleus. p is the distribution after temperature and
+    filters; at temperature 0 its nucleus is the top token, and the rule is exact. Lossy; `mass` = 0 equals `base` bit
+    for bit.
     """
 
     mass: Any  # f32[] or [B]; from 0 to 1
 
     def relaxable(self, evidence: Evidence) -> Array:
         log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
-        there, above = drafted.preferred(evidence, log_p)
-        # f32[B, N]: the mass above x. x is in the nucleus where that is still below `mass`.
-        likelier = jnp.sum(jnp.where(above, jnp.exp(there), 0.0), axis=-1)
-        # Sums that are rounded below a mass of 1 would let in what the filters exclude.
-        return (likelier < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
+        parent_log_p, is_likelier = drafted.preferred(evidence, log_p)
+        # f32[B, N]: the probability of the tokens more likely than x; x is in the nucleus if it is below `mass`.
+        likelier_mass = jnp.sum(jnp.where(is_likelier, jnp.exp(parent_log_p), 0.0), axis=-1)
+        # A sum rounded below a mass of 1 must not admit tokens that the filters exclude.
+        return (likelier_mass < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 
 def nucleus(
     mass: Any = 0.9, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Nucleus:
-    """Nucleus acceptance; see `Nucleus`.
+    """Build the rule of nucleus acceptance; see `Nucleus`.
 
     Args:
       base: the strict rule, `rejection()` by default, as in the paper; `exact()` takes trees too.
@@ -52,17 +52,17 @@ def nucleus(
       max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
 
     Raises:
-      MarsError: a number out of its range, or a base that cannot be relaxed.
+      MarsError: a number is out of range, or the base cannot be relaxed.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.log(jnp.asarray([[[0.2, 0.5, 0.3], [0.1, 0.8, 0.1]]] * 50))
-    >>> given = verify.evidence(chain(jnp.asarray([[2, 2]] * 50, jnp.int32)), z, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 50)(given)[0].num_accepted.sum())
+    >>> inputs = verify.evidence(chain(jnp.asarray([[2, 2]] * 50, jnp.int32)), z, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 50)(inputs)[0].num_accepted.sum())
     >>> [int(accepted(nucleus(mass=m))) for m in (0.5, 0.6)]
     [15, 50]
     """
-    given = {"mass": mass, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    settings = {"mass": mass, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
     return Nucleus(
-        base=base_of(rejection() if base is None else base, "nucleus"), **numbers("nucleus", given)
+        base=base_of(rejection() if base is None else base, "nucleus"), **numbers("nucleus", settings)
     )

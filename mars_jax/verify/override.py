@@ -1,4 +1,4 @@
-"""Take on where rejection stops: what a lossy rule of edges does over it, along chains and trees alike.
+"""Relaxation of rejection: override its stops by relaxed edges, on chains and trees.
 
 B batch, N nodes, D depth. Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py.
 """
@@ -19,75 +19,76 @@ from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 
 Stretch = Callable[[Array], tuple[Array, Array]]
-"""From a node i32[B] as if it were the root: the node where the rule stops, and the token that it emits there."""
+"""Maps a start node i32[B], treated as the root, to the node where the rule stops and the token that it emits there."""
 
 
-class _At(NamedTuple):
-    """The place of each row on its way down, [B] each but `relaxed`."""
+class _WalkState(NamedTuple):
+    """Loop carry: the progress of each row down the tree, [B] each except `relaxed`."""
 
-    start: Array  # i32; the node from which the rule has started afresh
-    stop: Array  # i32; the node where it stops
-    token: Array  # i32; what it emits there
-    run: Array  # i32; relaxed edges in a row
-    spent: Array  # f32
-    relaxed: Array  # bool[B, D]
+    start: Array  # i32; start node of the current stretch
+    stop: Array  # i32; the node where the rule stops
+    token: Array  # i32; the token that it emits there
+    run: Array  # i32; consecutive relaxed edges
+    spent: Array  # f32; cost of the relaxed edges so far
+    relaxed: Array  # bool[B, D]; edges taken as relaxed
 
 
 def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) -> Verdict:
-    """The verdict of a rule that goes from node to node in stretches.
+    """Return the verdict of a rule that verifies a tree in stretches, joined by relaxed edges.
 
-    Where it stops, the first child whose edge may be relaxed is taken all the same, and the rule starts afresh from it,
-    so that what follows is verified as if it were a draft of its own.
+    When the rule stops, take the first child whose edge may be relaxed anyway, and restart the rule from it, so that
+    the tokens below are verified as a new draft.
     """
     tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
     batch, n = tree.tokens.shape
     origin = jnp.zeros((batch,), jnp.int32)
-    nothing = jnp.zeros((batch, tree.max_depth), bool)
+    no_edges = jnp.zeros((batch, tree.max_depth), bool)
     stop, token = stretch(origin)
     if allowed is None or n == 1:
-        return _verdict(tree, stop, token, nothing)
+        return _verdict(tree, stop, token, no_edges)
     ids = jnp.arange(n, dtype=jnp.int32)[None]
-    may = allowed.edges & (tree.tokens >= 0)
+    can_relax = allowed.edges & (tree.tokens >= 0)
 
-    def override(at: _At) -> tuple[Array, Array, Array, Array]:
-        """bool[B]: the walk goes on; the child i32[B] to which; and the run and the sum that the edge would join."""
-        # A child with the very token that the rule emits is no relaxation: that token comes out either way.
-        children = may & (tree.parents == at.stop[:, None]) & (tree.tokens != at.token[:, None])
-        run = jnp.where(at.stop > at.start, 0, at.run)  # accepted edges in between end the run
-        room = ~is_stop(at.token, stop_tokens) & (run < allowed.max_run)
+    def override(walk: _WalkState) -> tuple[Array, Array, Array, Array]:
+        """Return whether to relax an edge bool[B], the child i32[B], the run before the edge, and the cost with it."""
+        # A child with the token that the rule emits anyway is not a relaxation.
+        children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
+        run = jnp.where(walk.stop > walk.start, 0, walk.run)  # accepted edges in between end the run
+        may_relax = ~is_stop(walk.token, stop_tokens) & (run < allowed.max_run)
         if allowed.max_relaxed is not None:
-            room &= jnp.sum(at.relaxed, axis=1, dtype=jnp.int32) < allowed.max_relaxed
-        children &= room[:, None]
+            may_relax &= jnp.sum(walk.relaxed, axis=1, dtype=jnp.int32) < allowed.max_relaxed
+        children &= may_relax[:, None]
         if allowed.cost is not None and allowed.budget is not None:
-            children &= at.spent[:, None] + allowed.cost <= allowed.budget[:, None]
+            children &= walk.spent[:, None] + allowed.cost <= allowed.budget[:, None]
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         take, child = child < n, jnp.minimum(child, n - 1)
-        spent = at.spent if allowed.cost is None else at.spent + pick_one(allowed.cost, child)
+        spent = walk.spent if allowed.cost is None else walk.spent + pick_one(allowed.cost, child)
         return take, child, run, spent
 
-    def go_on(at: _At) -> _At:
-        take, child, run, spent = override(at)
-        start = jnp.where(take, child, at.start)
+    def continue_walk(walk: _WalkState) -> _WalkState:
+        take, child, run, spent = override(walk)
+        start = jnp.where(take, child, walk.start)
         stop, token = stretch(start)
-        # Edge d begins at depth d, where the rule had stopped.
-        here = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, at.stop)[:, None]
-        return _At(
+        # Edge d begins at depth d, the depth of the previous stop.
+        is_edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, walk.stop)[:, None]
+        return _WalkState(
             start=start,
-            stop=jnp.where(take, stop, at.stop),
-            token=jnp.where(take, token, at.token),
+            stop=jnp.where(take, stop, walk.stop),
+            token=jnp.where(take, token, walk.token),
             run=jnp.where(take, run + 1, run),
-            spent=jnp.where(take, spent, at.spent),
-            relaxed=at.relaxed | (take[:, None] & here),
+            spent=jnp.where(take, spent, walk.spent),
+            relaxed=walk.relaxed | (take[:, None] & is_edge),
         )
 
-    # A turn takes one edge in some rows, and a stretch after it; the others stay. D edges at most, so the loop ends.
-    begin = _At(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), nothing)
-    end = jax.lax.while_loop(lambda at: jnp.any(override(at)[0]), go_on, begin)
+    # Each iteration takes one relaxed edge and one stretch in some rows; other rows are unchanged. There are at most D
+    # edges, so the loop ends.
+    begin = _WalkState(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), no_edges)
+    end = jax.lax.while_loop(lambda walk: jnp.any(override(walk)[0]), continue_walk, begin)
     return _verdict(tree, end.stop, end.token, end.relaxed)
 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
-    """i32[B]"""
+    """Return i32[B]: the depth of node i32[B]."""
     return node if tree.is_chain else pick_one(tree.depths, node)
 
 
@@ -96,9 +97,9 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    # Upwards from the node where the row stops: entry D of the path first, and the same node until its own depth.
+    # Build the path upwards from the stop, entry D first; entries below its depth repeat the stop node.
     nodes = [stop]
-    for above in range(tree.max_depth, 0, -1):
+    for entry in range(tree.max_depth, 0, -1):
         parent = pick_one(tree.parents, nodes[-1])
-        nodes.append(jnp.where(above > depth, nodes[-1], parent))
+        nodes.append(jnp.where(entry > depth, nodes[-1], parent))
     return Verdict(path=jnp.stack(nodes[::-1], axis=1), num_accepted=depth, next_token=token, relaxed=relaxed)

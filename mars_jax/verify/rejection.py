@@ -1,7 +1,7 @@
-"""Speculative sampling with the true q of a sampled draft: token by token, and along chains by blocks.
+"""Speculative sampling with the true q of a sampled draft: token by token, or by blocks along chains.
 
 B batch, N nodes (K = N - 1 drafted), V vocabulary. p is the softmax of the processed target logits, q that of
-`tree.draft_logits`, or the one-hot of the drafted token where they are None. Oracle: exact enumeration of
+`tree.draft_logits`, or the one-hot of the drafted token if they are None. Oracle: exact enumeration of
 tiny vocabularies in tests/verify/test_rejection.py, of trees in tests/verify/test_siblings.py.
 """
 
@@ -29,16 +29,16 @@ from mars_jax.verify.override import overridden
 
 @struct.dataclass
 class Rejection(Rule):
-    """Accept drafted tokens so that the output follows the target exactly, whatever q is.
+    """Speculative sampling: the output follows the target exactly, for any q.
 
-    Token-wise (2211.17192, 2302.01318): accept x with min(1, p / q), else emit a sample of norm((p - q)+); a
-    sample of p follows when all are accepted. In a tree siblings that were drawn without replacement are tried one
-    after the other, each against what the ones before it left of p and q; see `siblings`. `block=True` (2403.10444)
-    decides on the block as a whole: never fewer accepted tokens in expectation, along chains only. Padding nodes
-    shorten the draft. Rows with temperature 0 are exact.
+    Token-wise (2211.17192, 2302.01318): accept x with probability min(1, p / q), else emit a sample of norm((p - q)+);
+    if all tokens are accepted, a sample of p follows. In a tree, siblings drawn without replacement are tried in order,
+    each against the residuals of p and q that earlier siblings left; see `siblings`. `block=True` (2403.10444) verifies
+    the block as a whole: never fewer accepted tokens in expectation, along chains only. Padding nodes shorten the
+    draft. Rows with temperature 0 are exact.
     """
 
-    block: bool = struct.field(pytree_node=False, default=False)  # decides on the block as a whole
+    block: bool = struct.field(pytree_node=False, default=False)  # verify the block as a whole
     lossless: ClassVar[bool] = True
 
     @property
@@ -53,16 +53,15 @@ class Rejection(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """Do what the call does, and also take the edge before which the rule stops, where `allowed` says so.
+        """Verify like `__call__`, but when the rule stops, also take the next edge if `allowed` contains it.
 
-        It is not taken where the token that the rule would emit instead is a stop token. From the relaxed token on the
-        rule starts afresh, so the tokens after it are verified as if they were a draft of their own. In blocks the
-        rest of the draft has taken part in deciding the stop, so that these are no longer samples of q, and the
-        fresh block is lossless only nearly.
+        The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token and
+        verifies the tokens below as a new draft. With blocks, the stop depended on those tokens already, so they are no
+        longer samples of q, and the new block is only approximately lossless.
         """
         if self.block:
             check_chain(evidence.tree, self.name)
-        # With p one-hot, accepting with p / q and emitting the residual is what exact does, without the sums.
+        # For a one-hot p, acceptance with p / q and the residual reduce to `exact`, without sums over the vocabulary.
         return if_greedy(
             evidence.controls,
             lambda: Exact().relax(evidence, allowed),
@@ -71,7 +70,7 @@ class Rejection(Rule):
 
 
 def check_chain(tree: DraftTree, rule: str) -> None:
-    """Raise MarsError for a tree that is no chain."""
+    """Raise MarsError if the tree is not a chain."""
     if not tree.is_chain:
         raise MarsError(
             f"{rule} needs a chain of drafted tokens and got a tree: verify trees with exact() or rejection()."
@@ -83,20 +82,20 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
 
     Args:
       evidence: of the step.
-      log_v: f32[B, N, V]; processed logits of what the output is to follow: the target's, or another distribution.
-      allowed: the edges that may be relaxed where the rule stops.
-      block: by blocks instead of token by token; chains only.
+      log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, such as the target's.
+      allowed: the edges that may be relaxed when the rule stops.
+      block: verify by blocks instead of token by token; chains only.
     """
-    # Acceptance and the emitted token use different keys: the residual is drawn independently of the u that refused.
+    # Acceptance and emission use different keys: the residual must be drawn independently of the u that rejected.
     accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
     if not evidence.tree.is_chain:
-        along = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
-        return overridden(evidence, along, allowed)
+        tree_stretch = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
+        return overridden(evidence, tree_stretch, allowed)
     ratios = _Ratios.of(evidence.tree, log_v)
 
     def stretch(start: Array) -> tuple[Array, Array]:
         if block:
-            # A block decides on all of its numbers at once, so that the next one may see none of them again.
+            # A block's decision depends on all of its uniforms, so the next block must not reuse any of them.
             keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
             stop, scale = _block_stop(ratios, node_uniforms(keys, evidence.positions), start)
         else:
@@ -109,7 +108,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
 
 @dataclasses.dataclass(frozen=True)
 class _Ratios:
-    """The common input of both rules: p and q at the drafted tokens, and their distributions."""
+    """Common inputs of both rules: p and q at the drafted tokens, and their distributions."""
 
     tree: DraftTree
     length: Array  # i32[B]; drafted tokens before the first padding node
@@ -121,7 +120,7 @@ class _Ratios:
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
-        """The ratios of a tree, against the processed logits f32[B, N, V] that its tokens are verified with."""
+        """Compute the ratios of a chain's tokens under the processed logits f32[B, N, V]."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
         norm_p = jax.nn.logsumexp(log_p, axis=-1)
@@ -129,63 +128,67 @@ class _Ratios:
 
         def at_drafted(logits: Array, norm: Array) -> Array:
             picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
-            # Row i of the logits predicts node i + 1, and the last row predicts none: hence `norm[:, :-1]`, f32[B, K].
-            # A q rounded above 1 would refuse a token that is certain.
+            # Row i of the logits predicts node i + 1, and the last row no node: use `norm[:, :-1]`, f32[B, K]. Clamp at
+            # log 1, since a q rounded above 1 could reject a certain token.
             return jnp.minimum(picked - norm[:, :-1], 0.0)
 
-        # Where the draft is deterministic q is 1 at the drafted token, so log p is log(p / q).
+        # For a deterministic draft, q is 1 at the drafted token, so log p is log(p / q).
         ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
             ratio = ratio - at_drafted(log_q, norm_q)
-        # NaN is a token that neither p nor q allows: refused.
+        # NaN marks a token of probability 0 under both p and q: reject it.
         return _Ratios(
             tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio))
         )
 
     def p(self) -> Array:
-        """f32[B, K, V]"""
+        """Return p at the nodes that predict drafted tokens, f32[B, K, V]."""
         return jnp.exp(self.log_p[:, :-1] - self.norm_p[:, :-1, None])
 
     def q(self) -> Array:
-        """f32[B, K, V]"""
+        """Return q at the same nodes, f32[B, K, V]."""
         if self.log_q is None or self.norm_q is None:
             ids = jnp.arange(self.log_p.shape[-1], dtype=jnp.int32)[None, None]
             return (self.tree.tokens[:, 1:, None] == ids).astype(jnp.float32)
         return jnp.exp(self.log_q[:, :-1] - self.norm_q[:, :-1, None])
 
     def residual(self, stop: Array, scale: Array) -> Array:
-        """Weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, and p after the last
-        token."""
+        """Return weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, or p after the last token."""
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
         if self.log_q is None or self.norm_q is None:
             following = jnp.pad(self.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
-            refused = pick_one(following, stop)
-            q = (refused[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
+            rejected = pick_one(following, stop)
+            q = (rejected[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
             q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
-        # After the last drafted token nothing was refused, and the bonus token is drawn from p.
-        # Where p equals q up to rounding nothing may be left; then p itself is within rounding of right.
+        # After the last drafted token no token was rejected, and the bonus token is drawn from p. If p equals q up to
+        # rounding, the residual may vanish; then p itself is correct up to rounding.
         use_p = (stop >= self.length) | ~(jnp.sum(weights, axis=-1) > 0)
         return jnp.where(use_p[:, None], p, weights)
 
 
 def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
-    """Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318. -> (stop i32[B], scale of p
-    f32[B])."""
+    """Find the stop by token-wise rejection: Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318.
+
+    Returns (stop i32[B], scale of p f32[B]).
+    """
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
-    # Edge i leads to node i + 1, whose uniform is that of its own position. u < p / q is u < min(1, p / q), as u < 1.
+    # Edge i leads to node i + 1, and uses the uniform of that node's position. As u < 1, u < p / q is
+    # u < min(1, p / q).
     accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
-    # A stretch begins at node `start`: the edges up to it are taken already.
+    # The edges up to node `start` have been taken already.
     accepted = accepted | (edge < start[:, None])
     return leading(accepted), jnp.ones(start.shape, jnp.float32)
 
 
 def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
-    """Block verification, Sun et al. 2403.10444, Algorithm 2. -> (stop i32[B], scale of p f32[B]).
+    """Find the stop by block verification: Sun et al. 2403.10444, Algorithm 2.
 
-    r is the running min(r p / q, 1); the longest prefix i with u_i < h_i is kept, not the first failure.
+    r is the running min(r p / q, 1). Accept the longest prefix i with u_i < h_i, even if shorter ones fail.
+
+    Returns (stop i32[B], scale of p f32[B]).
     """
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
@@ -193,27 +196,30 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
     r = jnp.stack(r, axis=1)  # f32[B, N]
-    # m_i of the paper, f32[B, K]: what p, scaled by r_i, has above q at the next token. Node N - 1 has no next token.
-    left = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
-    left = jnp.pad(left, ((0, 0), (0, 1)))
-    over = left + 1.0 - r  # so h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token
-    # 0 / 0 is r = 1 with p = q after it: the prefix is certain, and so is a longer one.
+    # m_i of the paper, f32[B, K]: the mass of (r_i p - q)+ at the next token. Node N - 1 has no next token.
+    m = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
+    m = jnp.pad(m, ((0, 0), (0, 1)))
+    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. 0 / 0 means r = 1 and then p = q: the prefix
+    # is certain, and so is a longer one.
+    divisor = m + 1.0 - r
     h = jnp.where(
-        node == ratios.length[:, None], r, jnp.where(over > 0, left / jnp.where(over > 0, over, 1.0), 1.0)
+        node == ratios.length[:, None],
+        r,
+        jnp.where(divisor > 0, m / jnp.where(divisor > 0, divisor, 1.0), 1.0),
     )
-    # The longest prefix that passes, whatever shorter ones did; the stretch's own start passes always.
+    # The longest prefix that passes; the start of the stretch always passes.
     keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)
 
 
 def rejection(block: bool = False) -> Rejection:
-    """Speculative sampling; see `Rejection`.
+    """Build the rule of speculative sampling; see `Rejection`.
 
     Args:
-      block: decide on the block as a whole.
+      block: verify the block as a whole.
 
-    Raises (when called): MarsError where `block` meets a tree that is not a chain.
+    Raises (when called): MarsError if `block` is set and the tree is not a chain.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

@@ -1,4 +1,4 @@
-"""Relaxing edges: a strict rule, and the edges that a lossy rule lets it take as well.
+"""Rules that relax edges: a strict rule plus the edges that it may take in addition.
 
 B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every rule of the table.
 """
@@ -28,51 +28,56 @@ from mars_jax.verify.rejection import Rejection
 
 @struct.dataclass(kw_only=True)
 class Relaxed(Lossy):
-    """Base of rules that also accept some edges that a strict rule refuses. Subclass it to write a rule of edges.
+    """Base class of rules that accept some edges that a strict rule rejects. Subclass it to write such a rule.
 
-    A subclass defines `low`, the nodes at which the target's runner-up is as good as its best token, or `relaxable`,
-    the edges themselves. `max_relaxed_run` bounds relaxed edges in a row and `max_relaxed` those of a step. `cost` and
-    `spend` bound the sum over the relaxed edges of a row's whole text; the remaining budget is state of the rule.
+    A subclass defines `low`, the nodes at which the target's runner-up is as good as its top token, or `relaxable`, the
+    edges themselves. `max_relaxed_run` limits consecutive relaxed edges, and `max_relaxed` those of a step. `cost` and
+    `spend` limit the sum over the relaxed edges of a row's whole text; the remaining budget is state of the rule.
 
-    This class takes care of the rest: an exact sibling goes first; strict rows and spans, the exact
-    prefix, padding, tokens that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or
-    the one that the base would emit) are never relaxed.
+    This class implements the guards: an exact sibling has priority; strict rows and spans, the exact prefix, padding,
+    tokens forbidden by a ban or a constraint, and stop tokens (the drafted token, the target's top token, or the token
+    that the base would emit) are never relaxed.
     """
 
     base: Any = Exact()  # Exact or Rejection
-    max_relaxed_run: Any = np.int32(UNLIMITED_RUN)  # i32[] or [B]; relaxed tokens allowed in a row
-    max_relaxed: Any = None  # i32[] or [B]; relaxed tokens allowed in a step; None is any
+    max_relaxed_run: Any = np.int32(UNLIMITED_RUN)  # i32[] or [B]; maximum consecutive relaxed tokens
+    max_relaxed: Any = None  # i32[] or [B]; maximum relaxed tokens per step; None is unlimited
 
     @property
     def name(self) -> str:
         return over(type(self).__name__.lower(), self.base)
 
     def low(self, evidence: Evidence) -> Array:
-        """bool[B, N]: the nodes where the target is nearly indifferent, so that its runner-up will do."""
+        """Return bool[B, N]: nodes where the target is nearly indifferent, so that its runner-up is acceptable."""
         raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method low or relaxable.")
 
     def relaxable(self, evidence: Evidence) -> Array:
-        """bool[B, N]: the edges into these nodes may be relaxed; by default those into one of the target's two best
-        tokens, at nodes where `low`."""
+        """Return bool[B, N]: nodes whose incoming edge may be relaxed.
+
+        By default these hold one of the target's two best tokens, at a parent where `low`.
+        """
         shape = evidence.tree.tokens.shape
         low = _spread(self.low(evidence), shape)
         check_array(self, "low", low, "bool", shape)
         return runner_up_edges(evidence, low)
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
-        """The cost of relaxing the edge into each node, f32[B, N], and each row's budget left, f32[B]; None is free."""
+        """Return the cost of relaxing the edge into each node, f32[B, N], and each row's remaining budget, f32[B].
+
+        None means no cost and no limit.
+        """
         return None
 
     def spend(self, left: Array) -> Self:
-        """The rule after a step that left its rows f32[B] to spend."""
+        """Return the rule with the remaining budget f32[B] after a step."""
         raise MarsError(
             f"the rule {type(self).__name__} has a cost and keeps no budget: give it a method spend."
         )
 
     def guarded(self, evidence: Evidence) -> Array:
-        """bool[B, N]: of the edges that are `relaxable` those that any rule may relax."""
+        """Return bool[B, N]: the `relaxable` edges that pass the guards."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
-        # Guards look at the edge into a node: at its own token x, and at the parent, by whose logits x is judged.
+        # Guards test the edge into a node: its token x, and its parent, whose logits judge x.
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
@@ -95,9 +100,9 @@ class Relaxed(Lossy):
             return verdict, self
         # f32[B, D]: edge d leads into path[d + 1].
         paid = jnp.where(verdict.relaxed, gather_path(cost, verdict.path[:, 1:]), 0.0)
-        after = self.spend(budget - jnp.sum(paid, axis=1))
-        check_same_rule(self, "spend", after)
-        return verdict, after
+        next_rule = self.spend(budget - jnp.sum(paid, axis=1))
+        check_same_rule(self, "spend", next_rule)
+        return verdict, next_rule
 
     def _cost_and_budget(self, evidence: Evidence) -> tuple[Array, Array] | tuple[None, None]:
         result = self.cost(evidence)
@@ -121,15 +126,15 @@ def _spread(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 def over(name: str, base: Any) -> str:
-    """The name of a rule over its base; the usual base is not mentioned."""
+    """Name a rule with its base; omit the default base `exact`."""
     return name if isinstance(base, Exact) else f"{name} over {base.name}"
 
 
 def base_of(base: Any, rule: str) -> Any:
-    """The strict rule that a factory was given, `exact()` by default.
+    """Check the strict rule passed to a factory, `exact()` by default.
 
     Raises:
-      MarsError: a rule that cannot be relaxed.
+      MarsError: the rule cannot be relaxed.
     """
     if base is not None and not isinstance(base, Exact | Rejection):
         raise MarsError(
@@ -139,7 +144,7 @@ def base_of(base: Any, rule: str) -> Any:
 
 
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:
-    """bool[B, N]: the edges into one of the target's two best tokens, at nodes where `low` bool[B, N]."""
+    """Return bool[B, N]: edges into one of the target's two best tokens, at parents where `low` bool[B, N]."""
     tree, stats = evidence.tree, evidence.stats
     best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
     return at_parent(tree, low) & best

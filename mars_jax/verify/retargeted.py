@@ -1,4 +1,4 @@
-"""Changing the target distribution: rejection against another one than the target's.
+"""Rejection against another distribution than the target's.
 
 B batch, N nodes, V vocabulary. Oracle: exact enumeration in tests/verify/test_distributions.py.
 """
@@ -24,16 +24,16 @@ from mars_jax.verify.rejection import Rejection, check_chain, verify_draft
 
 @struct.dataclass(kw_only=True)
 class Retargeted(Lossy):
-    """Verify drafts against a distribution v in place of the target's p, by rejection: the output follows v.
+    """Base class of rules that verify drafts by rejection against a distribution v instead of the target's p.
 
-    Subclass it to write a rule of distributions (mixtures, lenience, cascades of distributions): `target` says what v
-    is. This class does the rest: v is without what a constraint or a ban forbids; strict rows, the exact prefix, rows
-    at temperature 0 and the token after the draft, which has no q, follow p by the same rule. A tree must be drawn from
-    its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
+    The output follows v. Subclass it to write a rule such as a mixture, lenience or a cascade of distributions: define
+    v by `target`. This class masks tokens of v that a constraint or a ban forbids, and uses p for strict rows, the
+    exact prefix, rows at temperature 0 and the token after the draft, which has no q. A tree must be sampled from its
+    q. If v depends on the drafted token, of which a tree has several, set `chains_only = True`.
     """
 
     block: bool = struct.field(pytree_node=False, default=False)  # verify by blocks, along chains
-    chains_only: ClassVar[bool] = False  # refuses trees
+    chains_only: ClassVar[bool] = False  # whether trees are rejected with an error
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -41,16 +41,16 @@ class Retargeted(Lossy):
 
     @property
     def base(self) -> Rejection:
-        """The lossless rule that strict rows get."""
+        """The lossless rule of strict rows."""
         return Rejection(block=self.block)
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
-        """log v, unnormalised, f32[B, N, V].
+        """Return log v, unnormalised, f32[B, N, V].
 
         Args:
           log_p: f32[B, N, V]; normalised, of the processed target.
-          log_q: f32[B, N, V]; normalised, of the draft, -inf for what it cannot draw; one-hot where the draft is
-            deterministic. At nodes after which nothing is drafted it is log_p.
+          log_q: f32[B, N, V]; normalised, of the draft; -inf for tokens it cannot draw, one-hot for a deterministic
+            draft. At nodes without children it is log_p.
           evidence: of the step.
         """
         raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method target.")
@@ -68,7 +68,7 @@ class Retargeted(Lossy):
         def retargeted() -> Verdict:
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
             ends = ~_has_children(evidence.tree)
-            # Node i decides on the edges below it, which are one deeper.
+            # Node i judges the edges below it, whose depth is one larger.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
             follows_p |= greedy[:, None] | ends
             if evidence.strict_nodes is not None:
@@ -76,35 +76,35 @@ class Retargeted(Lossy):
             log_v = self.target(log_p, _log_q(evidence, ends, log_p), evidence)
             check_array(self, "target", log_v, "floating", log_p.shape)
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
-                # A draft that heeds neither a constraint nor a ban has tokens in q that v must not have from it.
+                # The draft may give probability to forbidden tokens, which v must not inherit from q.
                 log_v = jnp.where(evidence.logits > -jnp.inf, log_v, -jnp.inf)
-                nothing = jnp.max(log_v, axis=-1, keepdims=True) == -jnp.inf
-                log_v = jnp.where(nothing, log_p, log_v)
+                is_empty = jnp.max(log_v, axis=-1, keepdims=True) == -jnp.inf
+                log_v = jnp.where(is_empty, log_p, log_v)
             return verify_draft(evidence, jnp.where(follows_p[..., None], log_p, log_v), None, self.block)
 
         return if_greedy(evidence.controls, lambda: Exact().relax(evidence, None), retargeted), self
 
 
 def following(evidence: Evidence) -> Array:
-    """i32[B, N]: the token that is drafted after each node of a chain; NO_TOKEN where none is."""
+    """Return i32[B, N]: the token drafted after each node of a chain; NO_TOKEN if there is none."""
     return jnp.pad(evidence.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
 
 
 def _has_children(tree: DraftTree) -> Array:
-    """bool[B, N]: something is drafted after the node."""
+    """Return bool[B, N]: whether the node has a child that is not padding."""
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
-    # bool[B, N, N], entry [b, i, j]: node j is a child of node i, and no padding.
+    # bool[B, N, N], entry [b, i, j]: node j is a child of node i and not padding.
     nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
     return jnp.any((tree.parents[:, None] == nodes) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
     if evidence.tree.draft_logits is None:
-        # The one-hot of the token that was drafted after each node; NO_TOKEN matches none.
+        # The one-hot of the token drafted after each node; NO_TOKEN matches no token.
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
         log_q = jnp.where(ids == following(evidence)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
-    # Where nothing is drafted there is no q; log p stands in, and v is not used there.
+    # Nodes without children have no q; log p is a placeholder, since v is not used there.
     return jnp.where(ends[..., None], log_p, log_q)

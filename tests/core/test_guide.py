@@ -15,7 +15,7 @@ from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
-from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
+from mars_jax.core.guide import DEAD, Guide, Guides, _mask, _mask_by_words, narrowed
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
 from tests.helpers import begin, ragged, slow_but
@@ -155,7 +155,7 @@ def test_both_forms_keep_the_tokens_whose_bits_are_set():
     want = (words[..., tokens % 5] >> (tokens // 5).astype(np.uint32)) & 1
     for count in (160, 150):
         logits = jnp.asarray(rng.normal(size=(2, 3, count)), jnp.float32)
-        for form in (_kept, _kept_by_words):
+        for form in (_mask, _mask_by_words):
             made = np.asarray(form(jnp.asarray(words), logits))
             np.testing.assert_array_equal(made, np.where(want[..., :count], logits, -np.inf))
 
