@@ -73,7 +73,7 @@ class Int4:
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
     scale: Array  # f16[in / G, out]; the matrix is values * scale + offset, of each group
     offset: Array  # f32[in / G, out]
-    # That of the matrix it stands for.
+    # Of the matrix that it represents.
     dtype: Any = struct.field(pytree_node=False)
 
     @property
@@ -85,14 +85,14 @@ class Int4:
         return self.values.shape[1]
 
     def astype(self, dtype: Any) -> Array:
-        """Return the matrix itself."""
+        """Return the dequantised matrix."""
         scale, offset = (x.astype(jnp.float32)[:, None] for x in (self.scale, self.offset))
         wide = self.values.astype(jnp.float32) * scale + offset
         return wide.reshape(-1, wide.shape[-1]).T.astype(dtype)
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the fields of a matrix of a shape, in their order; groups are divided if they can be."""
+        """Return the fields of a matrix of this shape, in order; groups are sharded if they divide evenly."""
         size = group or group_size(shape[1])
         assert size is not None  # by `bits_of`
         outputs, groups = shape[0], shape[1] // size
@@ -111,7 +111,7 @@ class Int4:
 
 Quantized = Int8 | Int4
 FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
-"""Forms of a matrix by its bits. `leaves` of one says the arrays that it is made of."""
+"""Quantised matrix types by bits. Their `leaves` lists the arrays that they consist of."""
 
 
 def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ def trials(monkeypatch):
         return untried(function, options, structure, shapes)
 
     monkeypatch.setattr(trial, "_failure", counting)
-    monkeypatch.setattr(trial, "_told", set())
+    monkeypatch.setattr(trial, "_logged", set())
     # What was compiled with another choice of kernels, or will be, is nothing for other tests.
     jax.clear_caches()
     yield made
