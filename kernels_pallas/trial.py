@@ -1,4 +1,4 @@
-"""Whether default kernels run: a switch for all of them, and a trial compilation of each.
+"""Decision whether default kernels run: a switch for all of them, and a trial compilation of each.
 
 Kernels are compiled as part of a program, so one that does not compile would make the whole program fail. So each
 kernel is first compiled separately, on the local chip. Without a chip, as when a program is compiled ahead of time for

@@ -66,8 +66,8 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 class Attend(Protocol):
     """Attention of a layer's nodes to their visible keys and values, after writing the nodes' own to the cache.
 
-    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values [B, N, K, D], or None
-    if they are already in the cache. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
+    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values [B, N, K, D], or
+    None if they are already in the cache. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
     """
 
     def __call__(
