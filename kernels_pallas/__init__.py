@@ -1,4 +1,4 @@
-"""Margin-aware acceptance and attention over drafted trees as kernels. This package imports jax only."""
+"""Kernels for margin-aware acceptance and for attention over drafted trees. The package depends only on jax."""
 
 from kernels_pallas.api import margin_accept, margin_stats
 from kernels_pallas.attend_tree import tree_attention, write_and_attend

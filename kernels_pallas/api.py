@@ -1,4 +1,4 @@
-"""The operations: `margin_stats`, the two largest logits of each row, and `margin_accept`, what MARS makes of them.
+"""The operations `margin_stats`, the two largest logits of each row, and `margin_accept`, MARS's decision from them.
 
 B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Both read the vocabulary once. Oracles:
 `reference.margin_stats` and `reference.decide`; numpy and a walk in plain Python in tests/kernels/.
@@ -27,17 +27,16 @@ def margin_stats(
     blocks: TpuBlocks | None = None,
     interpret: Any = False,
 ) -> MarginStats:
-    """Statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
+    """Compute the statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
 
-    They serve decisions, so no gradient flows through them.
+    They are for decisions, so no gradient flows through them.
 
     Args:
-      logits: raw logits; `-inf` where a token is masked.
-      logsumexp: also return it. Greedy decoding needs none, and without it none is computed.
-      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. None is "partitioned"
-        where XLA spreads the program over devices by itself and on GPUs, else "pallas_tpu" where the program
-        is lowered for a TPU, and "xla" everywhere else. A named one is never replaced: on another platform it
-        fails.
+      logits: raw logits; `-inf` for masked tokens.
+      logsumexp: also compute the logsumexp, which greedy decoding does not need.
+      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. None is "partitioned" on GPUs
+        and if XLA partitions the program over devices; otherwise "pallas_tpu" if the program is lowered for a TPU, else
+        "xla". A named implementation is never replaced: on another platform it fails.
       blocks: block sizes of the named kernel.
       interpret: run the named kernel on CPU: True, or `pltpu.InterpretParams(...)`.
 
@@ -74,28 +73,28 @@ def margin_accept(
 ) -> Acceptance:
     """Margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) over a tree of drafted tokens.
 
-    At every node the target names one token y. The walk descends from the root to the child that carries y;
-    where there is none, to the lowest child whose token is one of the two largest logits of a node with a low
-    margin. It relaxes nothing in strict rows, on strict edges, over stop tokens (the drafted token, y or the
-    largest), or beyond `max_relaxed_run` in a row. On TPU all of it happens in one kernel, whose last block
-    decides and walks.
+    At every node the target has one token y. The walk descends from the root to the child with token y. If there is
+    none and the margin of the node is low, it descends to the first child whose token is one of the two largest logits.
+    It relaxes nothing in strict rows, on strict edges, if the drafted token, y or the largest logit is a stop token, or
+    after `max_relaxed_run` consecutive relaxed tokens. On TPU one kernel does all of this; its last block decides and
+    walks.
 
     Args:
       logits: raw target logits [B, N, V], bfloat16 or float32.
       tokens: i32[B, N]; node 0 is the last committed token; -1 is padding and is never accepted.
       parents: i32[B, N]; -1 for node 0, else the index of an earlier node.
-      y: i32[B, N]; the largest logit where it is negative, as at temperature 0, and everywhere for None.
-      controls: per-row numbers: `AcceptControls`, or anything that has its fields.
+      y: i32[B, N]; a negative value, as at temperature 0, or None stands for the token of the largest logit.
+      controls: numbers per row: `AcceptControls`, or any object with its fields.
       max_depth: D.
       margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
       logsumexp: also return it per node.
       implementation, blocks, interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: unknown margin, or what `margin_stats` raises.
+      ValueError: an unknown margin, or as `margin_stats`.
 
     >>> import jax.numpy as jnp
-    >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])  # the draft says 0, the target's second best
+    >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])  # the draft is 0, the target's second best token
     >>> row = AcceptControls(jnp.asarray([0.85]), jnp.asarray([False]), jnp.asarray([8]), jnp.asarray([[-1]]))
     >>> out = margin_accept(z, jnp.asarray([[2, 0]]), jnp.asarray([[-1, 0]]), None, row, max_depth=1)
     >>> out.relaxed.tolist(), out.next_token.tolist()
@@ -109,8 +108,8 @@ def margin_accept(
         stats: Callable[..., MarginStats], decide: Callable[..., Acceptance]
     ) -> Callable[..., Acceptance]:
         def form(logits, tokens, parents, y, controls, **kernel_options):
-            found = stats(logits, logsumexp=logsumexp, **kernel_options)
-            return decide(found, tokens, parents, y, controls, **options)
+            margin_statistics = stats(logits, logsumexp=logsumexp, **kernel_options)
+            return decide(margin_statistics, tokens, parents, y, controls, **options)
 
         return form
 

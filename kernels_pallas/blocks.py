@@ -1,4 +1,4 @@
-"""Block sizes: what is legal, and what is chosen where the caller names none.
+"""Block sizes of the kernels: validation and defaults.
 
 R rows = B trees * N nodes, V vocabulary.
 """
@@ -14,42 +14,41 @@ LANES = 128
 SUBLANES = 8
 """Rows of a float32 vector register; two bfloat16 rows share one, so bfloat16 blocks come in 16."""
 BLOCK_BYTES = 2 * 2**20
-"""Bytes of logits per block. Two are in flight, and together with the state they stay far below the 16 MiB of
-fast memory that every generation grants a kernel by default."""
+"""Bytes of logits per block. Two blocks are in flight; with the state they stay far below the 16 MiB of VMEM that a
+kernel gets by default on every generation."""
 MAX_ROWS = 1024
-"""Rows per block. The state takes 2.5 KiB a row."""
+"""Maximum number of rows per block. The state takes 2.5 KiB per row."""
 
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
-"""Kinds of devices, as jax names them, whose two cores share a kernel's work: v4 and v5p."""
+"""Device kinds (jax's names) with two cores that share a kernel's work: v4 and v5p."""
 
 
 class BlockError(ValueError):
-    """A block size that the hardware, or this package, cannot serve."""
+    """A block size that the hardware or this package does not support."""
 
 
 class TpuBlocks(NamedTuple):
-    """Block of the TPU kernels: `trees` whole trees (rows, where there are no trees) by `tokens` of the
-    vocabulary."""
+    """Block of the TPU kernels: `trees` whole trees (or rows, for plain logits) by `tokens` of the vocabulary."""
 
-    trees: int  # of a block
-    tokens: int  # of a block
+    trees: int  # per block
+    tokens: int  # per block
 
 
 def tile_rows(dtype) -> int:
-    """Rows of one tile of a matrix of `dtype`: 8 of float32, 16 of bfloat16."""
+    """Return the rows of one tile of a matrix: 8 for float32, 16 for bfloat16."""
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
 def tpu_blocks(
     blocks: TpuBlocks | None, *, trees: int, nodes: int, vocab: int, dtype, group: int
 ) -> TpuBlocks:
-    """`blocks` where it is legal, or the default.
+    """Return `blocks` after validation, or the default if it is None.
 
     Args:
-      group: a block takes a multiple of this many trees, or all of them.
+      group: a block must hold a multiple of this many trees, or all of them.
 
     Raises:
-      BlockError: with what is wrong and what would be right.
+      BlockError: the blocks are not legal for these shapes.
     """
     itemsize = _itemsize(dtype)
     if trees == 0 or nodes == 0 or vocab == 0:
@@ -73,7 +72,7 @@ def tpu_blocks(
 
 
 def fits(trees: int, nodes: int, group: int) -> bool:
-    """True where the fewest trees that make a block fit in one."""
+    """Return whether the smallest legal number of trees fits into a block."""
     return min(trees, group) * nodes <= MAX_ROWS
 
 
@@ -81,12 +80,12 @@ def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> T
     if trees <= group:
         block_trees = trees
     else:
-        # Two blocks or more, so that the chips with two cores (v4, v5p) share the rows; about 256 rows each.
-        wanted = max(min(256 // nodes, trees // 2), 1)
-        block_trees = -(-wanted // group) * group
-    # Rows as they lie in memory: each tree's nodes are padded to whole registers of SUBLANES rows.
-    padded = block_trees * -(-nodes // SUBLANES) * SUBLANES if nodes > 1 else max(block_trees, SUBLANES)
-    tokens = min(BLOCK_BYTES // (padded * itemsize), 4096, -(-vocab // LANES) * LANES)
+        # About 256 rows per block, and at least two blocks, which chips with two cores (v4, v5p) share.
+        target_trees = max(min(256 // nodes, trees // 2), 1)
+        block_trees = -(-target_trees // group) * group
+    # Rows in memory: the nodes of each tree are padded to a multiple of SUBLANES rows.
+    padded_rows = block_trees * -(-nodes // SUBLANES) * SUBLANES if nodes > 1 else max(block_trees, SUBLANES)
+    tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, -(-vocab // LANES) * LANES)
     return TpuBlocks(block_trees, max(tokens // LANES, 1) * LANES)
 
 
@@ -98,11 +97,11 @@ def _itemsize(dtype) -> int:
 
 
 TOP_K_BYTES = 4 * 2**20
-"""Bytes of logits per block of `top_k`, which holds whole rows. Two are in flight."""
+"""Bytes of logits per block of `top_k`, which holds whole rows. Two blocks are in flight."""
 
 
 def top_k_fits(vocab: int, k: int) -> bool:
-    """True where a block of rows with `vocab` tokens fits into fast memory, and k entries into a vector.
+    """Return whether a block of rows of `vocab` tokens fits into VMEM, and k entries into a vector.
 
     >>> top_k_fits(32000, 10), top_k_fits(262144, 10)
     (True, False)
@@ -111,16 +110,15 @@ def top_k_fits(vocab: int, k: int) -> bool:
 
 
 class AttentionBlocks(NamedTuple):
-    """Blocks of the attention kernel: `slots` of the cache and `queries` of a row at a time; `buffers` blocks of slots
-    are on the chip or on their way to it."""
+    """Blocks of the attention kernel."""
 
-    slots: int  # of a block of the cache
-    queries: int  # of a block
-    buffers: int = 4  # blocks on the chip
+    slots: int  # cache slots per block
+    queries: int  # queries of one row per block
+    buffers: int = 4  # blocks of slots that are in VMEM or being copied to it
 
 
 ATTENTION_BYTES = 2**19
-"""Bytes of keys per block. Four blocks of keys and of values are 4 MiB of fast memory."""
+"""Bytes of keys per block. Four blocks of keys and four of values take 4 MiB of VMEM."""
 
 
 def attention_blocks(
@@ -134,15 +132,15 @@ def attention_blocks(
     dtype,
     scaled: bool,
 ) -> tuple[AttentionBlocks, int]:
-    """`blocks` where they are legal or the default, and what the first slot of a block is a multiple of.
+    """Return `blocks` after validation, or the default if it is None, and the alignment of a block's first slot.
 
     Args:
       n, heads, group, dim, slots: N, K, G, D and S.
       dtype: of the keys and values.
-      scaled: they have scales.
+      scaled: whether keys and values have scales.
 
     Raises:
-      BlockError: the blocks or the cache are nothing that the kernel can read.
+      BlockError: the kernel cannot read such blocks or such a cache.
     """
     itemsize = jnp.dtype(dtype).itemsize
     packing = 4 // itemsize  # numbers that share a word of 32 bits

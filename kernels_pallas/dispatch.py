@@ -1,5 +1,4 @@
-"""Which implementation runs: chosen while the program is lowered, or named by the caller and then never
-replaced."""
+"""Choice of an implementation: made while the program is lowered, unless the caller names one."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
 
 IMPLEMENTATIONS = ("reference", "xla", "partitioned", "pallas_tpu")
-"""The names that `implementation` takes."""
+"""Valid values of `implementation`."""
 KERNELS = {"tpu": "pallas_tpu"}
-"""The kernel that runs on a platform unasked."""
+"""The default kernel of each platform."""
 GPUS = ("cuda", "rocm")
-"""Platforms whose fastest form is "partitioned" also where one device has all (docs/kernels.md)."""
+"""Platforms whose fastest form is "partitioned", even on a single device (docs/kernels.md)."""
 
 
 def dispatch(
@@ -27,14 +26,13 @@ def dispatch(
     operands: Any,
     forms: dict[str, Callable[..., Any]],
 ) -> Any:
-    """Call the named one of `forms` on `operands`, or what suits the platform the program is lowered for.
+    """Call the named one of `forms` on `operands`, or by default the best one for the lowering platform.
 
-    That is "partitioned" on GPUs and where XLA spreads the program over devices, else the kernel of the platform where
-    `KERNELS` has one, `trial.SWITCH` allows it and it compiles (`trial.kernel_or`), else "xla".
+    The default is "partitioned" on GPUs and if XLA partitions the program over devices. Otherwise it is the platform's
+    kernel if `KERNELS` has one, `trial.SWITCH` allows it and it compiles (`trial.kernel_or`), else "xla".
 
     Raises:
-      ValueError: unknown name; blocks or interpret without the name of a kernel, which is what they belong
-      to; the switch is neither 0 nor 1.
+      ValueError: an unknown name; blocks or interpret without a named kernel; the switch is neither 0 nor 1.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -46,7 +44,7 @@ def dispatch(
             f"blocks and interpret belong to a kernel, and implementation is {implementation!r}: "
             "name 'pallas_tpu' as well."
         )
-    # Decisions have no gradient; without this a loss over a program that decodes could not be differentiated.
+    # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
     operands = jax.tree.map(lax.stop_gradient, operands)
     if kernel:
         return forms["pallas_tpu"](*operands, blocks=blocks, interpret=interpret)

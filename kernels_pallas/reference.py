@@ -1,5 +1,4 @@
-"""The specification of every operation here, in the fewest lines. Slow on purpose; the tests compare all
-else to it.
+"""Reference implementations that specify every operation. They are short and slow; tests compare all forms to them.
 
 B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: numpy and plain Python in
 tests/kernels/.
@@ -16,13 +15,14 @@ from kernels_pallas.stats import NO_ID, MarginStats
 
 
 def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Statistics of logits [..., V] (bfloat16 or float32) over the last axis.
+    """Compute the statistics of logits [..., V] (bfloat16 or float32) over the last axis.
 
     >>> margin_stats(jnp.asarray([1.0, 3.0, 2.0])).id2.tolist()
     2
     """
     z = logits.astype(jnp.float32)
-    z = jnp.where(z == 0, 0.0, z)  # top_k ranks 0 above -0, which are equal logits
+    # top_k ranks 0 above -0, although they are equal logits.
+    z = jnp.where(z == 0, 0.0, z)
     total = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
     if z.shape[-1] == 1:
         z = jnp.concatenate([z, jnp.full_like(z, -jnp.inf)], axis=-1)
@@ -40,7 +40,7 @@ def decide(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """`margin_accept` after its statistics: which edges are acceptable, then the walk. Shapes as there."""
+    """Compute `margin_accept` from its statistics: find the acceptable edges, then walk. Shapes are the same."""
 
     def at_parent(values: Array) -> Array:
         return jnp.take_along_axis(values, jnp.maximum(parents, 0), axis=1)
@@ -52,7 +52,7 @@ def decide(
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
-    # A sampled y may differ from the target's best token, which is then relaxed as the runner-up is.
+    # If a sampled y differs from the target's best token, that token is relaxable like the runner-up.
     best = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
     relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
 
@@ -62,14 +62,14 @@ def decide(
             child = (parents == node) & ~stopped
             by_exact, by_relaxed = child & exact, child & relaxable & (run < max_run) & (depth >= strict)
             is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
-            found = jnp.any(by_exact) | is_relaxed
+            has_child = jnp.any(by_exact) | is_relaxed
             chosen = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
-            node = jnp.where(found, chosen, node)
-            return (node, jnp.where(is_relaxed, run + 1, 0), ~found), (node, found, is_relaxed)
+            node = jnp.where(has_child, chosen, node)
+            return (node, jnp.where(is_relaxed, run + 1, 0), ~has_child), (node, has_child, is_relaxed)
 
         start = jnp.int32(0), jnp.int32(0), jnp.zeros((), bool)
-        _, (path, found, relaxed) = lax.scan(step, start, jnp.arange(max_depth, dtype=jnp.int32))
-        return jnp.pad(path, (1, 0)), jnp.sum(found, dtype=jnp.int32), relaxed
+        _, (path, has_child, relaxed) = lax.scan(step, start, jnp.arange(max_depth, dtype=jnp.int32))
+        return jnp.pad(path, (1, 0)), jnp.sum(has_child, dtype=jnp.int32), relaxed
 
     path, num_accepted, relaxed = jax.vmap(row)(
         parents, exact, relaxable, controls.max_relaxed_run, controls.strict
@@ -93,7 +93,7 @@ def tree_attention(
     k_scale: Array | None,
     v_scale: Array | None,
 ) -> Array:
-    """`kernels_pallas.tree_attention` in float32, over a mask made slot by slot."""
+    """Compute `kernels_pallas.tree_attention` in float32, with a mask built slot by slot."""
     n = q.shape[1]
     if seen is None:
         seen = jnp.tril(jnp.ones((n, n), bool))[None]
@@ -101,17 +101,17 @@ def tree_attention(
         seen_positions = positions
 
     def slot(b: Array, i: Array, s: Array) -> Array:
-        """True where query i of row b sees slot s."""
-        # Slot s holds row s - first of the region; before it the tokens of their own positions.
+        """Return whether query i of row b sees slot s."""
+        # Slot s holds row s - first of the region; earlier slots hold the token at position s.
         row = s - first[b]
-        at = jnp.clip(row, 0, seen.shape[2] - 1)
-        inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, at]
-        position = jnp.where(row < 0, s, seen_positions[b, at])
+        index = jnp.clip(row, 0, seen.shape[2] - 1)
+        inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, index]
+        position = jnp.where(row < 0, s, seen_positions[b, index])
         recent = True if window is None else position > positions[b, i] - window
         return ((row < 0) | inside) & recent
 
-    over = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
-    mask = over(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
+    vmapped = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
+    mask = vmapped(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
     keys, values = (
         x.astype(jnp.float32) * (1 if by is None else by[..., None]) for x, by in ((k, k_scale), (v, v_scale))
     )

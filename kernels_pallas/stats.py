@@ -12,30 +12,29 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 NO_ID = -1
-"""Id of an entry that does not exist: the second of a vocabulary of one, both of an empty one."""
+"""Id of a missing entry: the second of a vocabulary of one token, or both of an empty one."""
 LAST_ID = 2**31 - 1
-"""Stands for NO_ID while ids are compared, so that it loses every tie."""
+"""Replaces NO_ID in comparisons of ids, so that a missing entry loses every tie."""
 LOWEST = -3.4028234663852886e38
-"""The lowest finite float32: what a row of -inf subtracts before exp, where -inf would give NaN."""
+"""The lowest finite float32. Rows of -inf subtract it before exp, because subtracting -inf would give NaN."""
 
 
 class MarginStats(NamedTuple):
     """The two largest entries of a row, in the order (larger value, then smaller id).
 
-    `-inf` entries are entries like any other, so `0 <= id < V` holds for every row of two tokens or more,
-    also where the vocabulary is masked down to one token or to none. A row with a NaN or `+inf` gives
-    unspecified values.
+    `-inf` entries count like any other, so `0 <= id < V` holds for every row of two tokens or more, even if all but one
+    token or all tokens are masked. For a row with a NaN or `+inf` the values are unspecified.
     """
 
-    top1: Array  # f32[...]; the largest
-    id1: Array  # i32[...]; its place
-    top2: Array  # f32[...]; -inf where V == 1
-    id2: Array  # i32[...]; NO_ID where V == 1
-    logsumexp: Array | None = None  # f32[...]; None where it was not asked for; -inf for a row of -inf
+    top1: Array  # f32[...]; the largest value
+    id1: Array  # i32[...]; its index
+    top2: Array  # f32[...]; the second largest value; -inf if V == 1
+    id2: Array  # i32[...]; its index; NO_ID if V == 1
+    logsumexp: Array | None = None  # f32[...]; None if not requested; -inf for a row of -inf
 
 
 def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
-    """The dtypes of the fields in order, with or without the last: what a kernel allocates for them.
+    """Return the dtypes of the fields in order, with or without the last, for a kernel's outputs.
 
     >>> len(dtypes(logsumexp=False))
     4
@@ -45,22 +44,21 @@ def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
 
 
 def bits(x: Array) -> Array:
-    """f32[...] or i32[...] -> i32[...], the same bits.
+    """Reinterpret f32[...] or i32[...] as i32[...] with the same bits.
 
-    Integers carry the floats and not the other way round: an id seen as a float is denormal and may be flushed
-    to 0.
+    Floats are stored as integers because a small id stored as a float is denormal and may be flushed to 0.
     """
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def from_bits(columns: Sequence[Array]) -> MarginStats:
-    """Statistics from the `bits` of their fields, i32[...] each."""
-    wanted = dtypes(logsumexp=len(columns) == 5)
-    return MarginStats(*(lax.bitcast_convert_type(x, d) for x, d in zip(columns, wanted, strict=True)))
+    """Make statistics from the `bits` of their fields, i32[...] each."""
+    field_dtypes = dtypes(logsumexp=len(columns) == 5)
+    return MarginStats(*(lax.bitcast_convert_type(x, d) for x, d in zip(columns, field_dtypes, strict=True)))
 
 
 def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:
-    """The statistics of no tokens: `merge(empty(...), s) == s`.
+    """Return the statistics of zero tokens: `merge(empty(...), s) == s`.
 
     >>> empty(()).id1.tolist()
     -1
@@ -70,10 +68,9 @@ def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:
 
 
 def merge(a: MarginStats, b: MarginStats) -> MarginStats:
-    """Statistics of the union of two disjoint sets of tokens. Associative and commutative; `empty` is its
-    identity.
+    """Merge the statistics of two disjoint sets of tokens. Associative and commutative, with the identity `empty`.
 
-    Ids must already be ids of the whole vocabulary. The logsumexp survives where both sides have it.
+    Ids must be ids of the whole vocabulary. The result has a logsumexp if both sides have one.
 
     >>> left, right = empty(()), MarginStats(*(jnp.asarray(x) for x in (2.0, 5, 1.0, 7)))
     >>> merge(left, right).id2.tolist()
@@ -93,18 +90,18 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
 
 
 def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
-    """True where entry a precedes entry b: larger value, then smaller id; an absent entry comes last."""
+    """Return where entry a precedes entry b: larger value, then smaller id; a missing entry comes last."""
     ia, ib = jnp.where(ia < 0, LAST_ID, ia), jnp.where(ib < 0, LAST_ID, ib)
     return (za > zb) | ((za == zb) & (ia < ib))
 
 
 def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple[Array, Array]:
-    """The ids of a fold that passes over `-inf` entries: `(id1, id2)`, i32 of the same shape.
+    """Complete the ids `(id1, id2)`, i32 of the same shape, of a fold that skips `-inf` entries.
 
-    Where `top2` is -inf every token but `id1` is -inf, so the second is the smallest id that is not `id1`; no
-    entry needs to be looked at. Only comparisons and selects, so it also runs inside kernels.
+    If `top2` is -inf, every token but `id1` is -inf, so the second is the smallest id other than `id1`, without a
+    search. Uses only comparisons and selects, so it also runs inside kernels.
     """
-    # All of the row is -inf: then token 0 is the first by its id.
+    # In a row of -inf, token 0 comes first by its id.
     id1 = jnp.where(top1 == -jnp.inf, 0, id1)
     if vocab == 1:
         return id1, jnp.full_like(id2, NO_ID)

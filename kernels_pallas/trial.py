@@ -1,8 +1,8 @@
-"""Decide whether a kernel that was not named runs: a switch for all of them, and a trial compilation of each.
+"""Decision whether default kernels run: a switch for all of them, and a trial compilation of each.
 
-A program holds its kernels when it is compiled, and one that does not compile would take all of the program with it.
-So each is compiled alone first, on the chip that is there. Where there is none, as when a program is compiled ahead of
-time for a TPU, nothing is tried: a failure is then an error that the user sees.
+Kernels are compiled as part of a program, so one that does not compile would make the whole program fail. So each
+kernel is first compiled separately, on the local chip. Without a chip, as when a program is compiled ahead of time for
+a TPU, there is no trial, and a failure is an error that the user sees.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import jax
 from jax._src import xla_bridge
 
 SWITCH = "MARS_JAX_PALLAS"
-"""The environment variable that turns kernels off, where it is 0: then none runs that is not named. It is read when a
-program is traced, so set it before the process starts."""
+"""Environment variable that disables default kernels if it is 0. It is read while a program is traced, so set it
+before the process starts."""
 
 _log = logging.getLogger("kernels_pallas")
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def switched_on() -> bool:
-    """True where kernels may run unasked.
+    """Return whether default kernels are enabled.
 
     Raises:
       ValueError: the variable is neither 0 nor 1.
@@ -41,15 +41,15 @@ def switched_on() -> bool:
 
 
 def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any], *, platform: str) -> Callable[..., Any]:
-    """A function that is `kernel` where it may run and compiles, and `plain` elsewhere.
+    """Return a function that calls `kernel` if it is enabled and compiles, and `plain` otherwise.
 
-    The trial is of the shapes that are asked for, once each in a process, and only where the device of this process is
-    one of `platform`. A failure is logged once for each kernel, by the logger "kernels_pallas". Processes that decode
-    as one compile alike, and so decide alike.
+    The trial uses the actual shapes. It runs once per process for each of them, and only if the process has a device of
+    `platform`. A failure is logged once per kernel, by the logger "kernels_pallas". Processes that decode together
+    compile the same kernels, and so make the same choice.
 
     Args:
       kernel: a function of arrays, or `functools.partial` of one with keywords that can be hashed. An attribute `trial`
-        is such a function to try instead, where the kernel is part of what only compiles inside `shard_map`.
+        is such a function to try instead, for a kernel that compiles only inside `shard_map`.
       plain: of the same arrays, with results of the same shapes and dtypes.
       platform: of `jax.default_backend()`, that the kernel is for.
     """
@@ -65,11 +65,11 @@ def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any], *, platform
 
 
 def runs_here(platform: str) -> bool:
-    """True where this process has started JAX on a device of the platform.
+    """Return whether this process has started JAX on a device of the platform.
 
-    To ask for the platform would start it, and a process that compiles ahead of time may not take a chip from another.
-    Private jax: no public name tells whether that has happened. Without this one a later jax starts what it would start
-    for the first array.
+    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another.
+    Uses private jax, because no public name gives this. Without it, a later jax starts the default backend, as the
+    first array would.
     """
     started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
     return started() and jax.default_backend() == platform
@@ -83,8 +83,8 @@ def _compiles(kernel: Callable[..., Any], operands: Any) -> bool:
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
     failure = _failure(function, options, structure, shapes)
     name = function.__name__.strip("_")
-    if failure is not None and name not in _told:
-        _told.add(name)
+    if failure is not None and name not in _logged:
+        _logged.add(name)
         shown = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes[:1])
         _log.warning(
             "the kernel %s does not compile for %s on %s (%s): the XLA form runs in its place; %s=0 leaves all kernels "
@@ -101,22 +101,20 @@ def _failure(
     structure: Any,
     shapes: tuple[Any, ...],
 ) -> str | None:
-    """Why the kernel does not compile for such operands, in a line; None where it does."""
+    """Return the first line of the error if the kernel does not compile for such operands, else None."""
     operands = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
-    found: list[str] = []
+    errors: list[str] = []
 
     def attempt() -> None:
         try:
             jax.jit(functools.partial(function, **dict(options))).lower(*operands).compile()
-        except (
-            Exception
-        ) as error:  # of Pallas, Mosaic, XLA or the driver: whatever it is, the program must not die
+        except Exception as error:  # any error of Pallas, Mosaic, XLA or the driver selects the fallback
             lines = str(error).strip().splitlines() or [""]
-            found.append(f"{type(error).__name__}: {lines[0][:200].rstrip('.')}")
+            errors.append(f"{type(error).__name__}: {lines[0][:200].rstrip('.')}")
 
-    # JAX keeps meshes and what it is tracing by thread. This is called while a program is lowered, possibly inside
-    # shard_map; a thread of its own sees one device and nothing around it.
+    # JAX's meshes and traces are thread-local. This runs while a program is lowered, possibly inside shard_map, so use
+    # a new thread, which has neither.
     thread = threading.Thread(target=attempt, name="trial of a kernel")
     thread.start()
     thread.join()
-    return found[0] if found else None
+    return errors[0] if errors else None

@@ -1,9 +1,7 @@
-"""A kernel where a program runs on one device or inside `shard_map`, and another form where XLA partitions
-it.
+"""Choice between a kernel, for one device or inside `shard_map`, and another form if XLA partitions the program.
 
-XLA cannot look into a kernel, and refuses to partition a Mosaic call. Which case it is, is known when the
-program is lowered and not before, and jax says so only in a private place: `is_partitioned` is all of this package
-that depends on it.
+XLA cannot partition a Mosaic call. Whether it will partition a program is known only during lowering, and jax exposes
+it only in private attributes; `is_partitioned` is the only function of this package that depends on them.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ _whole_p.multiple_results = True
 
 
 def whole_or_partitioned(whole: Callable[..., Any], partitioned: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is `whole` where its operands are whole, and `partitioned` where XLA partitions them.
+    """Return a function that runs `partitioned` if XLA partitions its operands, and `whole` otherwise.
 
-    Both take the same arrays and give results of one structure, shape and dtype; both can be vmapped.
+    Both take the same arrays, return results of the same structure, shapes and dtypes, and support vmap.
     """
 
     def call(*operands: Any) -> Any:
@@ -49,7 +47,7 @@ def _impl(*leaves: Any, **forms: Any) -> list[Any]:
 
 @_whole_p.def_abstract_eval
 def _abstract_eval(*leaves: Any, whole: Any, partitioned: Any) -> list[Any]:
-    """Return the types that `partitioned` gives: inside `shard_map` they say over which axes a result varies."""
+    """Return the types of the results of `partitioned`, which inside `shard_map` include the axes they vary over."""
     del whole
     return [x.update(weak_type=False) for x in jax.make_jaxpr(partitioned)(*leaves).out_avals]
 
@@ -63,24 +61,24 @@ def _batch(leaves: Any, axes: Any, *, whole: Any, partitioned: Any) -> tuple[lis
 def _lower(ctx: Any, *leaves: Any, whole: Any, partitioned: Any) -> Any:
     form = partitioned if is_partitioned(ctx) else whole
     if form is whole and jax.sharding.get_abstract_mesh().manual_axes:
-        # Where `shard_map` checks over which axes arrays vary, a kernel has to say it of each result. `_abstract_eval`
-        # has said it, so the kernel is put into one that does not check, which maps nothing that is not mapped already.
+        # With check_vma, `shard_map` requires a kernel to declare the axes that each result varies over.
+        # `_abstract_eval` has declared them, so wrap the kernel in a `shard_map` without the check, which maps no
+        # further axis.
         form = jax.shard_map(whole, in_specs=P(), out_specs=P(), check_vma=False)
     return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """True where XLA will partition what a lowering rule is about to emit.
+    """Return whether XLA will partition the operations that a lowering rule emits.
 
-    Private jax: no public name tells a lowering rule for how many devices it lowers. jax's own rule for Mosaic calls
-    reads `ctx.module_context.axis_context` in the same way (`jax/_src/tpu_custom_call.py`; the same from 0.10 to
-    0.12), and a later jax may keep it elsewhere. A context that is not understood counts as partitioned: that
-    form is right everywhere and only slower, and tests/kernels/test_whole.py fails.
+    Uses private jax: no public name gives a lowering rule its number of devices. jax's own rule for Mosaic calls also
+    reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from 0.10 to 0.12), but a later jax
+    may move it. An unknown context counts as partitioned, because that form is correct everywhere and only slower;
+    tests/kernels/test_whole.py then fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):
-        # Inside shard_map, whose mesh names the axes of those around it. Over every axis of the mesh nothing is left
-        # to partition.
+        # Inside shard_map, possibly nested. If all axes of the mesh are manual, no axis is left to partition over.
         manual = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
         return manual != set(context.mesh.axis_names)
     return getattr(context, "num_devices", None) != 1

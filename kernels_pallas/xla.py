@@ -1,4 +1,4 @@
-"""The operations in plain XLA: margin statistics in two levels, attention over every slot.
+"""XLA forms of the operations: margin statistics in two levels, and attention over every slot.
 
 V vocabulary. Oracle: `reference`.
 """
@@ -16,48 +16,48 @@ from kernels_pallas.mask import dense, region
 from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, close, empty
 
 BLOCK = 256
-"""Tokens per block. Measured on a CPU at [8, 8, 128256] and [8, 8, 4096]: 64 to 256 are alike, 512 is
-1.2-1.7x slower at 4096."""
+"""Tokens per block. Measured on a CPU at [8, 8, 128256] and [8, 8, 4096]: 64 to 256 take equal time, 512 is 1.2-1.7x
+slower at 4096."""
 
 ROWS_BYTES = 4 * 2**20
-"""Bytes of exponentials at a time. Measured on a CPU with 64 rows of 128256: 2 and 4 MiB are alike, 8 MiB takes
-twice as long and all of them at once 2 to 4 times, most of it page faults."""
+"""Bytes of exponentials at a time. Measured on a CPU with 64 rows of 128256: 2 and 4 MiB take equal time, 8 MiB twice
+as long, and all rows at once 2 to 4 times as long, mostly in page faults."""
 EXP2 = (1.535336e-4, 1.3398874e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
 """Coefficients of 2**f, the highest power first."""
 
 
 def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Statistics of logits [..., V] (bfloat16 or float32) over the last axis, for V >= 1.
+    """Compute the statistics of logits [..., V] (bfloat16 or float32) over the last axis, for V >= 1.
 
     One vectorised pass takes the maximum of each block of `BLOCK` tokens. The largest entry is in the best
     block, the second largest in the best or in the second-best one, so only those two are searched.
-    `lax.top_k` looks at each entry with a scalar comparison, and `argmax` is slower still on CPU.
+    `lax.top_k` examines each entry with a scalar comparison, and `argmax` is even slower on CPU.
 
-    With the logsumexp, a CPU takes a few rows at a time. XLA's CPU backend writes the exponentials down before it
-    sums them: of a few rows they stay in the cache, and so do the logits from the first pass to the second.
+    With the logsumexp, a CPU processes a few rows at a time. XLA's CPU backend materialises the exponentials before it
+    sums them. For a few rows they stay in the processor's cache, and so do the logits between the two passes.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if logsumexp:
         stats = lax.platform_dependent(
-            rows, cpu=_a_few_rows_at_a_time, default=functools.partial(_stats, logsumexp=True)
+            rows, cpu=_stats_by_chunks, default=functools.partial(_stats, logsumexp=True)
         )
     else:
         stats = _stats(rows, logsumexp=False)
     return jax.tree.map(lambda x: x.reshape(logits.shape[:-1]), stats)
 
 
-def _a_few_rows_at_a_time(rows: Array) -> MarginStats:
-    """`_stats` of rows [R, V] with the logsumexp, `ROWS_BYTES` at a time."""
+def _stats_by_chunks(rows: Array) -> MarginStats:
+    """Compute `_stats` of rows [R, V] with the logsumexp, `ROWS_BYTES` at a time."""
     count, vocab = rows.shape
     size = min(max(ROWS_BYTES // (4 * vocab), 1), count)
     if size == count:
         return _stats(rows, logsumexp=True)
 
     def step(i: Array, done: MarginStats) -> MarginStats:
-        # The last step starts early enough to be whole; what it computes a second time is the same.
+        # The last chunk has full size, so it overlaps the one before and recomputes some rows with the same result.
         start = jnp.minimum(i * size, count - size)
-        some = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp=True)
-        return jax.tree.map(lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), done, some)
+        part = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp=True)
+        return jax.tree.map(lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), done, part)
 
     return lax.fori_loop(0, -(-count // size), step, empty((count,), logsumexp=True))
 
@@ -73,7 +73,7 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     id1, id2 = close(top1, id1, top2, id2, vocab)
     total = None
     if logsumexp:
-        # A row of -inf has no finite maximum to subtract; any finite number keeps NaN out.
+        # A row of -inf has no finite maximum to subtract. Any finite number avoids NaN.
         shift = jnp.maximum(top1, LOWEST)
         exponent = logits.astype(jnp.float32) - shift[..., None]
         total = shift + jnp.log(jnp.sum(_exp_of_negative(exponent), axis=-1))
@@ -82,18 +82,18 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
 
 
 def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Compute `margin_stats` in reductions over the vocabulary alone.
+    """Compute `margin_stats` with reductions over the vocabulary only.
 
-    XLA partitions each of them over a sharded vocabulary into a reduction per device and an exchange of one
-    number per node and device, whatever V is; it would gather the whole logits for the two levels above or
-    for `lax.top_k`. Slow on CPU, where argmax is, and on an H100 the fastest form.
+    For a sharded vocabulary XLA partitions each of them into a reduction per device and an exchange of one number per
+    node and device, independent of V. It would gather the whole logits for `margin_stats` above or for `lax.top_k`.
+    Slow on CPU because argmax is; the fastest form on an H100.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
     top1, id1 = jnp.max(z, axis=-1), jnp.argmax(z, axis=-1).astype(jnp.int32)
-    # The second is the maximum without the first, told apart by its id since its value may be there twice.
-    rest = jnp.where(ids == id1[..., None], -jnp.inf, z)
-    top2, id2 = jnp.max(rest, axis=-1), jnp.argmax(rest, axis=-1).astype(jnp.int32)
+    # The second is the maximum without the first, which is excluded by its id because its value may occur twice.
+    others = jnp.where(ids == id1[..., None], -jnp.inf, z)
+    top2, id2 = jnp.max(others, axis=-1), jnp.argmax(others, axis=-1).astype(jnp.int32)
     id1, id2 = close(top1, id1, top2, id2, z.shape[-1])
     total = None
     if logsumexp:
@@ -103,30 +103,30 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
 
 
 def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
-    """Values and ids [..., 2 * BLOCK + rest] among which the two largest entries are."""
+    """Return values and ids [..., 2 * BLOCK + tail] that include the two largest entries."""
     lead = logits.shape[:-1]
-    whole = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
-    best = jnp.max(whole, axis=-1)
+    full_blocks = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
+    best = jnp.max(full_blocks, axis=-1)
     number = lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
-    # argmax over the few block maxima only; equal maxima go to the earlier block and so to the smaller id.
+    # argmax over only the few block maxima. Ties go to the earlier block and so to the smaller id.
     first = jnp.argmax(best, axis=-1, keepdims=True).astype(jnp.int32)
     second = jnp.argmax(
         jnp.where(number == first, -jnp.inf, best.astype(jnp.float32)), axis=-1, keepdims=True
     )
-    # i32[..., 2]: the two best blocks, gathered as [..., 2, BLOCK]. Tokens after the last whole block come along.
-    chosen = jnp.concatenate([first, second.astype(jnp.int32)], axis=-1)
-    values = jnp.take_along_axis(whole, chosen[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
+    # i32[..., 2]: the two best blocks, gathered as [..., 2, BLOCK]. Tokens after the last full block are appended.
+    best_blocks = jnp.concatenate([first, second.astype(jnp.int32)], axis=-1)
+    values = jnp.take_along_axis(full_blocks, best_blocks[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
     within = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)
-    ids = (chosen[..., None] * BLOCK + within).reshape(*lead, 2 * BLOCK)
-    rest = logits[..., blocks * BLOCK :]
-    if rest.shape[-1]:
-        ids_of_rest = lax.broadcasted_iota(jnp.int32, rest.shape, rest.ndim - 1) + blocks * BLOCK
-        values, ids = jnp.concatenate([values, rest], axis=-1), jnp.concatenate([ids, ids_of_rest], axis=-1)
+    ids = (best_blocks[..., None] * BLOCK + within).reshape(*lead, 2 * BLOCK)
+    tail = logits[..., blocks * BLOCK :]
+    if tail.shape[-1]:
+        tail_ids = lax.broadcasted_iota(jnp.int32, tail.shape, tail.ndim - 1) + blocks * BLOCK
+        values, ids = jnp.concatenate([values, tail], axis=-1), jnp.concatenate([ids, tail_ids], axis=-1)
     return values, ids
 
 
 def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
-    """The two largest of values f32[..., C] with their ids; ties to the smaller id. No argmax: see above."""
+    """Return the two largest of values f32[..., C] with their ids, without argmax; ties go to the smaller id."""
 
     def largest(z: Array) -> tuple[Array, Array]:
         top = jnp.max(z, axis=-1)
@@ -138,10 +138,10 @@ def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _exp_of_negative(x: Array) -> Array:
-    """exp(x) for x f32[...] <= 0, to 2e-7 of the value; 2e-38 and not 0 far below.
+    """Compute exp(x) for x f32[...] <= 0, with a relative error of 2e-7; very negative x gives 2e-38 instead of 0.
 
-    XLA's own exponential takes 1.7x as long in a sum over the vocabulary on CPU: it also serves arguments that
-    overflow. 2**n goes into the exponent bits; 2**f on [-1/2, 1/2] is the polynomial of Cephes' exp2f.
+    XLA's exponential takes 1.7x as long in a sum over the vocabulary on CPU, because it also handles overflow. Here
+    2**n goes into the exponent bits, and 2**f on [-1/2, 1/2] is the polynomial of Cephes' exp2f.
     """
     x = jnp.maximum(x, -87.0) * math.log2(math.e)  # 2**-126 is the smallest normal number
     # 2**x = 2**n * 2**f, with n whole and f in [-1/2, 1/2].
@@ -150,7 +150,7 @@ def _exp_of_negative(x: Array) -> Array:
     power = jnp.full_like(f, EXP2[0])
     for coefficient in EXP2[1:]:
         power = power * f + coefficient
-    # Adding n to the exponent, which begins at bit 23, multiplies by 2**n.
+    # Adding n to the exponent, which starts at bit 23, multiplies by 2**n.
     bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -170,9 +170,9 @@ def tree_attention(
     k_scale: Array | None,
     v_scale: Array | None,
 ) -> Array:
-    """`kernels_pallas.tree_attention` over every slot of the cache at once, in the dtype of keys and values.
+    """Compute `kernels_pallas.tree_attention` over every slot of the cache at once, in the dtype of keys and values.
 
-    Scales go to scores and weights, so that no wider copy of the cache is made.
+    Scales multiply scores and weights, so that no wider copy of the cache is made.
     """
     mask = dense(first, q.shape[1], k.shape[1], *region(seen, positions, seen_positions, window))
     dtype = k.dtype if k_scale is None else q.dtype
@@ -186,7 +186,7 @@ def tree_attention(
     scores = scores * scale if k_scale is None else scores * scale * per_slot(k_scale)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
-    # f32[B, K, G, N, S]. A query that sees nothing has no finite maximum: LOWEST keeps NaN out, and its total is 0.
+    # f32[B, K, G, N, S]. A query that sees no slot has no finite maximum: LOWEST avoids NaN, and its total is 0.
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
     weights = jnp.exp(scores - top)
@@ -196,6 +196,6 @@ def tree_attention(
     mixed = jnp.einsum(
         "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
     )
-    # Normalised after the sum over slots: N * D divisions and not N * S.
+    # Normalise after the sum over slots: N * D divisions instead of N * S.
     mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)

@@ -1,6 +1,6 @@
-"""Rules and drafters of one paper each, through the same seams and tables as the library's. All may change.
+"""Rules and drafters from single papers, with the library's interfaces. Without a stability guarantee.
 
-A rule of `specs.RULES` is here by its name: `contrib.fly(...)` is `contrib.rules.fly.fly`.
+Every rule of `rule_rows.RULES` is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fly`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from mars_jax import specs
 from mars_jax.contrib.rule_rows import RULES
 
-# Names and "module:name" of each. They load on first use.
+# {public name: "module:name"}; imported on first use.
 _HOME = {row.name: row.factory for row in RULES} | {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {

@@ -1,4 +1,4 @@
-"""The drafters of one paper each, as rows that `specs.DRAFTERS` puts under the library's own. No jax."""
+"""Rows of the drafters in `contrib`, which `specs.DRAFTERS` appends to the library's. Imports no jax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of one paper each, as rows that `specs.RULES` puts under the library's own. No jax."""
+"""Rows of the rules in `contrib`, which `specs.RULES` appends to the library's. Imports no jax."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The five parts of a step: propose, score, judge, emit, commit. `Decoder.step` runs them in order.
 
-All are pure functions; `emit` has its own module. B batch, N nodes, D depth, V vocabulary. Oracle: greedy autoregression
-of the same model, token for token (tests/core/test_decode.py).
+All are pure functions; `emit` has its own module. B batch, N nodes, D depth, V vocabulary. Oracle: greedy
+autoregression of the same model, token for token (tests/core/test_decode.py).
 """
 
 from __future__ import annotations

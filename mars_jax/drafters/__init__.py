@@ -1,4 +1,4 @@
-"""Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
+"""Factories of drafters. A `Drafter` is a NamedTuple of pure functions; `load` makes one from its spec."""
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.tree import chain, last_token

@@ -1,4 +1,4 @@
-"""The input of loading a drafter, and its result. The rows of `specs.DRAFTERS` name the functions that load."""
+"""Arguments and result of the functions that load a drafter, which the rows of `specs.DRAFTERS` name."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, Ste
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter and its weights, and what a pair is to know of it beyond a step."""
+    """A drafter with its weights, and the facts about it that matter outside a step."""
 
     drafter: Drafter  # its functions
     params: PyTree  # its weights, which go into `Params.draft`
-    # Where it drafts from a vocabulary of its own: the target's tokens i32[U] of that, for which `guide.narrowed`
-    # prepares a constraint's tables.
+    # i32[U]; the target's id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
+    # prepares a constraint's tables for it.
     draft_ids: Array | None = None
-    # The same drafter with a chain of so many tokens, over the same state; None: it drafts no chains of any length.
+    # Returns this drafter with another chain length over the same state; None: the length is fixed.
     resized: Callable[[int], Drafter] | None = None
-    sizes: Sizes | None = None  # each step drafts one of several; see `drafters.sized`
-    # Makes the steps of a batch in place of `decode.stream`; rows then do not refill.
+    sizes: Sizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
+    # Replaces `decode.stream` as the loop over the steps of a batch. Rows then do not refill.
     steps: Steps | None = None
-    max_positions: int | None = None  # the longest text that its weights were trained for
+    max_positions: int | None = None  # the longest context that its weights were trained for
 
     def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
-        """The decoder of a target with this drafter.
+        """Return the decoder of a target with this drafter.
 
         Raises:
           MarsError: as `speculative_decoder`; a lossy rule with an adaptive draft length.
@@ -44,7 +44,7 @@ class LoadedDrafter(NamedTuple):
 
 
 class Sizes(Protocol):
-    """Drafts of several sizes over one state; `drafters.sized.Sizes`."""
+    """Drafters of several sizes over one state; implemented by `drafters.sized.Sizes`."""
 
     drafters: tuple[Drafter, ...]
 
@@ -55,33 +55,33 @@ class Asked(NamedTuple):
     """The arguments of `drafters.load`, checked against the drafter's row in `specs` and completed from it."""
 
     target: Pretrained
-    path: str  # of its checkpoint, "" where it has none
-    length: int | None  # of a chain; None: as many as it has, or none at all
+    path: str  # of the draft's checkpoint; "" if it has none
+    length: int | None  # of the chain; None: the drafter's own, or no chain
     tree: Sequence[int] | Dynamic | None
     sample: bool
     dtype: str | None
-    head_embed: str = "own"  # of `specs.HEAD_EMBED`
+    head_embed: str = "own"  # one of `specs.HEAD_EMBED`
 
     @property
     def shape(self) -> dict[str, Any]:
-        """`tree` and `sample`, which every factory with weights takes."""
+        """The keyword arguments that every factory with weights takes."""
         return {"tree": self.tree, "sample": self.sample}
 
     @property
     def chain(self) -> int:
-        """The length of a chain, of a drafter whose row names one."""
+        """The chain length of a drafter whose row has a default length."""
         assert self.length is not None
         return self.length
 
-    def resized(self, made: Callable[..., Drafter]) -> Callable[[int], Drafter]:
-        """`LoadedDrafter.resized` of a factory (length, tree=, sample=) of drafters."""
-        return lambda length: made(length, tree=None, sample=self.sample)
+    def resized(self, factory: Callable[..., Drafter]) -> Callable[[int], Drafter]:
+        """Return `LoadedDrafter.resized` for a factory with the arguments (length, tree=, sample=)."""
+        return lambda length: factory(length, tree=None, sample=self.sample)
 
     @property
     def heads_dtype(self) -> str:
-        """The dtype of the weights of heads, which compute with what the target gives them."""
+        """The dtype of a head's weights: by default the target's, whose features it reads."""
         return self.dtype or self.target.params["embed"].dtype.name
 
     def placed(self, params: PyTree, config: Any) -> PyTree:
-        """Weights of heads on the target's mesh."""
+        """Return a head's weights, placed on the target's mesh."""
         return params if self.target.mesh is None else place(params, config, self.target.mesh)

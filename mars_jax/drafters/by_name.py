@@ -1,4 +1,4 @@
-"""A drafter by its name on the command line."""
+"""Loading of drafters by their specs, such as `eagle:PATH`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
 
 AnyDrafter = LoadedDrafter | Drafter | str
-"""A drafter as `mars_jax.generate` takes it: a spec, or a drafter with or without weights of its own."""
+"""A drafter as `mars_jax.generate` accepts it: a spec, or a drafter with or without weights."""
 
 
 def load(
@@ -36,32 +36,31 @@ def load(
     any_rule: bool = False,
     head_embed: str = "own",
 ) -> LoadedDrafter:
-    """The drafter that `spec` names, paired with `target`.
+    """Load the drafter that `spec` names and pair it with `target`.
 
     Args:
-      spec: `none`, `ngram`, `self`, with a file of earlier answers `replay:FILE`, or with a directory or hub name
-        `model:PATH`, a small language model, `eagle:PATH`, an EAGLE head of the target, `medusa:PATH`, Medusa heads,
-        `dflash:PATH`, its DFlash or DSpark head, or `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`, systems that
-        vouch for their own drafts, so that no rule is lossless with them.
-      target: the model it drafts for; heads and systems need its vocabulary. The draft is divided over its mesh.
+      spec: `none`, `ngram` or `self`; `replay:FILE` with a file of earlier answers; or, with a directory or hub name,
+        `model:PATH` for a small language model, `eagle:PATH` for an EAGLE head of the target, `medusa:PATH` for its
+        Medusa heads, `dflash:PATH` for its DFlash or DSpark head, or a system that accepts some of its own drafts
+        unverified and is therefore never lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
+      target: the model to draft for. Heads and systems must share its vocabulary. The draft is sharded over its mesh.
       num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
-        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD; for a target that is
-        a mixture of experts at most 3 where the target tests every token, since every node reads experts of its own.
-      tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`, or either as text, such as "4-2-2-1"
-        and "dynamic"; default: chains, and `Dynamic()` for
-        EAGLE unless a chain's length is given or the target is a mixture, and for DFlash one as deep as
-        its block.
-      sample: draw the chain from the draft and hand over the true q, for `verify.rejection`. EAGLE then drafts a
-        chain, of 5 unless its length is given.
-      dtype: of the draft's weights; default: of a model the checkpoint's own, of heads the target's.
-      draft_size: "fixed", or "auto": each step drafts all of the chain, half of it or nothing, as pays then; see
-        `drafters.sized`. For n-grams, models, EAGLE heads, which then draft a chain, and replay.
-      any_rule: with "auto", lossy rules too, whose texts then depend on what else is in the batch.
-      head_embed: of EAGLE and DFlash heads, "own" to read the embedding in the head's checkpoint, if there is one, or
-        "target" to read the target's in its place.
+        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target is a
+        mixture of experts that verifies every token, at most 3, because each node reads different experts.
+      tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
+        and "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
+        mixture of experts; for DFlash a dynamic tree as deep as its block.
+      sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
+        chain, of 5 tokens unless a length is given.
+      dtype: of the draft's weights; default: the checkpoint's for a model, the target's for heads.
+      draft_size: "fixed", or "auto": each step drafts the full chain, half of it or nothing, whichever is estimated to
+        be fastest; see `drafters.sized`. Available for n-grams, models, EAGLE heads (as chains) and replay.
+      any_rule: with "auto", also allow lossy rules, whose output then depends on the other rows of the batch.
+      head_embed: for EAGLE and DFlash heads: "own" reads the embedding in the head's checkpoint, if there is one;
+        "target" reads the target's instead.
 
     Raises:
-      MarsError: unknown spec, an argument that the drafter does not take, a draft that does not fit the target.
+      MarsError: unknown spec, an argument that does not apply to the drafter, a draft that does not fit the target.
 
     >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
     5
@@ -80,7 +79,7 @@ def load(
     specs.check_dtype(dtype)
     parsed = specs.parse_draft(spec)
     (kind, path), row = parsed, parsed.row
-    # A model of one's own may have another config than ours.
+    # A user's model may have a config of another type.
     mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
         raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
@@ -93,21 +92,22 @@ def load(
             "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
         )
     if draft_size == "auto" and (tree is not None or not row.resizes):
-        what = "trees" if tree is not None else f"the drafter '{kind}'"
+        subject = "trees" if tree is not None else f"the drafter '{kind}'"
         raise MarsError(
-            f"draft_size='auto' does not apply to {what}: draft a chain with {specs.drafters_that('resizes')}."
+            f"draft_size='auto' does not apply to {subject}: draft a chain with {specs.drafters_that('resizes')}."
         )
     length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
-    unused = {
+    # (set by the caller, the field of the row that allows it)
+    optional = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
         "head_embed": (head_embed != "own", "embeds"),
     }
-    for name, (given, what) in unused.items():
-        if given and not getattr(row, what):
+    for name, (is_set, ability) in optional.items():
+        if is_set and not getattr(row, ability):
             raise MarsError(
                 f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
-                f"{specs.drafters_that(what)}."
+                f"{specs.drafters_that(ability)}."
             )
     if row.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
@@ -124,13 +124,13 @@ def load(
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    made = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
-    check_finite(path, made.params)
-    return sized(made, any_rule=any_rule) if draft_size == "auto" else made
+    loaded_drafter = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
+    check_finite(path, loaded_drafter.params)
+    return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 
 
 def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
-    """A drafter with its weights, of any form that `generate` takes.
+    """Return a drafter with its weights from any form that `generate` accepts.
 
     >>> from mars_jax.drafters import none
     >>> loaded(none(), None).params
@@ -140,15 +140,15 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
         return load(drafter, target)
     if not isinstance(drafter, Drafter | LoadedDrafter):
         raise MarsError(
-            f"the drafter is of type {type(drafter).__name__}: give a spec such as 'ngram', or what "
-            "mars_jax.drafters.load gives."
+            f"the drafter is of type {type(drafter).__name__}: give a spec such as 'ngram', or the result of "
+            "mars_jax.drafters.load."
         )
     return LoadedDrafter(drafter, ()) if isinstance(drafter, Drafter) else drafter
 
 
 @jax.jit
 def _are_finite(weights: list[Array]) -> list[Array]:
-    """Returns one bool per weight. All weights share one program, because launching costs more than the check."""
+    """Return one bool per weight. All weights share one program, because a launch costs more than the check."""
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 
 
@@ -157,16 +157,19 @@ def _on_cpu(weight: Any) -> bool:
 
 
 def _is_finite(weight: Any) -> bool:
-    """Check one weight in the host's memory, where nothing is compiled."""
+    """Check one weight in host memory, without compiling a program."""
     host = np.asarray(weight)
-    if host.dtype == jnp.bfloat16:  # of whose bits the second to ninth are the exponent
+    if host.dtype == jnp.bfloat16:
+        # Infinities and NaNs have all eight exponent bits set.
         return not np.any(host.view(np.uint16) & 0x7F80 == 0x7F80)
     return bool(np.all(np.isfinite(host)))
 
 
 def check_finite(name: str, params: PyTree) -> None:
-    """Raise MarsError for weights that are no numbers. Those of a target show in its text; a draft would only ever be
-    rejected, so look at its weights."""
+    """Raise MarsError if any weight of a draft is infinite or NaN.
+
+    Bad target weights show in the output. A bad draft would only be rejected every time, so check its weights.
+    """
     weights = [
         (path, weight)
         for path, weight in jax.tree_util.tree_leaves_with_path(params)
@@ -174,8 +177,8 @@ def check_finite(name: str, params: PyTree) -> None:
     ]
     arrays = [weight for _, weight in weights]
     on_host = all(getattr(x, "is_fully_addressable", True) and _on_cpu(x) for x in arrays)
-    found = map(_is_finite, arrays) if on_host else jax.device_get(_are_finite(arrays))
-    for (path, _), finite in zip(weights, found, strict=True):
+    results = map(_is_finite, arrays) if on_host else jax.device_get(_are_finite(arrays))
+    for (path, _), finite in zip(weights, results, strict=True):
         if not finite:
             place = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(

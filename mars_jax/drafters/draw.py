@@ -1,4 +1,4 @@
-"""Siblings drawn without replacement, for drafts whose true q the rule is to know.
+"""Siblings drawn without replacement, for drafts that pass their true q to the rule.
 
 B batch, W nodes of a level, k children of each, V vocabulary. Sources: Gumbel top-k, Kool et al. 1903.06059; drafts
 sampled without replacement, SpecInfer 2305.09781 and EAGLE 2401.15077. Oracle: sequential draws, enumerated, in
@@ -20,43 +20,46 @@ from mars_jax.core.types import NO_TOKEN, Controls
 class Drawn(NamedTuple):
     """The children of W nodes, in the order in which they were drawn."""
 
-    ids: Array  # i32[B, W, k]; NO_TOKEN where the filters leave fewer than k tokens
-    log_q: Array  # f32[B, W, k]; log-probability of each under its node's q
-    likeliest: Array  # f32[B, W, k]; the k largest log-probabilities under q, whatever was drawn
+    ids: Array  # i32[B, W, k]; padded with NO_TOKEN if the filters leave fewer than k tokens
+    log_q: Array  # f32[B, W, k]; log-probability of each child under its node's q
+    likeliest: Array  # f32[B, W, k]; the k largest log-probabilities under q, independent of the draw
     logits: Array  # f32[B, W, V]; softmax is q
 
 
 def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Drawn:
-    """k children of each node: the first from q = softmax(process(logits)), each next one from what is left of q.
+    """Draw k children of each node without replacement from q = softmax(process(logits)).
 
-    Where Gumbel noise is added to log q, the k largest are such a sequence, in their order. Rows at temperature 0 get
-    their k best tokens, the filters aside, as a draft that does not sample has them.
+    The k largest of log q plus Gumbel noise, in descending order, are such a sequence (Gumbel top-k). Rows at
+    temperature 0 get their k best tokens without filters, as in a draft that does not sample.
 
     Args:
-      logits: f32[B, W, V]; raw, of the draft, in the target's vocabulary.
+      logits: f32[B, W, V]; raw logits of the draft, in the target's vocabulary.
       k: children of a node.
       keys: key[B]; of this level.
       controls: of the requests.
     """
     greedy = is_greedy(controls)[:, None, None]
-    kept = jnp.where(greedy, logits, process(logits, controls))
-    best = top_k(kept, k)
+    filtered = jnp.where(greedy, logits, process(logits, controls))
+    best = top_k(filtered, k)
     likeliest = jnp.minimum(best.values - best.logsumexp[..., None], 0.0)
 
     def noisy() -> tuple[Array, Array]:
-        # In float32 the usual Gumbel has so few values in its tail that likely winners among many tokens tie.
+        # The default float32 Gumbel has so few distinct values in its upper tail that, over a large vocabulary, likely
+        # winners tie. mode="high" has enough.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], mode="high"))(keys)
-        found = top_k(jnp.where(greedy, kept, kept + noise), k)
-        ids = jnp.where(found.values > -jnp.inf, found.ids, NO_TOKEN)
-        own = jnp.take_along_axis(kept, found.ids, axis=2, mode="promise_in_bounds")
-        return ids, jnp.minimum(own - best.logsumexp[..., None], 0.0)
+        winners = top_k(jnp.where(greedy, filtered, filtered + noise), k)
+        ids = jnp.where(winners.values > -jnp.inf, winners.ids, NO_TOKEN)
+        chosen_logits = jnp.take_along_axis(filtered, winners.ids, axis=2, mode="promise_in_bounds")
+        return ids, jnp.minimum(chosen_logits - best.logsumexp[..., None], 0.0)
 
     ids, log_q = if_greedy(controls, lambda: (best.ids, likeliest), noisy)
-    return Drawn(ids, log_q, likeliest, kept)
+    return Drawn(ids, log_q, likeliest, filtered)
 
 
 def with_leaves(levels: list[Array], n: int) -> Array:
-    """f32[B, N, V], the `draft_logits` of a static tree, of the logits of the levels that have children; the rows of
-    leaves are never read."""
-    made = jnp.concatenate(levels, axis=1)
-    return jnp.pad(made, ((0, 0), (0, n - made.shape[1]), (0, 0)))
+    """Return `draft_logits` f32[B, N, V] of a static tree from the logits of its inner levels.
+
+    The rows of leaves are zeros, which are never read.
+    """
+    logits = jnp.concatenate(levels, axis=1)
+    return jnp.pad(logits, ((0, 0), (0, n - logits.shape[1]), (0, 0)))

@@ -1,11 +1,11 @@
 """An EAGLE head as drafter: chains, static trees and dynamic trees from the target's own features.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N nodes, D depth, T token buffer, E hidden
-size. Oracle: a head run afresh over all committed tokens (tests/drafters/test_eagle.py).
+size. Oracle: the head run over all committed tokens from an empty cache (tests/drafters/test_eagle.py).
 
-The invariant: the head's cache is valid in slots `[0, length - 1)`, each computed from the target's features, and
-`feature` is the head's output at the last of them, from which the next token is drafted. Entries that the head
-writes while it drafts, from its own features, come after these and are overwritten.
+Invariant: the head's cache is valid in slots `[0, length - 1)`, all computed from the target's features. `feature` is
+the head's output at the last of these slots, from which the next token is drafted. While drafting, the head writes
+entries computed from its own features into later slots. `update` overwrites them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mars_jax.models.eagle_head import EagleConfig
 
 @struct.dataclass(kw_only=True)
 class EagleState:
-    """Between two steps."""
+    """Draft state of an EAGLE head."""
 
     cache: KVCache
     feature: Array  # [B, 1, E]
@@ -51,18 +51,18 @@ def eagle(
 ) -> Drafter:
     """Draft with an EAGLE head of the target; its weights are `Params.draft`.
 
-    The target's embedding, and where the head has none its unembedding, are read from `Params.target`.
+    The head reads the target's embedding, and its unembedding if it has none itself, from `Params.target`.
 
     Args:
       config: of the head.
       target: the model that the head was trained for.
-      num_draft_tokens: length of the chain; not used where `tree` is given.
+      num_draft_tokens: length of the chain; ignored if `tree` is given.
       tree: `Dynamic(...)`, or children per node at each depth, such as `(4, 2, 2, 1)`.
       sample: as in `drafters.language_model`.
       cache_dtype: of the head's keys and values.
 
     Raises:
-      MarsError: the head does not fit the target, or what `language_model` raises.
+      MarsError: the head does not fit the target, or as `language_model`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -92,14 +92,17 @@ def _eagle(
     def absorb(
         params: Params, state: EagleState, output: ForwardOutput, following: Array, first: Array, last: Array
     ) -> EagleState:
-        """Entries for consecutive tokens from position `first` on, from the target's output at them and the tokens
-        that follow them; the next token is drafted from the entry at position `last`, where that is among them."""
+        """Write the entries of n consecutive positions from `first` i32[B].
+
+        The entry at a position combines the target's feature there with the embedding of the next token, `following`
+        i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
+        """
         n = following.shape[1]
         feature = head.fuse(config, params.draft, output)
         hidden, cache = head.forward(
             config, target, params, feature, following, Visible.causal(first, n), state.cache
         )
-        # i32[B, 1], clamped for windows that do not hold `last`: what is gathered there is not taken.
+        # i32[B, 1]; clamped for windows without `last`, whose gathered value is discarded below.
         inside = (last >= first) & (last < first + n)
         index = jnp.clip(last - first, 0, n - 1)[:, None]
         picked = pick(hidden, index).astype(state.feature.dtype)
@@ -109,17 +112,17 @@ def _eagle(
         params: Params, state: EagleState, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> EagleState:
         n = output.hidden.shape[1]
-        # The feature of token t goes with the embedding of token t + 1, hence the shift by 1. The entry at the buffer's
-        # end has no next token; it is past every text that goes on. The last entry is at length - 2, whose next token
-        # is the last one of the text.
+        # The feature of token t is paired with the embedding of token t + 1. The last valid entry is at length - 2,
+        # whose next token is the last committed one. The entry at the end of the buffer has no next token, but no
+        # unfinished row reaches it.
         place = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         following = pick(tokens, jnp.minimum(place, tokens.shape[1] - 1))
         return absorb(params, state, output, following, first, length - 2)
 
-    def propose(params: Params, state: EagleState, given: DraftInput) -> tuple[DraftTree, EagleState]:
+    def propose(params: Params, state: EagleState, inputs: DraftInput) -> tuple[DraftTree, EagleState]:
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, above = carry
-            # [B, W, E]: each node goes on from the head's own output at its parent.
+            # [B, W, E]: each node continues from the head's own output at its parent.
             feature = pick(above, level.parents)
             hidden, cache = head.forward(config, target, params, feature, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
@@ -130,12 +133,12 @@ def _eagle(
             # Every node of the first level follows the same feature.
             carry=(state.cache, jnp.repeat(state.feature, shape.top_k, axis=1)),
             extend=extend,
-            first=given.length - 1,
+            first=inputs.length - 1,
             to_target=lambda ids: config.to_target(params, ids),
             widen=lambda logits: config.widen(params, logits),
         )
         tree, _, (cache, _) = grow(
-            shape, sample, growth, last_token(given), given.keys, given.controls, given.guide
+            shape, sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
         return tree, EagleState(cache=cache, feature=state.feature)
 
@@ -149,8 +152,8 @@ def _eagle(
     ) -> EagleState:
         along = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=along[0], features=along[1], cache=output.cache)
-        # The target has seen the root and the path: entries from the root's position on, D + 1 of them, replace those
-        # that the head wrote from its own features. The last one of the new text is at `length - 1 + num_accepted`.
+        # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
+        # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
         first = length - 1
         return absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
 
@@ -168,7 +171,7 @@ def _eagle(
 
 
 def load_eagle(asked: Asked) -> LoadedDrafter:
-    """`eagle` of a head's checkpoint.
+    """Load `eagle` from a head's checkpoint.
 
     Raises:
       MarsError: as `hub.load_eagle`.
@@ -177,17 +180,17 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
     config, params = hub.load_eagle(
         asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
     )
-    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache again at every step.
+    # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
 
-    def made(length: int, **shape: Any) -> Drafter:
+    def factory(length: int, **shape: Any) -> Drafter:
         return eagle(config, target.model, length, **shape, cache_dtype=cache_dtype)
 
     params = asked.placed(params, config)
     return LoadedDrafter(
-        made(asked.chain, **asked.shape),
+        factory(asked.chain, **asked.shape),
         params,
         draft_ids=params.get("ids"),
         max_positions=config.layer.max_positions,
-        resized=asked.resized(made),
+        resized=asked.resized(factory),
     )

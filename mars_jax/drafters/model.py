@@ -1,11 +1,10 @@
-"""A small language model as drafter: a chain or a tree, static or dynamic, of its best tokens or sampled.
+"""A small language model as drafter of chains, static trees or dynamic trees, greedy or sampled.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes,
 V vocabulary. Oracle: the same model run from an empty cache each round (tests/drafters/test_model.py).
 
-The invariant: the draft cache is valid in slots `[0, length - 2)`. The leaves of a round are drafted but never
-fed, so a round that is accepted in full leaves its last token uncached; each round therefore begins by feeding
-the last two committed tokens.
+Invariant: the draft cache is valid in slots `[0, length - 2)`. Leaves are drafted but never fed, so a fully accepted
+draft leaves its last token uncached. Each step therefore begins by feeding the last two committed tokens.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ def language_model(
 
     Args:
       model: the small model.
-      num_draft_tokens: length K of the chain; not used where `tree` is given.
-      tree: children per node at each depth, such as `(4, 2, 2, 1)`: the top-k tokens at every node; or
+      num_draft_tokens: length K of the chain; ignored if `tree` is given.
+      tree: children per node at each depth, such as `(4, 2, 2, 1)`, filled with the top-k tokens at every node; or
         `Dynamic(...)`, whose shape follows the model's confidence.
-      sample: draw the draft from the model with the request's own temperature, top-k, top-p and min-p, and hand
-        the true q to the verifier. Siblings of a tree are drawn without replacement. Rows at temperature 0 draft what
-        they draft without sampling. `verify.rejection` is made for such drafts.
-      vocab_size: the target's vocabulary, where checkpoints that share a tokenizer pad theirs differently.
-        Draft logits are cut or padded with -inf to it. Default: the model's own.
-      own_tokens: the model has another tokenizer than the target, and `Params.draft` is `shared_tokens.Shared`.
+      sample: draw the draft from the model with the request's temperature, top-k, top-p and min-p, and pass the true
+        q to the verifier, such as `verify.rejection`. Siblings of a tree are drawn without replacement. Rows at
+        temperature 0 get the greedy draft.
+      vocab_size: the target's vocabulary size, if checkpoints that share a tokenizer pad it differently. Draft logits
+        are cut or padded with -inf to this size. Default: the model's own.
+      own_tokens: the model's tokenizer differs from the target's, and `Params.draft` is `shared_tokens.Shared`.
 
     Raises:
       MarsError: K or a branching factor is below 1, or a node has more children than there are tokens.
@@ -79,27 +78,26 @@ def language_model(
 def feed_last(
     model: LanguageModel, weights: PyTree, cache: PyTree, tokens: Array, length: Array
 ) -> tuple[Array, PyTree]:
-    """The hidden state [B, 1, E] of the last committed token, feeding the last two."""
+    """Feed the last two committed tokens; return the hidden state [B, 1, E] of the last one, and the cache."""
     first = jnp.maximum(length - 2, 0)
-    window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 2))(tokens, first)
+    window = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, first)
     output = model.forward(weights, window, Visible.causal(first, 2), cache)
-    # i32[B, 1]: the last token is at place 1 of its window [length - 2, length).
-    # A one-token prompt fills the window's first place only.
+    # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or 0 for a one-token prompt.
     return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
 
 
 @struct.dataclass(kw_only=True)
 class ModelState:
-    """Between two steps."""
+    """Draft state of a language model."""
 
-    cache: PyTree  # the model's own
-    # i32[B, N]; where `grow` put the nodes of the last tree; None of chains, whose rows stay
+    cache: PyTree  # of the model
+    # i32[B, N]; the rows into which `grow` wrote the nodes of the last tree; None for chains, whose rows stay in place
     rows: Array | None
 
 
-def _put_at(rows: Array, new: Array, at: Array) -> Array:
-    """[R, E] with [W, E] from row `at` on."""
-    return lax.dynamic_update_slice_in_dim(rows, new, at, 0)
+def _write_rows(rows: Array, new: Array, first: Array) -> Array:
+    """Write [W, E] into [R, E] from row `first` on."""
+    return lax.dynamic_update_slice_in_dim(rows, new, first, 0)
 
 
 @functools.lru_cache
@@ -109,7 +107,7 @@ def _language_model(
     is_chain = isinstance(shape, Static) and shape.is_chain
 
     def init(params: Params, tokens: Array, length: Array) -> ModelState:
-        # One spare slot, since the two-token feed of a one-token prompt reaches a slot further.
+        # The two-token feed of a one-token prompt needs one spare slot.
         cache = model.init_cache(tokens.shape[0], tokens.shape[1] + shape.rows + 2)
         cache = prefill(model, params.draft, tokens, jnp.zeros_like(length), length - 2, cache)[0]
         rows = None if is_chain else jnp.zeros((tokens.shape[0], shape.num_nodes), jnp.int32)
@@ -121,32 +119,33 @@ def _language_model(
             return logits
         if vocab <= model.vocab_size:
             return logits[..., :vocab]
-        short = vocab - model.vocab_size
-        return jnp.pad(logits, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
+        missing = vocab - model.vocab_size
+        return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
-    def propose(params: Params, state: ModelState, given: DraftInput) -> tuple[DraftTree, ModelState]:
+    def propose(params: Params, state: ModelState, inputs: DraftInput) -> tuple[DraftTree, ModelState]:
         def extend(carry: tuple[PyTree, Array | None], level: Level) -> tuple[Array, Any]:
-            cache, known = carry
+            cache, hidden_rows = carry
             output = model.forward(params.draft, level.tokens, level.visible, cache)
-            if known is not None:
-                # Entry 0 is the root's, so the row in slot `length + r` is entry 1 + r, as `grow` counts them.
-                known = jax.vmap(_put_at)(known, output.hidden, 1 + level.visible.slot - given.length)
-            return unembed(params, output.hidden), (output.cache, known)
+            if hidden_rows is not None:
+                # Entry 0 is the root's. Slot `length + r` is entry 1 + r, the numbering of `grow`.
+                entries = 1 + level.visible.slot - inputs.length
+                hidden_rows = jax.vmap(_write_rows)(hidden_rows, output.hidden, entries)
+            return unembed(params, output.hidden), (output.cache, hidden_rows)
 
-        hidden, cache = feed_last(model, params.draft, state.cache, given.tokens, given.length)
+        hidden, cache = feed_last(model, params.draft, state.cache, inputs.tokens, inputs.length)
         logits = unembed(params, hidden)
-        known = jnp.pad(hidden, ((0, 0), (0, shape.num_nodes), (0, 0))) if given.hidden else None
-        growth = Growth(logits=logits, carry=(cache, known), extend=extend, first=given.length)
+        hidden_rows = jnp.pad(hidden, ((0, 0), (0, shape.num_nodes), (0, 0))) if inputs.hidden else None
+        growth = Growth(logits=logits, carry=(cache, hidden_rows), extend=extend, first=inputs.length)
         if own_tokens:
             ids = params.draft.ids
             growth = growth._replace(
                 to_target=lambda tokens: ids[tokens], widen=lambda logits: widen(logits, ids, vocab)
             )
-        tree, rows, (cache, known) = grow(
-            shape, sample, growth, last_token(given), given.keys, given.controls, given.guide
+        tree, rows, (cache, hidden_rows) = grow(
+            shape, sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
-        if known is not None:
-            tree = dataclasses.replace(tree, hidden=pick(known, rows))
+        if hidden_rows is not None:
+            tree = dataclasses.replace(tree, hidden=pick(hidden_rows, rows))
         return tree, ModelState(cache=cache, rows=state.rows if is_chain else rows)
 
     def catch_up(
@@ -159,8 +158,8 @@ def _language_model(
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
         if state.rows is None:
             return state
-        # Rows are counted from 1 at slot `length`, and the root, 0, is in slot `length - 1`: so `commit` takes them as
-        # nodes of a tree whose root is there. i32[B, D + 1].
+        # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so to `commit` they are
+        # the nodes of a tree that is rooted at `length - 1`.
         path = pick(state.rows, verdict.path)
         return dataclasses.replace(state, cache=model.commit(state.cache, length - 1, path))
 
@@ -178,7 +177,9 @@ def _language_model(
 
 
 def load_model(asked: Asked) -> LoadedDrafter:
-    """`language_model` of a checkpoint, by the tokens that it shares with a target of another tokenizer.
+    """Load `language_model` from a checkpoint.
+
+    If its tokenizer differs from the target's, it drafts the tokens that both share.
 
     Raises:
       MarsError: as `hub.load` and `shared_tokens`.
@@ -194,14 +195,14 @@ def load_model(asked: Asked) -> LoadedDrafter:
     params = draft.params if shared is None else shared._replace(weights=draft.params)
     ids = None if shared is None else shared.ids
 
-    def made(length: int, **shape: Any) -> Drafter:
+    def factory(length: int, **shape: Any) -> Drafter:
         vocab = target.config.vocab_size
         return language_model(draft.model, length, **shape, vocab_size=vocab, own_tokens=shared is not None)
 
     return LoadedDrafter(
-        made(asked.chain, **asked.shape),
+        factory(asked.chain, **asked.shape),
         params,
         draft_ids=ids,
         max_positions=draft.config.max_positions,
-        resized=asked.resized(made),
+        resized=asked.resized(factory),
     )

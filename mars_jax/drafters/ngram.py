@@ -1,4 +1,4 @@
-"""Prompt lookup on the device: what followed the longest earlier match of the text's own last tokens.
+"""Prompt lookup on the device: the continuation of the longest earlier match of the current suffix.
 
 Source: prompt lookup decoding (Saxena 2023), in `transformers` as `prompt_lookup_num_tokens`. B batch, T buffer.
 Oracle: a Python search in tests/drafters/test_ngram.py.
@@ -22,12 +22,12 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
     """Propose the tokens that followed the latest of the longest earlier matches of the current suffix.
 
-    Where the continuation runs into the end of the text it starts over at the match, which continues a
-    repetition for as long as is asked. Without a match the nodes are padding and the step emits one token.
+    A continuation that reaches the end of the context wraps around to the match, and so continues a repetition.
+    Without a match the nodes are padding and the step emits one token.
 
     Args:
       num_draft_tokens: length K of the chain, from 1 to `DRAFT_TOKENS`.
-      max_ngram: longest suffix that is looked for.
+      max_ngram: longest suffix to search for.
       min_ngram: shortest suffix that counts as a match.
 
     Raises:
@@ -48,11 +48,11 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
 
 @functools.lru_cache
 def _ngram(num_draft_tokens: int, max_ngram: int, min_ngram: int) -> Drafter:
-    def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
+    def propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
         drafted, matched = lookup(
-            given.tokens, given.length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram
+            inputs.tokens, inputs.length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram
         )
-        tokens = jnp.concatenate([last_token(given), drafted], axis=1)
+        tokens = jnp.concatenate([last_token(inputs), drafted], axis=1)
         return chain(tokens, expected=expected(matched)), state
 
     return Drafter(
@@ -67,10 +67,10 @@ def _ngram(num_draft_tokens: int, max_ngram: int, min_ngram: int) -> Drafter:
 
 
 def expected(matched: Array) -> Array:
-    """The share of a copy's tested tokens that are accepted, f32[B], after a match of so many tokens i32[B]; 0 of none.
+    """Return the expected acceptance f32[B] of a copy after a match of i32[B] tokens; 0 without a match.
 
-    Round numbers to begin with: the longer the match, the surer the copy. `drafters.sized` scales them by how the
-    drafts of a text turned out.
+    Longer matches are accepted more often. The numbers are rough priors, which `drafters.sized` scales by the observed
+    acceptance.
 
     >>> [round(x, 2) for x in expected(jnp.asarray([0, 1, 2, 6])).tolist()]
     [0.0, 0.3, 0.55, 0.8]
@@ -81,50 +81,53 @@ def expected(matched: Array) -> Array:
 def lookup(
     tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array]:
-    """The proposed continuation, all `NO_TOKEN` in a row without a match.
+    """Return the proposed continuation, all `NO_TOKEN` in rows without a match.
 
     Args:
       tokens: i32[B, T]; valid below `length`.
       length: i32[B], at least 1.
 
     Returns:
-      The tokens, i32[B, count], and how many tokens matched, i32[B].
+      The tokens, i32[B, count], and the number of tokens that matched, i32[B].
 
     >>> lookup(jnp.asarray([[5, 6, 7, 5, 6, 0]], jnp.int32), jnp.asarray([5], jnp.int32), 2,
     ...        max_ngram=3, min_ngram=1)[0].tolist()
     [[7, 5]]
     """
-    found, best, matched = longest_match(
+    has_match, start, matched = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
-    period = jnp.maximum(length - best, 1)
+    period = jnp.maximum(length - start, 1)
     step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
-    drafted = jnp.take_along_axis(tokens, jnp.minimum(best[:, None] + step, tokens.shape[1] - 1), axis=1)
-    return jnp.where(found[:, None], drafted, NO_TOKEN), matched
+    drafted = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + step, tokens.shape[1] - 1), axis=1)
+    return jnp.where(has_match[:, None], drafted, NO_TOKEN), matched
 
 
 def longest_match(
     tokens: Array, length: Array, past: Array, until: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Find the last tokens of a row in `past`: the latest of the longest matches that something follows.
+    """Find the longest suffix of each row in `past`, the latest if several are as long, that a token follows.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.
-      past: i32[B, C], searched below `until` i32[B]; NO_TOKEN parts texts.
+      past: i32[B, C], searched below `until` i32[B]; NO_TOKEN separates documents.
 
     Returns:
-      found bool[B]; the place i32[B] after the match, which is below `until`; and how many tokens matched, i32[B].
+      bool[B], true in rows with a match; the index i32[B] after the match, which is below `until`; and the number of
+      tokens that matched, i32[B].
     """
     size = past.shape[1]
-    end = jnp.arange(size, dtype=jnp.int32)[None]  # a match ends just before this place
+    # A candidate match ends just before this index.
+    end = jnp.arange(size, dtype=jnp.int32)[None]
     matched = jnp.zeros(past.shape, jnp.int32)
     alive = (end >= 1) & (end < until[:, None])
     for back in range(1, max_ngram + 1):
-        # past[end - back] == tokens[length - back], for as many steps back as the two suffixes agree
+        # Compare past[end - back] with tokens[length - back]; a candidate lives while the two suffixes agree.
         shifted = jnp.pad(past, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :size]
-        wanted = jnp.take_along_axis(tokens, jnp.maximum(length - back, 0)[:, None], axis=1)
-        alive &= (shifted == wanted) & (end >= back) & (length >= back)[:, None]
+        suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - back, 0)[:, None], axis=1)
+        alive &= (shifted == suffix_token) & (end >= back) & (length >= back)[:, None]
         matched += alive.astype(jnp.int32)
+    # The longest match wins, then the latest.
     score = jnp.where(matched >= min_ngram, matched * size + end, -1)
     best = jnp.argmax(score, axis=1).astype(jnp.int32)
     top = jnp.max(score, axis=1)
@@ -132,5 +135,5 @@ def longest_match(
 
 
 def load_ngram(asked: Asked) -> LoadedDrafter:
-    """`ngram` of the length that is asked for, whatever the target."""
+    """Load `ngram` with the requested length, for any target."""
     return LoadedDrafter(ngram(asked.chain), (), resized=ngram)

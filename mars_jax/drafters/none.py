@@ -9,7 +9,7 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 
 
 def none() -> Drafter:
-    """A drafter whose tree is the root alone, so that every step emits one token.
+    """Return a drafter whose tree is only the root, so that every step emits one token.
 
     >>> none().num_nodes
     1
@@ -17,11 +17,11 @@ def none() -> Drafter:
     return _NONE
 
 
-def _propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
-    return chain(last_token(given)), state
+def _propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+    return chain(last_token(inputs)), state
 
 
-# One instance: equal drafters share what was compiled for them.
+# One instance, because equal drafters share their compiled programs.
 _NONE = Drafter(
     init=lambda params, tokens, length: (),
     propose=_propose,
@@ -33,5 +33,5 @@ _NONE = Drafter(
 
 
 def load_none(asked: Asked) -> LoadedDrafter:
-    """`none`, whatever the target."""
+    """Load `none`, for any target."""
     return LoadedDrafter(none(), ())

@@ -1,11 +1,11 @@
-"""A draft model whose tokenizer is not its target's: it drafts the tokens that both have, by tables in its params.
+"""Drafting with a model of another tokenizer: it drafts only the tokens that both vocabularies share.
 
 Source: token-level intersection (TLI), Timor et al. 2502.05202. B batch, N nodes, U vocabulary of the draft, V of the
-target. Oracle: the model itself, asked token by token in Python (tests/drafters/test_shared_tokens.py).
+target. Oracle: the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
 
-What the target lacks has no probability in a draft, and the rest is renormalised, so q is true and no rule knows. The
-draft reads the target's tokens one by one, which costs acceptance and no exactness: a tokenizer of its own would have
-cut the text in other places, and what it has no token for is read by its end alone.
+Tokens that the target lacks get probability 0 and the draft is renormalised, so q is true and every rule works
+unchanged. The draft reads the target's tokens one by one. Its own tokenizer would split the text differently, and a
+token that it lacks is read by a suffix of its bytes. Both reduce acceptance, but the result stays exact.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from mars_jax.core.types import NO_TOKEN, ForwardOutput, LanguageModel, PyTree, 
 from mars_jax.hub.pretrained import Pretrained, differing_tokens
 
 FEWEST = 100
-"""Shared tokens. Any two vocabularies with all single bytes have 256, and a draft of less says next to nothing."""
+"""Minimum number of shared tokens. Byte-level vocabularies share at least the 256 single bytes; with fewer tokens a
+draft is hardly ever accepted."""
 
 
 class Shared(NamedTuple):
-    """`Params.draft` of a model with a tokenizer of its own; the tables are whole on every device."""
+    """`Params.draft` of a model with another tokenizer; the tables are replicated on every device."""
 
-    weights: PyTree  # of the model; None where only the tables were made
-    ids: Array  # i32[U]; the target's token for each of the draft's; NO_TOKEN where it has none
-    fed: Array  # i32[V]; the draft's token as which it reads each of the target's
+    weights: PyTree  # of the model; None in a value that holds only the tables
+    ids: Array  # i32[U]; target token id of each draft token id; NO_TOKEN if the target lacks it
+    fed: Array  # i32[V]; draft token id to feed for each target token id
 
     @property
     def count(self) -> int:
-        """Tokens that both vocabularies have."""
+        """Number of shared tokens."""
         return int(np.sum(np.asarray(self.ids) >= 0))
 
 
 @functools.lru_cache
 def translated(model: LanguageModel) -> LanguageModel:
-    """Return the model with params `Shared`: it reads the target's tokens, and its logits are -inf at unshared ones."""
+    """Return the model with params `Shared`: it reads target tokens, and the logits of unshared tokens are -inf."""
 
     def forward(params: Shared, tokens: Array, visible: Visible, cache: PyTree) -> ForwardOutput:
         return model.forward(params.weights, params.fed[tokens], visible, cache)
@@ -53,9 +54,9 @@ def translated(model: LanguageModel) -> LanguageModel:
 
 
 def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
-    """Return the tables of a pair, without weights; None where both have one vocabulary and need none.
+    """Return the tables of a pair, without weights; None if both models have the same vocabulary.
 
-    A token is shared where its bytes are equal, a special token where its name is.
+    Ordinary tokens are shared if their bytes are equal, special tokens if their names are.
 
     Raises:
       MarsError: fewer than `FEWEST` tokens are shared, or as `hub.pretrained.differing_tokens`.
@@ -66,14 +67,16 @@ def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     """
     if not differing_tokens(target, draft):
         return None
-    said, read = (vocabulary(model.tokenizer, model.config.vocab_size) for model in (target, draft))
-    made = tables(said, read, stand_in=draft.config.bos_token_id or 0)
-    if made.count < FEWEST:
+    target_tokens, draft_tokens = (
+        vocabulary(model.tokenizer, model.config.vocab_size) for model in (target, draft)
+    )
+    shared = tables(target_tokens, draft_tokens, stand_in=draft.config.bos_token_id or 0)
+    if shared.count < FEWEST:
         raise MarsError(
-            f"the draft '{draft.name}' and the target '{target.name}' share {made.count} tokens, and drafting needs "
+            f"the draft '{draft.name}' and the target '{target.name}' share {shared.count} tokens, and drafting needs "
             f"{FEWEST}: pair models whose tokenizers are more alike."
         )
-    return made
+    return shared
 
 
 def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
@@ -81,27 +84,27 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
 
     Args:
       target, draft: of V and of U tokens.
-      stand_in: the draft's token for those of the target of which it cannot even read the last byte.
+      stand_in: draft token id to feed for a target token none of whose byte suffixes is a draft token.
 
-    >>> made = tables(Vocabulary((None, b"a", b"b", b"ab")), Vocabulary((b"b", b"c", b"a")))
-    >>> made.ids.tolist(), made.fed.tolist()
+    >>> shared = tables(Vocabulary((None, b"a", b"b", b"ab")), Vocabulary((b"b", b"c", b"a")))
+    >>> shared.ids.tolist(), shared.fed.tolist()
     ([2, -1, 1], [0, 2, 0, 0])
     """
-    ours, theirs = _numbers(target), _numbers(draft)
+    target_ids, draft_ids = _ids_of_bytes(target), _ids_of_bytes(draft)
     ids = np.full(len(draft.tokens), NO_TOKEN, np.int32)
-    for word in ours.keys() & theirs.keys():
-        ids[theirs[word]] = ours[word]
+    for key in target_ids.keys() & draft_ids.keys():
+        ids[draft_ids[key]] = target_ids[key]
     fed = np.full(len(target.tokens), stand_in, np.int32)
     for number, token in enumerate(target.tokens):
-        # What comes next follows the end of a token, so that is what is read of one that the draft lacks.
-        ends = ((False, token[at:]) for at in range(len(token))) if token else ()
-        fed[number] = next((theirs[end] for end in ends if end in theirs), stand_in)
+        # Feed the longest suffix of the token that the draft has: the next token depends most on the latest bytes.
+        suffixes = ((False, token[start:]) for start in range(len(token))) if token else ()
+        fed[number] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
     for number, mark in target.marks:
-        fed[number] = theirs.get((True, mark), stand_in)
+        fed[number] = draft_ids.get((True, mark), stand_in)
     return Shared(None, jnp.asarray(ids), jnp.asarray(fed))
 
 
-def _numbers(words: Vocabulary) -> dict[tuple[bool, bytes], int]:
-    """Return the ids of texts, and of special tokens by (True, name); the first id where several say the same."""
-    found = {(False, token): i for i, token in reversed(list(enumerate(words.tokens))) if token}
-    return found | {(True, mark): i for i, mark in words.marks}
+def _ids_of_bytes(words: Vocabulary) -> dict[tuple[bool, bytes], int]:
+    """Map (False, bytes) of ordinary and (True, name) of special tokens to ids, the first id for duplicate bytes."""
+    ids = {(False, token): i for i, token in reversed(list(enumerate(words.tokens))) if token}
+    return ids | {(True, mark): i for i, mark in words.marks}

@@ -380,8 +380,8 @@ def _own(params: Params) -> Params:
 def _without_draft(shared: Drafter, longest: Drafter) -> Drafter:
     """Return the size 0, which only keeps the state of a drafter that reads the target's features."""
 
-    def propose(params: Params, state: SizedState, given: DraftInput) -> tuple[DraftTree, SizedState]:
-        return chain(last_token(given)), state
+    def propose(params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
+        return chain(last_token(inputs)), state
 
     def update(params: Params, state: SizedState, *outcome: Any) -> SizedState:
         draft = state.draft
@@ -396,11 +396,11 @@ def _without_draft(shared: Drafter, longest: Drafter) -> Drafter:
 def _with_functions(shared: Drafter, size: Drafter) -> Drafter:
     """Return a size above 0, drafting from the shared state and recording how its draft turned out."""
 
-    def propose(params: Params, state: SizedState, given: DraftInput) -> tuple[DraftTree, SizedState]:
+    def propose(params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
         draft = state.draft
         if size.catch_up is not None:
-            draft = size.catch_up(_own(params), draft, given.tokens, state.cached, given.length)
-        tree, draft = size.propose(_own(params), draft, given)
+            draft = size.catch_up(_own(params), draft, inputs.tokens, state.cached, inputs.length)
+        tree, draft = size.propose(_own(params), draft, inputs)
         return tree, dataclasses.replace(state, draft=draft)
 
     def update(

@@ -1,9 +1,9 @@
-"""Steering of a draft by a constraint: each level is drafted from what may follow, and q is that of what is left.
+"""Constrained drafting: each level is drafted from the allowed tokens, and q is renormalised over them.
 
 B batch, W nodes of a level, k children of each, U draft vocabulary, V target vocabulary. Oracle: the masked target's
 distribution by enumeration (tests/core/test_guide.py).
 
-A sampled draft is masked before it is drawn and renormalised by that, so that its q is true: to take nodes out after
+A sampled draft masks its logits before the draw, so that q is the distribution it was drawn from. Removing nodes after
 the draw would not be lossless.
 """
 
@@ -21,69 +21,75 @@ from mars_jax.core.types import NO_TOKEN
 
 
 class Steering(NamedTuple):
-    """A constraint as a drafter heeds it; without a guide it changes nothing, and nothing of it is compiled."""
+    """A constraint applied to a draft. Without a guide it is the identity and adds nothing to the program."""
 
-    growth: Any  # the drafter: to_target and widen, as `grow.Growth` has them
+    growth: Any  # the drafter's `grow.Growth`, for its `to_target` and `widen`
     sample: bool
     guide: Guide | None
 
     @property
     def first(self) -> Array | None:
-        """i32[B, 1]: the states of the committed text."""
+        """The states i32[B, 1] after the committed tokens."""
         return None if self.guide is None else self.guide.state[:, None]
 
     def moved(self, states: Array | None, tokens: Array) -> Array | None:
-        """i32[B, W * k]: the states of W nodes after the children of each, tokens i32[B, W * k]."""
+        """Return the states i32[B, W * k] after the k children of W nodes, tokens i32[B, W * k]."""
         if self.guide is None or states is None:
             return None
         repeats = tokens.shape[1] // states.shape[1]
         return self.guide.moved(jnp.repeat(states, repeats, axis=1), tokens)
 
     def logits(self, logits: Array, states: Array | None) -> Array:
-        """Logits f32[B, W, U] of what may follow W nodes; those of a sampled draft are f32[B, W, V].
+        """Return the logits f32[B, W, U] of W nodes with forbidden tokens at -inf; f32[B, W, V] for a sampled draft.
 
-        A sampled draft that can say nothing of what may follow draws from all of that alike.
+        If a sampled draft gives no probability to any allowed token, its q is uniform over the allowed tokens.
         """
         wide = self.growth.widen(logits) if self.sample else logits
         if self.guide is None or states is None:
             return wide
         count = wide.shape[-1]
         ids = lambda: self.growth.to_target(jnp.arange(count, dtype=jnp.int32))  # noqa: E731
-        # A draft model may have another tokenizer and as many tokens; then the tables are `narrowed` for it.
-        own = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
-        made = self.guide.masked(wide, states, ids=ids if own else None)
+        # A draft vocabulary of another size needs its token ids. So does one of the same size but another tokenizer,
+        # for which the tables are `narrowed`.
+        narrowed = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
+        masked = self.guide.masked(wide, states, ids=ids if narrowed else None)
         if not self.sample:
-            return made
-        nothing = jnp.max(made, axis=-1, keepdims=True) == -jnp.inf
-        return jnp.where(nothing, self.guide.masked(jnp.zeros_like(wide), states), made)
+            return masked
+        nothing = jnp.max(masked, axis=-1, keepdims=True) == -jnp.inf
+        return jnp.where(nothing, self.guide.masked(jnp.zeros_like(wide), states), masked)
 
-    def judged(self, plain: Array, logits: Array) -> Array:
-        """By what a drafter tells how sure it is: its own logits, or what a constraint leaves of them."""
-        return plain if self.guide is None else logits
+    def confidence_logits(self, raw_logits: Array, logits: Array) -> Array:
+        """Return the logits from which a drafter decides to stop: its own, or the constrained ones under a guide."""
+        return raw_logits if self.guide is None else logits
 
     def tokens(self, best: Array, states: Array | None) -> Array:
-        """i32[B, W, k] of the target's vocabulary: the best tokens of a greedy draft, those that may not follow as
-        padding. Where it has none, its vocabulary being smaller, what is forced is first."""
+        """Return the best tokens of a greedy draft, i32[B, W, k] in the target's vocabulary, padded with NO_TOKEN.
+
+        Forbidden tokens become padding. If none is allowed, because the draft vocabulary is smaller, the first token
+        is the one that the constraint forces, if any.
+        """
         ids = self.growth.to_target(best)
         if self.guide is None or states is None:
             return ids
-        # By the table, which is whole on every device, and not by their logits, which a mesh divides.
-        to = self.moved(states, ids.reshape(*ids.shape[:1], -1))
-        assert to is not None
-        ids = jnp.where(to.reshape(ids.shape) != DEAD, ids, NO_TOKEN)
+        # Read the table, which is replicated on every device, and not the logits, which a mesh shards.
+        next_states = self.moved(states, ids.reshape(*ids.shape[:1], -1))
+        assert next_states is not None
+        ids = jnp.where(next_states.reshape(ids.shape) != DEAD, ids, NO_TOKEN)
         return ids.at[..., 0].set(jnp.where(ids[..., 0] >= 0, ids[..., 0], self.guide.forced(states)))
 
     def best(self, logits: Array, states: Array | None) -> Array:
-        """i32[B, W]: the best token alone, as `tokens`."""
+        """Return the single best token of each node, i32[B, W], as `tokens` does."""
         if self.guide is None:
             return self.growth.to_target(argmax(logits))
         return self.tokens(argmax(logits)[..., None], states)[..., 0]
 
     def only_allowed(self, log_q: Array, best: TopK, states: Array | None) -> Array:
-        """f32[B, W, k]: log-probabilities of a greedy draft's best tokens, -inf of those that may not follow; where
-        there are no others, what is forced is certain."""
+        """Return the log-probabilities f32[B, W, k] of a greedy draft's best tokens, -inf for forbidden ones.
+
+        If all are forbidden and the constraint forces a token, which `tokens` puts first, its log-probability is 0.
+        """
         if self.guide is None or states is None:
             return log_q
-        made = jnp.where(best.values > -jnp.inf, log_q, -jnp.inf)
+        allowed = jnp.where(best.values > -jnp.inf, log_q, -jnp.inf)
         certain = (best.values[..., 0] == -jnp.inf) & (self.guide.forced(states) >= 0)
-        return made.at[..., 0].set(jnp.where(certain, 0.0, made[..., 0]))
+        return allowed.at[..., 0].set(jnp.where(certain, 0.0, allowed[..., 0]))

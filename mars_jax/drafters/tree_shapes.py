@@ -1,4 +1,4 @@
-"""Shapes of drafts: chains, static trees (SpecInfer 2305.09781), dynamic trees (EAGLE-2 2406.16858)."""
+"""Draft shapes: chains, static trees (SpecInfer 2305.09781), dynamic trees (EAGLE-2 2406.16858)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mars_jax.specs.drafts import check_branching
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A tree, or a chain, of a fixed shape: every node of depth l has `branching[l]` children.
+    """A chain or tree of fixed shape: every node of depth l has `branching[l]` children.
 
     Raises:
       MarsError: a level without nodes, or more than `TREE_NODES` nodes.
@@ -58,7 +58,7 @@ Shape = Static | Dynamic
 
 
 def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_size: int) -> Shape:
-    """The shape that a drafter's arguments name: a chain, unless `tree` says otherwise.
+    """Return the draft shape of a drafter's arguments: `tree`, or a chain if it is None.
 
     Raises:
       MarsError: a level without nodes, too many tokens or nodes, or a node with more children than there are tokens.
@@ -96,7 +96,7 @@ def checked_tree(tree: Any) -> tuple[int, ...] | Dynamic:
 
 
 def describe(shape: Shape, sample: bool) -> str:
-    """A shape in a drafter's name."""
+    """Return a shape as it appears in a drafter's name."""
     if isinstance(shape, Dynamic):
         text = f"dynamic {shape.top_k}-{shape.depth}-{shape.num_nodes}"
     else:

@@ -50,24 +50,24 @@ FLASH_QUERIES, FLASH_SINGLE = 2048, 256
 nodes a row, and of one (docs/kernels.md)."""
 
 FORMS = ("auto", "xla", "pallas", "interpret")
-"""Values of a model's `attention`: what suits the batch, the kernel on a TPU and cuDNN on a GPU among it; XLA's
-operations; on TPU the kernel `kernels_pallas.tree_attention`, and XLA's operations elsewhere; the kernel in Pallas'
-interpreter on any platform, for tests."""
+"""Values of a model's `attention`. "auto": the best for the batch, including the kernel on a TPU and cuDNN on a GPU;
+"xla": XLA operations; "pallas": the kernel `kernels_pallas.tree_attention` on TPU, XLA operations elsewhere;
+"interpret": the kernel in Pallas' interpreter on any platform, for tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
-"""Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most where a mask says what they
-see; a prompt's chunk may be of any length. Fewer rows take it where XLA would score them in turns; of those that it
-scores at once there is nothing to win (docs/kernels.md)."""
+"""Minimum rows of a batch for which "auto" uses the kernel on a TPU, and maximum nodes per row if they have a mask; a
+prompt's chunk may have any length. Fewer rows use it if XLA would score them block by block; for rows that XLA scores
+at once the kernel is no faster (docs/kernels.md)."""
 KERNEL_SLOTS = 128
-"""The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
+"""The kernel reads caches of a multiple of this many slots, for any dtype and number of heads."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Attend(Protocol):
-    """Attention of a layer to what its nodes may see, their own keys and values among it, which it writes first.
+    """Attention of a layer's nodes to their visible keys and values, after writing the nodes' own to the cache.
 
-    q [B, N, K, G, D], the cache's k and v [B, S, K, D], and `new`, the nodes' own, [B, N, K, D] -> [B, N, K, G, D],
-    and the cache's two with the new rows. `new` is None where they are in the cache already.
+    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values [B, N, K, D], or
+    None if they are already in the cache. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
     """
 
     def __call__(
@@ -76,8 +76,9 @@ class Attend(Protocol):
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
-    """Return the attention of one of `FORMS` to what N nodes may see of a cache of `slots` slots: a pytree of what it
-    reads, which may be an argument of a jitted function.
+    """Return the attention of one of `FORMS` for N nodes over a cache of `slots` slots.
+
+    The result is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
 
     Raises (when it is called):
       MarsError: the kernel cannot read such a cache.

@@ -87,12 +87,12 @@ def _dense_int8_cpu(x: Array, values: Array) -> Array:
 
 
 def _dense_int8_mesh_cpu(x: Array, values: Array, dtype: Any) -> Array:
-    """Convert the whole matrix, which is divided: slices of it would be gathered from all devices."""
+    """Convert the whole sharded matrix: slices of it would be gathered from all devices."""
     return dense_cpu(x, values.astype(x.dtype)).astype(dtype)
 
 
 def _dense_int4(x: Array, w: Int4) -> Array:
-    """By groups, whose sums are scaled; of many rows, such as a prompt's, by the matrix itself."""
+    """Multiply group by group and scale the sums; for many rows, such as a prompt's, dequantise the matrix first."""
     rows, (count, size, _) = x.shape[0], w.values.shape
     if rows > int4.ROWS:
         return lax.dot_general(
@@ -167,8 +167,8 @@ def dense(
     """
     rows = x.reshape(-1, x.shape[-1])
     whole = mesh.size_of("model", mesh.current()) == 1
-    # Of a divided matrix devices send sums of half the bytes in bfloat16. Each adds up in float32, as it would anyway;
-    # but for few rows, whose products XLA takes apart on a TPU, and whose sums are small.
+    # With a sharded matrix, bfloat16 halves the bytes of the partial sums that devices exchange. Each device still
+    # accumulates in float32. Few rows stay in float32: their sums are small, and XLA splits such products on a TPU.
     narrow = x.dtype if bias is None and (dtype or x.dtype) == x.dtype else jnp.float32
     narrow = jnp.float32 if whole or rows.shape[0] < _FEW else narrow
     if isinstance(w, Int4):

@@ -73,7 +73,7 @@ class Int4:
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
     scale: Array  # f16[in / G, out]; the matrix is values * scale + offset, of each group
     offset: Array  # f32[in / G, out]
-    # That of the matrix it stands for.
+    # Of the matrix that it represents.
     dtype: Any = struct.field(pytree_node=False)
 
     @property
@@ -85,14 +85,14 @@ class Int4:
         return self.values.shape[1]
 
     def astype(self, dtype: Any) -> Array:
-        """Return the matrix itself."""
+        """Return the dequantised matrix."""
         scale, offset = (x.astype(jnp.float32)[:, None] for x in (self.scale, self.offset))
         wide = self.values.astype(jnp.float32) * scale + offset
         return wide.reshape(-1, wide.shape[-1]).T.astype(dtype)
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the fields of a matrix of a shape, in their order; groups are divided if they can be."""
+        """Return the fields of a matrix of this shape, in order; groups are sharded if they divide evenly."""
         size = group or group_size(shape[1])
         assert size is not None  # by `bits_of`
         outputs, groups = shape[0], shape[1] // size
@@ -111,7 +111,7 @@ class Int4:
 
 Quantized = Int8 | Int4
 FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
-"""Forms of a matrix by its bits. `leaves` of one says the arrays that it is made of."""
+"""Quantised matrix types by bits. Their `leaves` lists the arrays that they consist of."""
 
 
 def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
@@ -179,10 +179,11 @@ def group_size(inputs: int) -> int | None:
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:
-    """Return how many bits a row of a table of weights is kept in where `bits` are asked for; None is its own dtype.
+    """Return the bits per number in which to store a weight if `bits` are requested; None: keep its dtype.
 
-    Norms, biases and routers are never quantised. A router is small, and what it says is a choice that rounding can
-    turn. In 4 bits the matrices of layers are; embeddings, experts, and inputs in no groups of 32, are in 8.
+    Norms, biases and routers are never quantised: a router is small, and rounding can change its choice of experts. At
+    4 bits only the matrices of layers have 4 bits. Embeddings, experts, and matrices whose inputs do not divide into
+    groups of 32 have 8.
     """
     if bits is None or row.init != "normal" or "router" in row.path:
         return None
@@ -191,12 +192,12 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
 
 
 def bits_of_head(row: Weight, bits: int | None) -> int | None:
-    """Return the bits of a row of a head, as `bits_of` does. A head is small and what it drafts is worth more, so 8."""
+    """Return the bits for a head's weight, like `bits_of`, but always 8: heads are small and need the accuracy."""
     return bits_of(row, None if bits is None else 8)
 
 
 def is_packed(sharding: Sharding | None) -> bool:
-    """Tell whether 4 bits are packed where a sharding puts an array; None is JAX's default device."""
+    """Return whether the devices of a sharding pack 4-bit numbers; None: JAX's default device."""
     if sharding is None:
         return jax.default_backend() != "cpu"
     return next(iter(sharding.device_set)).platform != "cpu"

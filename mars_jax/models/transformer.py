@@ -27,11 +27,11 @@ from mars_jax.models.moe import experts_mlp
 from mars_jax.models.rope import Rope, angles, rotate
 
 RING_ROWS = 256
-"""Rows of each device from which on a prompt's chunk goes around a ring. With fewer, a device would rather wait for the
-weights that it multiplies each piece by."""
+"""Minimum rows per device for which a prompt's chunk goes around a ring. With fewer, loading the weights for each piece
+takes longer than sending it."""
 
 Sublayers = tuple[tuple[bool, bool], ...]
-"""For every layer, whether its attention is there and whether its MLP is."""
+"""For every layer, whether it has (attention, MLP)."""
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
@@ -64,9 +64,9 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
 
 
 def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache):
-    """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache), with the new rows in the caches.
+    """Run self-attention of one layer on x [B, N, E]; return [B, N, E] and the caches with the new rows.
 
-    The projections set the width of x and of what is returned; `config` sets the heads.
+    The projections determine the widths of input and output; `config` determines the heads.
     """
     q, k, v = _project(config, layer, x, rotation)
     mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), **_scores(config))
@@ -74,17 +74,17 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 
 
 def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
-    """Return queries [B, N, K, G, D], keys and values [B, N, K, D] of as many heads as the matrices have."""
-    many = {
+    """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
+    axis_sizes = {
         "q": _heads(config),
         "k": ("kv_heads", config.num_kv_heads),
         "v": ("kv_heads", config.num_kv_heads),
     }
     q, k, v = (
-        dense(x, layer[name], layer.get(f"{name}_bias"), outputs=things).reshape(
+        dense(x, layer[name], layer.get(f"{name}_bias"), outputs=axis_size).reshape(
             *x.shape[:2], -1, config.head_dim
         )
-        for name, things in many.items()
+        for name, axis_size in axis_sizes.items()
     )
     if config.qk_norm:
         norm = _norm(config)
@@ -107,14 +107,14 @@ def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
-    """Run one layer, of which `here` says what is there: x [B, N, E] and its rows of the cache, None without attention.
+def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
+    """Run the `sublayers` of one layer on x [B, N, E] and its rows of the cache, which are None without attention.
 
-    Under jit, so that equal layers are traced and lowered once; XLA writes each out where it stands, as it would
-    without. A loop over stacked layers would compile sooner still, and takes 1.4 to 2 times as long a token on CPU.
+    Jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked layers would
+    compile even faster, but takes 1.4 to 2 times as long per token on CPU.
     """
     norm = _norm(config)
-    attends, has_mlp = here
+    attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
             x_normed, (k, v) = norm(x, layer["attention_norm"]), rows
@@ -122,15 +122,15 @@ def _layer(config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, 
             x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
     if has_mlp:
         with jax.named_scope("mlp"):
-            change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
-            x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
+            update = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+            x = hold_whole(x + (norm(update, layer["mlp_post_norm"]) if config.post_norms else update))
     return x, rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _ring_layer(
     config: ModelConfig,
-    here: tuple[bool, bool],
+    sublayers: tuple[bool, bool],
     axes: ring.Axes,
     form: str,
     window: int | None,
@@ -140,54 +140,57 @@ def _ring_layer(
     halves: list[list[Visible]],
     rows,
 ):
-    """Run `_layer` on x [B, n, E] of each device, for the rotations of the pieces and what their halves see."""
+    """Run `_layer` on x [B, n, E] of each device, with the rotations of pieces and the visibility of their halves."""
     norm = _norm(config)
-    attends, has_mlp = here
+    attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
             pieces = ring.around(axes, norm(x, layer["attention_norm"]))
-            made = [
+            projections = [
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
-            for (_, *new), two in zip(made, halves, strict=True):
-                for at, seen in enumerate(two):
+            for (_, *new_rows), piece_halves in zip(projections, halves, strict=True):
+                for half, seen in enumerate(piece_halves):
                     rows = [
-                        kv_cache.write(old, jnp.split(part, 2, axis=1)[at], seen.slot)
-                        for old, part in zip(rows, new, strict=True)
+                        kv_cache.write(old, jnp.split(part, 2, axis=1)[half], seen.slot)
+                        for old, part in zip(rows, new_rows, strict=True)
                     ]
 
             k, v = rows
 
-            def mixed(q: Array, two: list[Visible]) -> Array:
-                """Attend with a piece's queries; all that they see is in the cache."""
-                found = [
+            def mixed(q: Array, piece_halves: list[Visible]) -> Array:
+                """Attend with the queries of a piece; all keys that they see are already in the cache."""
+                outputs = [
                     attending(form, seen, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
-                    for part, seen in zip(jnp.split(q, 2, axis=1), two, strict=True)
+                    for part, seen in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True)
                 ]
-                return _out(config, layer, jnp.concatenate(found, axis=1))
+                return _out(config, layer, jnp.concatenate(outputs, axis=1))
 
-            parts = [functools.partial(mixed, q, two) for (q, *_), two in zip(made, halves, strict=True)]
-            change = ring.summed(axes, parts)
-            x = x + (norm(change, layer["attention_post_norm"]) if config.post_norms else change)
+            parts = [
+                functools.partial(mixed, q, piece_halves)
+                for (q, *_), piece_halves in zip(projections, halves, strict=True)
+            ]
+            update = ring.summed(axes, parts)
+            x = x + (norm(update, layer["attention_post_norm"]) if config.post_norms else update)
     if has_mlp:
         with jax.named_scope("mlp"):
             pieces = ring.around(axes, norm(x, layer["mlp_norm"]))
-            change = ring.summed(axes, [functools.partial(_mlp, config, layer, piece) for piece in pieces])
-            x = x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change)
+            update = ring.summed(axes, [functools.partial(_mlp, config, layer, piece) for piece in pieces])
+            x = x + (norm(update, layer["mlp_post_norm"]) if config.post_norms else update)
     return x, rows
 
 
 def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) -> ring.Axes:
-    """Return the axes of a mesh around which rows go: a prompt's chunk on a TPU, whose layers divide whole."""
+    """Return the mesh axes that form a ring: for a prompt's chunk on a TPU whose layers divide evenly, else ()."""
     causal = visible.seen is None and visible.seen_positions is None
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = all(
-        alone(*things) == axes
-        for things in (("heads", config.num_heads), ("hidden", config.intermediate_size))
+        alone(*axis_size) == axes
+        for axis_size in (("heads", config.num_heads), ("hidden", config.intermediate_size))
     )
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # A bias after the sum would be added once for each device, and experts go to devices in their own way.
+    # Each device would add a bias after the sum again, and experts are distributed over devices in another way.
     if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
@@ -198,29 +201,35 @@ def _ring_layers(
     config: ModelConfig,
     form: str,
     feature_layers: tuple[int, ...],
-    kept: Sublayers,
+    sublayer_mask: Sublayers,
     axes: ring.Axes,
     layers: Sequence[dict],
     x: Array,
     visible: Visible,
     cache: KVCache,
 ) -> tuple[Array, dict[int, Array], KVCache]:
-    """Run the layers of `_forward` on a prompt's chunk x [B, N, E], whose rows devices pass around."""
+    """Run the layers of `_forward` on a prompt's chunk x [B, N, E], whose rows travel around a ring of devices."""
 
     def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
         n = x.shape[1]
-        halves = [[Visible.causal(first + at, n // 2) for at in two] for two in ring.starts(axes, n)]
-        positions = [jnp.concatenate([seen.positions for seen in two], axis=1) for two in halves]
+        halves = [
+            [Visible.causal(first + start, n // 2) for start in piece_halves]
+            for piece_halves in ring.starts(axes, n)
+        ]
+        positions = [
+            jnp.concatenate([seen.positions for seen in piece_halves], axis=1) for piece_halves in halves
+        ]
         ropes = _ropes(config)
         rotations = {
-            rope: [angles(of, rope, config.head_dim) for of in positions] for rope in dict.fromkeys(ropes)
+            rope: [angles(piece_positions, rope, config.head_dim) for piece_positions in positions]
+            for rope in dict.fromkeys(ropes)
         }
 
-        def run(i: int, here: tuple[bool, bool], x: Array, rows):
-            window, turns = config.windows[i], rotations[ropes[i]]
-            return _ring_layer(config, here, axes, form, window, layers[i], x, turns, halves, rows)
+        def run(i: int, sublayers: tuple[bool, bool], x: Array, rows):
+            window, rotation = config.windows[i], rotations[ropes[i]]
+            return _ring_layer(config, sublayers, axes, form, window, layers[i], x, rotation, halves, rows)
 
-        return _each_layer(run, feature_layers, kept, x, cache)
+        return _each_layer(run, feature_layers, sublayer_mask, x, cache)
 
     by_rows, by_heads = P(None, axes), P(None, None, axes)
     specs = (tuple(ring.specs(axes, layer) for layer in layers), by_rows, P(), by_heads)
@@ -234,14 +243,14 @@ def _ropes(config: ModelConfig) -> list[Rope]:
 
 
 def _each_layer(
-    run: Callable, feature_layers: tuple[int, ...], kept: Sublayers, x: Array, cache: KVCache
+    run: Callable, feature_layers: tuple[int, ...], sublayer_mask: Sublayers, x: Array, cache: KVCache
 ) -> tuple[Array, dict[int, Array], KVCache]:
-    """Run layer after layer: their output, those of `feature_layers`, and the cache."""
+    """Run all layers; return the last output, the outputs of `feature_layers`, and the cache."""
     ks, vs, outputs = [], [], {}
-    for i, here in enumerate(kept):
-        rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
+    for i, sublayers in enumerate(sublayer_mask):
+        rows = (cache.k[len(ks)], cache.v[len(vs)]) if sublayers[0] else None
         with jax.named_scope(f"layer{i}"):
-            x, rows = run(i, here, x, rows)
+            x, rows = run(i, sublayers, x, rows)
         if rows is not None:
             ks.append(rows[0])
             vs.append(rows[1])
@@ -255,7 +264,7 @@ def _forward(
     config: ModelConfig,
     form: str,
     feature_layers: tuple[int, ...],
-    kept: Sublayers,
+    sublayer_mask: Sublayers,
     params: PyTree,
     tokens: Array,
     visible: Visible,
@@ -267,7 +276,9 @@ def _forward(
     layers = params["layers"]
     axes = _ring_axes(config, layers, visible)
     if axes:
-        x, outputs, cache = _ring_layers(config, form, feature_layers, kept, axes, layers, x, visible, cache)
+        x, outputs, cache = _ring_layers(
+            config, form, feature_layers, sublayer_mask, axes, layers, x, visible, cache
+        )
     else:
         ropes = _ropes(config)
         rotations = {rope: angles(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
@@ -277,10 +288,12 @@ def _forward(
                 for window in dict.fromkeys(config.windows)
             }
 
-        def run(i: int, here: tuple[bool, bool], x: Array, rows):
-            return _layer(config, here, layers[i], x, rotations[ropes[i]], attends[config.windows[i]], rows)
+        def run(i: int, sublayers: tuple[bool, bool], x: Array, rows):
+            return _layer(
+                config, sublayers, layers[i], x, rotations[ropes[i]], attends[config.windows[i]], rows
+            )
 
-        x, outputs, cache = _each_layer(run, feature_layers, kept, x, cache)
+        x, outputs, cache = _each_layer(run, feature_layers, sublayer_mask, x, cache)
     features = tuple(outputs[i] for i in feature_layers)
     return ForwardOutput(hidden=norm(x, params["norm"]), features=features, cache=cache)
 
@@ -302,11 +315,11 @@ def language_model(
       cache_dtype: of the key-value cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
       feature_layers: layers, 0-based, whose outputs (the residual stream after the layer, [B, N, E])
         `forward` returns as `features`, in this order.
-      prefill_chunk: prompt tokens per forward while a prompt is read; None: what suits the backend.
-      attention: "xla", or "pallas": on TPU the kernel `kernels_pallas.tree_attention`, which reads of each row only its
-        own slots and needs no mask, and "xla" on other platforms. "auto" is the kernel on a TPU where it compiles, for
-        steps of 8 rows or more and for caches that XLA would read in turns, and "xla" elsewhere. The kernel named has
-        no gradient, which "auto" has, and its caches hold up to 127 slots more. No chip has run it yet.
+      prefill_chunk: prompt tokens per forward while a prompt is read; None: chosen for the backend.
+      attention: "xla", or "pallas": on TPU the kernel `kernels_pallas.tree_attention`, which reads only the used slots
+        of each row and needs no mask; on other platforms "xla". "auto" uses the kernel on a TPU if it compiles, for
+        steps of 8 rows or more and for caches that XLA would read in blocks, and "xla" otherwise. Unlike "auto",
+        "pallas" has no gradient, and its caches hold up to 127 more slots. The kernel has not run on a chip yet.
         "interpret" is the kernel in Pallas' interpreter, for tests.
 
     Raises:
@@ -338,25 +351,26 @@ def _language_model(
     feature_layers: tuple[int, ...],
     prefill_chunk: int | None,
     form: str,
-    kept: Sublayers,
+    sublayer_mask: Sublayers,
 ) -> LanguageModel:
-    """Cached, so that equal models are the same functions and a jitted caller compiles once."""
+    """Make `language_model`. Cached, so that equal models share functions and a jitted caller compiles once."""
     if wrong := [layer for layer in feature_layers if not 0 <= layer < config.num_layers]:
         raise MarsError(
             f"feature layer {wrong[0]} does not exist: the model has layers 0 to {config.num_layers - 1}."
         )
 
     def init_cache(batch: int, slots: int) -> KVCache:
-        # On a CPU a block begins at the same slots in a buffer of any length, so that a sum over it has one order. On a
-        # GPU rows of scores that are aligned take less time.
+        # On a CPU, round up to whole blocks, which start at the same slots in a buffer of any length, so that sums have
+        # the same order. On a GPU aligned rows of scores are faster.
         kernel = form != "xla"
-        if form == "auto":  # which fewer rows of short buffers never take
+        if form == "auto":
+            # Few rows with short buffers never use the kernel.
             kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
-        whole = KERNEL_SLOTS if kernel else 1 if on_tpu() else BLOCK
+        multiple = KERNEL_SLOTS if kernel else 1 if on_tpu() else BLOCK
         return kv_cache.init_cache(
-            layers=sum(attends for attends, _ in kept),
+            layers=sum(attends for attends, _ in sublayer_mask),
             batch=batch,
-            slots=-(-slots // whole) * whole,
+            slots=-(-slots // multiple) * multiple,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=cache_dtype,
@@ -368,7 +382,7 @@ def _language_model(
         return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)
 
     def with_features(layers: tuple[int, ...]) -> LanguageModel:
-        return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, kept)
+        return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, sublayer_mask)
 
     def with_layers(mask: Sublayers) -> LanguageModel:
         mask = tuple((bool(attends), bool(has_mlp)) for attends, has_mlp in mask)
@@ -382,7 +396,7 @@ def _language_model(
 
     return LanguageModel(
         init_cache=init_cache,
-        forward=functools.partial(_forward, config, form, feature_layers, kept),
+        forward=functools.partial(_forward, config, form, feature_layers, sublayer_mask),
         unembed=unembed,
         vocab_size=config.vocab_size,
         embed=functools.partial(_embed, config),

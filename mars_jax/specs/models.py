@@ -1,6 +1,6 @@
-"""The models that have a short name, and what drafts for each of them. No jax.
+"""Models with a short name, and the drafters for each of them. Imports no jax.
 
-Digests are those of the files that their publishers put on the Hugging Face hub. `docs/heads.md` shows the same pairs.
+Digests are of the files that the publishers uploaded to the Hugging Face hub. `docs/heads.md` shows the same pairs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FIGURES = {
     ("tiny/target", "dflash:tiny/dflash"): "tau 3.10, docs/results.md",
     ("smollm2", "eagle:smollm2/eagle3"): "tau 2.65, docs/smollm2.md",
 }
-"""Tokens per step of `exact` at temperature 0, and the page that says of what. Heads draft a tree of 60 nodes."""
+"""Tokens per step under `exact` at temperature 0, and the page with the measurement. Heads draft a tree of 60 nodes."""
 HEADS = {
     "tiny/eagle3": Head("EAGLE-3", "runs"),
     "tiny/dflash": Head("DFlash, 7 tokens", "runs"),

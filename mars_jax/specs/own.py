@@ -1,6 +1,6 @@
-"""A rule of the user's, named as FILE.py:NAME or package.module:NAME, as a row like those of the table. No jax here.
+"""Rows of user-defined rules, which are named as FILE.py:NAME or package.module:NAME. Imports no jax.
 
-Naming a file runs it: what it holds is the user's own code, and nothing else ever runs it.
+Naming a file executes it as the user's code. No other operation executes it.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def is_own(spec: str) -> bool:
 
 
 def find(spec: str) -> RuleRow:
-    """The row of a rule: of the table, or what the signature of a user's factory says.
+    """Return the row of a rule: from the table, or made from the signature of a user's factory.
 
     Args:
       spec: a name of `RULES`, with `:PATH` for a rule with weights, or FILE.py:NAME or package.module:NAME. NAME takes
-        its settings as keywords: numbers, whole numbers, true or false, texts, and `Literal` for a choice, told from
-        annotations or from defaults.
+        its settings as keywords: floats, ints, bools, strings, and `Literal` for a choice. Their types come from
+        annotations or defaults.
 
     Raises:
       MarsError: no such rule, file or name; a factory with an argument that cannot be given.

@@ -29,20 +29,20 @@ NEEDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleRow:
-    """A row of `rules.RULES`, or what the signature of a user's own factory says."""
+    """A row of `rules.RULES`, or one made from the signature of a user's factory."""
 
     name: str
     factory: str  # "module:function"
     help: str
     lossless: bool
-    needs: tuple[str, ...] = ()  # of NEEDS
+    needs: tuple[str, ...] = ()  # keys of NEEDS
     paper: str = ""
-    bases: tuple[RuleRow, ...] = ()  # what its setting `base` chooses from
+    bases: tuple[RuleRow, ...] = ()  # choices of its setting `base`
     settings: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
 
     @property
     def reader(self) -> str:
-        """Reader of a rule with weights, "module:function": (path, target) -> weights. It stands beside the factory.
+        """Reader of a rule with weights, "module:function": (path, target) -> weights, in the module of the factory.
 
         >>> from mars_jax import specs
         >>> specs.rule("learned").reader
@@ -91,7 +91,7 @@ class RuleRow:
         return {name: s.default for name, s in self.settings.items() if s.choices} | dict(chosen)
 
     def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All settings: what is given, checked, and the defaults of the others.
+        """Return all settings: the given ones, checked, and the defaults of the others.
 
         Raises:
           MarsError: an unknown name, a value out of range, or a setting that must be given and is not.
@@ -100,7 +100,7 @@ class RuleRow:
         >>> specs.rule("mars").settle({"theta": 0.8})["margin"]
         'ratio'
         """
-        # Choices first, since what else there is, and in which range, depends on them.
+        # Check choices first, because they determine the other settings and their ranges.
         chosen = {name: given[name] for name, s in self.settings.items() if s.choices and name in given}
         for name, value in chosen.items():
             self.settings[name].check(value)
@@ -209,7 +209,7 @@ def edges(
     needs: tuple[str, ...] = (),
     home: str = "mars_jax.verify",
 ) -> RuleRow:
-    """A rule that relaxes edges of a strict base; of `exact` alone where `base` is None."""
+    """Make the row of a rule that relaxes edges of a strict base; if `base` is None, only of `exact`."""
     return RuleRow(
         name=name,
         factory=f"{home}.{name}:{name}",
@@ -231,7 +231,7 @@ def distributions(
     needs: tuple[str, ...] = (),
     home: str = "mars_jax.verify",
 ) -> RuleRow:
-    """A rule that verifies another distribution than the target's, by rejection; of chains alone where `chain`."""
+    """Make the row of a rule that verifies a changed target distribution by rejection; `chain`: only on chains."""
     return RuleRow(
         name=name,
         factory=f"{home}.{name}:{name}",

@@ -33,7 +33,7 @@ def trials(monkeypatch):
         return untried(function, options, structure, shapes)
 
     monkeypatch.setattr(trial, "_failure", counting)
-    monkeypatch.setattr(trial, "_told", set())
+    monkeypatch.setattr(trial, "_logged", set())
     # Programs compiled with another choice of kernels must not reach other tests.
     jax.clear_caches()
     yield made

@@ -1,13 +1,13 @@
-"""Drafting while the target verifies: drafter and target on devices of their own, the next draft begun on a guess.
+"""Parallel drafting: the drafter guesses the verdict and drafts on its own devices while the target verifies.
 
-Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens of a draft, T token buffer. Oracle: the plain
-loop, token for token (tests/contrib/test_ahead.py).
+Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens of a draft, T token buffer. Oracle: the
+sequential loop, token for token (tests/contrib/test_ahead.py).
 
-The drafter drafts K + 1 tokens; the target gets the first K. While it verifies them, the drafter goes on as if all of
-them held and the last were the token that the target adds. Where that comes true for every live row, the next draft
-is there when the verdict is, and a step costs the longer of the two instead of their sum; else the drafter drafts again
-from what was committed. A chain that a small model drafts afresh overwrites what it cached on a wrong guess, so
-nothing has to be taken back. Under a lossless rule the tokens are those of the plain loop, whatever was guessed.
+The drafter drafts K + 1 tokens, and the target gets the first K. While it verifies them, the drafter continues as if
+all K were accepted and the target added the last one. If that guess is right for every live row, the next draft is
+ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
+drafter drafts again from the committed tokens, which overwrites the cache entries of the wrong guess, so no rollback is
+needed. Under a lossless rule the tokens are those of the sequential loop, for right and wrong guesses.
 """
 
 from __future__ import annotations
@@ -44,51 +44,52 @@ from mars_jax.core.types import (
 
 
 class Ahead(NamedTuple):
-    """A decode that drafts ahead; see `ahead`."""
+    """A target and a drafter that run in parallel; see `ahead`."""
 
-    decoder: Decoder  # of the target; its drafts are handed to it
+    decoder: Decoder  # of the target; the caller supplies its drafts
     drafter: Drafter  # of K + 1 tokens
-    handed: Drafter  # of K tokens; what the target sees of it
+    handed: Drafter  # of K tokens; the target's view of `drafter`
 
 
 @dataclasses.dataclass
 class Guesses:
-    """Counts of steps, and of those whose next draft was there when the verdict was."""
+    """Counts of steps and of right guesses."""
 
     steps: int = 0
-    held: int = 0
+    held: int = 0  # steps whose guess was right, so that the next draft was ready with the verdict
 
 
 def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
-    """Pair a target and a drafter that work at the same time.
+    """Pair a target and a drafter to run in parallel.
 
     Args:
-      target: the model whose text this is.
-      drafter: of chains of K + 1 tokens, deterministic and by itself: a small model, for one. K is at least 1.
+      target: the model that verifies.
+      drafter: drafts greedy chains of K + 1 tokens, independently of the target, such as a small model. K is at
+        least 1.
       verify: the rule.
 
     Raises:
-      MarsError: the drafter reads its target, draws its drafts, or drafts no chain of at least 2.
+      MarsError: the drafter reads its target, samples its drafts, or drafts no chain of at least 2 tokens.
 
     >>> from mars_jax import drafters, fake, verify
     >>> model = fake.hash_model(vocab_size=11)
     >>> ahead(model, drafters.language_model(model, 4), verify.exact()).decoder.max_depth
     3
     """
-    handed = handed_by(drafter, target)
-    return Ahead(decode.speculative_decoder(target, handed, verify), drafter, handed)
+    handed_drafter = handed_by(drafter, target)
+    return Ahead(decode.speculative_decoder(target, handed_drafter, verify), drafter, handed_drafter)
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
-    """Make the drafter of K tokens that the target sees of one of K + 1.
+    """Return the target's view of a drafter of K + 1 tokens: one of K tokens, whose drafts the caller supplies.
 
     Raises:
       MarsError: as `ahead`.
     """
     if drafter.reads is not None:
         raise MarsError(
-            f"the drafter '{drafter.name}' reads what its target computes, and cannot draft while it does: draft with "
-            "a small model."
+            f"the drafter '{drafter.name}' reads its target's outputs, so it cannot draft while the target runs: draft "
+            "with a small model."
         )
     if drafter.num_nodes != drafter.max_depth + 1 or drafter.max_depth < 2:
         raise MarsError(
@@ -100,7 +101,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
 
 @functools.lru_cache
 def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
-    """Make a drafter whose state is the draft, which the caller puts there."""
+    """Make a drafter that proposes its state, i32[B, K], which the caller sets."""
 
     def propose(params: Params, state: Array, given: DraftInput) -> tuple[DraftTree, Array]:
         return chain(jnp.concatenate([last_token(given), state], axis=1)), state
@@ -118,7 +119,7 @@ def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
 
 
 class Committed(NamedTuple):
-    """The text as far as the drafter knows it."""
+    """The committed tokens as the drafter assumes them."""
 
     tokens: Array  # i32[B, T]
     length: Array  # i32[B]
@@ -133,16 +134,16 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """Make the draft i32[B, K + 1], the text as if all of it held, and the drafter's state."""
-    given = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
-    tree, state = drafter.propose(Params((), params), state, given)
+    """Return the draft i32[B, K + 1], the tokens as if all of it were accepted, and the drafter's state."""
+    inputs = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
+    tree, state = drafter.propose(Params((), params), state, inputs)
     if tree.draft_logits is not None:
         raise MarsError(f"the drafter '{drafter.name}' draws its drafts: make it with sample=False.")
     drafted = tree.tokens[:, 1:]
     buffer = text.tokens.shape[1]
     row = jnp.arange(drafted.shape[0], dtype=jnp.int32)[:, None]
-    place = text.length[:, None] + jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-    tokens = text.tokens.at[row, place].set(jnp.maximum(drafted, 0), mode="drop")
+    positions = text.length[:, None] + jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+    tokens = text.tokens.at[row, positions].set(jnp.maximum(drafted, 0), mode="drop")
     return drafted, Committed(tokens, jnp.minimum(text.length + drafted.shape[1], buffer)), state
 
 
@@ -150,7 +151,7 @@ def _draft(
 def _verify(
     decoder: Decoder, params: PyTree, state: DecodeState, handed: Array
 ) -> tuple[DecodeState, StepInfo, Committed, Array]:
-    """Step with a draft i32[B, K]; return the text after it too, and which rows are done then."""
+    """Run a step with the draft i32[B, K]. Also return copies of the committed tokens and of the done rows."""
     state, info = decoder.step(params, dataclasses.replace(state, draft=handed))
     text = Committed(jnp.copy(state.tokens), jnp.copy(state.length))
     return state, info, text, jnp.copy(state.done)
@@ -158,11 +159,11 @@ def _verify(
 
 @jax.jit
 def _flags(info: StepInfo, done: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Tell whether all live rows said the guess, arrays i32[B, ...] side by side, and whether all rows are done."""
-    said = jnp.concatenate(guessed, axis=1)
-    length = said.shape[1]
-    held = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == said, axis=1)
-    return jnp.all(held | done), jnp.all(done)
+    """Return whether all live rows emitted the guess (arrays i32[B, ...], concatenated) and whether all are done."""
+    tokens = jnp.concatenate(guessed, axis=1)
+    length = tokens.shape[1]
+    is_right = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == tokens, axis=1)
+    return jnp.all(is_right | done), jnp.all(done)
 
 
 def stream(
@@ -174,72 +175,75 @@ def stream(
     pre_verify: bool = False,
     guesses: Guesses | None = None,
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """`decode.stream` whose drafts are made ahead, elsewhere. `state` is donated: use the one that is yielded.
+    """Yield steps like `decode.stream`, with drafts made in parallel. `state` is donated: use the yielded one.
 
-    Drafter and target wait for each other once a step: the host reads one flag of the verdict while the drafter is busy
-    with the next draft.
+    Drafter and target synchronise once per step: the host reads one flag of the verdict while the next draft runs.
 
     Args:
       made: from `ahead`.
-      params: of both; the target's where `state` is, the drafter's wherever they are.
+      params: of both; the target's on the devices of `state`, the drafter's anywhere.
       state: of `made.decoder`, from `decode.start`.
-      draft_device: where the drafter works, another place than the target's: a device, or a mesh over which
-        its weights are divided already.
-      pre_verify: while a draft is made again after a wrong guess, the target says one token without one. If that is
-        the first of the new draft, the rest of it is verified next. It pays where a draft takes about as long as the
-        target's forward. A lossless rule's tokens stay the same; there are more steps.
-      guesses: counts here how many steps there were, and in how many the next draft was there.
+      draft_device: where the drafter runs, apart from the target: a device, or a mesh over which its weights are
+        already sharded.
+      pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.
+        If that token is the first of the new draft, the remaining ones are verified next. Worthwhile if a draft takes
+        about as long as the target's forward. A lossless rule gives the same tokens in more steps.
+      guesses: incremented for each step and each right guess.
 
     Raises:
-      MarsError: the drafter draws its drafts.
+      MarsError: the drafter samples its drafts.
     """
     guesses = Guesses() if guesses is None else guesses
-    there = _Drafter(made.drafter, params.draft, state, draft_device)
-    of_target, where = params._replace(draft=()), state.draft.sharding
-    nothing = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), where)
-    drafted, guessed = there.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
-    # Of a draft the last token is the guess. Where its first one is said already the others are handed over, and the
-    # guess is the first of the draft after it.
-    first_said, finished = False, bool(jnp.all(state.done))
+    remote = _Drafter(made.drafter, params.draft, state, draft_device)
+    target_params, sharding = params._replace(draft=()), state.draft.sharding
+    no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), sharding)
+    drafted, guessed = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
+    # Usually the target gets all tokens of a draft but the last, which is the guess. If pre-verify has already emitted
+    # the first token, the target gets all others, and the guess is the first token of the next draft.
+    first_known, finished = False, bool(jnp.all(state.done))
     while not finished:
-        handed = jax.device_put(there.part(drafted, slice(1, None) if first_said else slice(-1)), where)
-        state, info, text, done = _verify(made.decoder, of_target, state, handed)
-        # On its way before the verdict is there.
-        following, after = there.draft(guessed)
-        last = there.part(following, slice(1)) if first_said else there.part(drafted, slice(-1, None))
-        guess = jax.device_put(last, where)
-        right, finish = _flags(info, done, (handed, guess))
+        columns = slice(1, None) if first_known else slice(-1)
+        handed = jax.device_put(remote.part(drafted, columns), sharding)
+        state, info, text, done = _verify(made.decoder, target_params, state, handed)
+        # Start the next draft before the verdict is known.
+        following, next_guessed = remote.draft(guessed)
+        if first_known:
+            guess = jax.device_put(remote.part(following, slice(1)), sharding)
+        else:
+            guess = jax.device_put(remote.part(drafted, slice(-1, None)), sharding)
+        is_right, all_done = _flags(info, done, (handed, guess))
         guesses.steps += 1
         yield state, info
-        finished = bool(finish)
-        if bool(right):
-            (drafted, guessed), guesses.held = (following, after), guesses.held + 1
+        finished = bool(all_done)
+        if bool(is_right):
+            (drafted, guessed), guesses.held = (following, next_guessed), guesses.held + 1
             continue
-        first_said = False
+        first_known = False
         if not finished:
-            drafted, guessed = there.draft(text)
+            drafted, guessed = remote.draft(text)
         if pre_verify and not finished:
-            state, info, text, done = _verify(made.decoder, of_target, state, nothing)
-            right, finish = _flags(info, done, (jax.device_put(there.part(drafted, slice(1)), where),))
+            state, info, text, done = _verify(made.decoder, target_params, state, no_draft)
+            first_token = jax.device_put(remote.part(drafted, slice(1)), sharding)
+            is_right, all_done = _flags(info, done, (first_token,))
             guesses.steps += 1
             yield state, info
-            finished, first_said = bool(finish), bool(right)
-            if not (finished or first_said):
-                drafted, guessed = there.draft(text)
+            finished, first_known = bool(all_done), bool(is_right)
+            if not (finished or first_known):
+                drafted, guessed = remote.draft(text)
 
 
 class _Drafter:
-    """The drafter where it works, with its state."""
+    """The drafter on its devices, with its state."""
 
-    def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, where: Any):
-        self._mesh = where if isinstance(where, Mesh) else None
-        self._place = where if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+    def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, place: Any):
+        self._mesh = place if isinstance(place, Mesh) else None
+        self._place = place if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
         self._drafter = drafter
         self._params = params if self._mesh is not None else jax.device_put(params, self._place)
-        given = (state.controls, state.keys, Committed(state.tokens, state.length))
-        # Copies: the state's own buffers are the next step's.
-        given = jax.tree.map(jnp.copy, given)
-        self._controls, self._keys, text = jax.device_put(given, self._place)
+        # Copy, because the next step donates the state's buffers.
+        inputs = (state.controls, state.keys, Committed(state.tokens, state.length))
+        copies = jax.tree.map(jnp.copy, inputs)
+        self._controls, self._keys, text = jax.device_put(copies, self._place)
         with self._here():
             self._state = _begin(drafter, self._params, text)
 
@@ -247,12 +251,12 @@ class _Drafter:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def part(self, drafted: Array, columns: slice) -> Array:
-        """Return columns of a draft; the loop runs in the target's mesh, where a draft is not."""
+        """Return columns of a draft, sliced under the drafter's mesh; the loop runs under the target's."""
         with self._here():
             return drafted[:, columns]
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """Make the draft i32[B, K + 1] after a text, and the text as if all of it held."""
+        """Return the draft i32[B, K + 1] after `text`, and the tokens as if all of it were accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted, guessed, self._state = _draft(
@@ -280,13 +284,13 @@ def run_ahead(
       prompts: on the target's device.
 
     Returns:
-      The final state, the counters of each row, and how many guesses held.
+      The final state, the counters of each row, and the counts of steps and right guesses.
     """
     state = decode.start(made.decoder, params._replace(draft=()), prompts)
     guesses = Guesses()
-    where = next(iter(state.tokens.devices()))
-    stats = jax.device_put(zero_stats(prompts.tokens.shape[0], made.decoder.max_depth), where)
+    device = next(iter(state.tokens.devices()))
+    stats = jax.device_put(zero_stats(prompts.tokens.shape[0], made.decoder.max_depth), device)
     options = {"draft_device": draft_device, "pre_verify": pre_verify, "guesses": guesses}
-    for now, info in stream(made, params, state, **options):
-        state, stats = now, _count(stats, info, now.length)
+    for next_state, info in stream(made, params, state, **options):
+        state, stats = next_state, _count(stats, info, next_state.length)
     return state, stats, guesses

@@ -1,11 +1,11 @@
-"""A drafter whose drafts a proxy vouches for: the target is asked where the proxy is unsure.
+"""A cascade: a proxy of the target verifies the draft, and the target verifies only where the proxy is unsure.
 
-Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens of an inner draft, M of the whole one, T token buffer,
-V vocabulary.
+Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens of an inner draft, M of the full draft, T token
+buffer, V vocabulary.
 Oracle: the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
-The invariants: the inner drafter's own, as of a row of the trusted length; and the proxy's cache is valid in
-`[0, length - 1)`, as a target's is. So every token that can be committed without another round is one that was fed.
+Invariants: the inner drafter's, for a row of the trusted length; and the proxy's cache is valid in `[0, length - 1)`,
+like a target's. So every token that can be committed without another round has been fed to the proxy.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ class CascadeParams(NamedTuple):
 
     inner: PyTree  # weights of the inner drafter
     proxy: PyTree  # weights of the proxy
-    # What the gate reads, see `gates`: of "margin" the least difference of probabilities, f32[]; of "ratio" (accept,
-    # escalate). Values, so that changing them compiles nothing.
+    # Thresholds of the gate, see `gates`: for "margin" the least difference of probabilities, f32[]; for "ratio"
+    # (accept, escalate). Arrays, so that other values do not recompile.
     gate: Any = np.float32(0.5)
 
 
 def cascade(
     inner: Drafter, proxy: LanguageModel, num_draft_tokens: int = 24, *, gate: str = "margin"
 ) -> Drafter:
-    """Draft with `inner`, let a proxy verify, and ask the target where the proxy is unsure: TriSpec (arXiv 2601.23180)
-    with the gate "margin" and a small model as proxy, VIA-SD (arXiv 2606.12243) with the gate "ratio" and the target
-    itself without some of its layers, `LanguageModel.with_layers`.
+    """Draft with `inner`, verify with a proxy, and leave to the target the tokens of which the proxy is unsure.
 
-    In each round the proxy reads the inner draft x. Let t_a be the first place where the gate puts the proxy's own
-    token a for x, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and a stand without a
-    word of the target, and another round follows. Else x before t_m stands, and the target verifies the rest. A draft
-    that is full ends too. What stands is *trusted*: taken without a test, and known by its kind in `StepInfo`, beside
-    what the target thinks of it (regret).
+    This is TriSpec (arXiv 2601.23180) with the gate "margin" and a small model as proxy, and VIA-SD (arXiv 2606.12243)
+    with the gate "ratio" and as proxy the target without some of its layers, `LanguageModel.with_layers`.
 
-    Lossy by design under every rule. Rows above temperature 0, strict rows, and a rule's `exact_prefix` trust
-    nothing, so they get what the rule gives for the inner draft; so does every row where the gate's number is above
-    1. A stop token is never trusted, nor one that the request forbids: the target verifies it. Biases and penalties of
-    a request are not the proxy's, and trusted tokens know nothing of them. Where rows wait for others they repeat
-    their last round, so that their tokens are those that they would have alone.
+    In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
+    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and then a are
+    trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
+    verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
+    `StepInfo`, with the target's regret.
+
+    Lossy by design under every rule. Rows above temperature 0, strict rows, and the tokens of a rule's `exact_prefix`
+    trust nothing, so the rule verifies their inner draft. The same holds for every row if the gate's threshold is above
+    1. Stop tokens, and tokens that the request forbids, are never trusted: the target verifies them. The proxy ignores
+    a request's biases and penalties, so they do not affect trusted tokens. A row that waits for others repeats its last
+    round, so its tokens do not depend on the batch.
 
     Args:
-      inner: drafts chains without sampling, from the tokens alone: `language_model(...)` or `ngram(...)`.
-      proxy: a model between drafter and target, of the same vocabulary.
-      num_draft_tokens: M, the most tokens of a step, trusted ones included; at least K + 1.
-      gate: "margin" or "ratio"; its numbers are `CascadeParams.gate`.
+      inner: drafts greedy chains from the tokens only: `language_model(...)` or `ngram(...)`.
+      proxy: a model between drafter and target in size, of the same vocabulary.
+      num_draft_tokens: M, the maximum number of tokens per step, including trusted ones; at least K + 1.
+      gate: "margin" or "ratio"; its thresholds are `CascadeParams.gate`.
 
     Raises:
       MarsError: another kind of inner drafter, another vocabulary, no room for a round, or an unknown gate.
@@ -75,8 +76,8 @@ def cascade(
     """
     if inner.reads is not None:
         raise MarsError(
-            f"the drafter '{inner.name}' reads the target's layers, of which a cascade has none while it drafts: draft "
-            "with a model or with n-grams."
+            f"the drafter '{inner.name}' reads the target's layers, which a cascade does not run while it drafts: "
+            "draft with a model or with n-grams."
         )
     if inner.num_nodes != inner.max_depth + 1 or inner.max_depth < 1:
         raise MarsError(f"the drafter '{inner.name}' drafts no chain: give a cascade a drafter of chains.")
@@ -97,21 +98,21 @@ def cascade(
 
 
 class CascadeState(NamedTuple):
-    """State of a cascade between two steps."""
+    """Draft state of a cascade."""
 
     inner: PyTree  # of the inner drafter
-    cache: PyTree  # the proxy's own
-    rounds: Array  # i32[B]; forwards of the proxy that were a row's own, since it began
+    cache: PyTree  # of the proxy
+    rounds: Array  # i32[B]; rounds of each row since it began, without those in which it waited
 
 
 class _Round(NamedTuple):
-    """The draft as it grows; [B, ...] each."""
+    """Loop carry: the growing draft; each array is [B, ...]."""
 
-    tokens: Array  # i32[B, T + M]; committed, then what is trusted
-    begin: Array  # i32[B]; tokens that were trusted before the last round
-    trusted: Array  # i32[B]; and after it
-    drafted: Array  # i32[B, M]; the draft: what is trusted, then what is not
-    waits: Array  # bool[B]; for the target
+    tokens: Array  # i32[B, T + M]; committed tokens, then trusted ones
+    begin: Array  # i32[B]; trusted tokens before the last round
+    trusted: Array  # i32[B]; trusted tokens after the last round
+    drafted: Array  # i32[B, M]; the draft: trusted tokens, then those for the target to verify
+    waits: Array  # bool[B]; the row has finished and waits for the target
     state: CascadeState
 
 
@@ -123,7 +124,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         return Params(target=params.target, draft=params.draft.inner)
 
     def widened(tokens: Array) -> Array:
-        # Trusted tokens may reach past the buffer, where nothing is emitted.
+        # Trusted tokens may reach past the end of the buffer; those are never emitted.
         return jnp.pad(tokens, ((0, 0), (0, most)))
 
     def init(params: Params, tokens: Array, length: Array) -> CascadeState:
@@ -141,61 +142,67 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         draft = caught_up(inner, inner_params(params), state.inner, tokens, cached, length)
         return CascadeState(draft, cache, jnp.zeros_like(length))
 
-    def propose(params: Params, state: CascadeState, given: DraftInput) -> tuple[DraftTree, CascadeState]:
-        controls, batch = given.controls, given.tokens.shape[0]
+    def propose(params: Params, state: CascadeState, inputs: DraftInput) -> tuple[DraftTree, CascadeState]:
+        controls, batch = inputs.controls, inputs.tokens.shape[0]
         may_trust = is_greedy(controls) & ~controls.strict
         place = jnp.arange(k + 1, dtype=jnp.int32)[None]
 
-        def play(at: _Round) -> _Round:
-            length = given.length + at.begin
-            asked = DraftInput(keys=given.keys, tokens=at.tokens, length=length, controls=controls)
-            tree, draft = inner.propose(inner_params(params), at.state.inner, asked)
+        def play_round(carry: _Round) -> _Round:
+            length = inputs.length + carry.begin
+            draft_input = DraftInput(keys=inputs.keys, tokens=carry.tokens, length=length, controls=controls)
+            tree, draft = inner.propose(inner_params(params), carry.state.inner, draft_input)
             if not tree.is_chain or tree.draft_logits is not None:
                 raise MarsError(
                     f"the drafter '{inner.name}' samples: give a cascade a drafter that does not."
                 )
             output = proxy.forward(
-                params.draft.proxy, tree.tokens, Visible.causal(length - 1, k + 1), at.state.cache
+                params.draft.proxy, tree.tokens, Visible.causal(length - 1, k + 1), carry.state.cache
             )
             logits = proxy.unembed(params.draft.proxy, output.hidden)
             x = jnp.concatenate([tree.tokens[:, 1:], jnp.full((batch, 1), NO_TOKEN, jnp.int32)], axis=1)
-            said = judge(logits, x, params.draft.gate)
-            differs, unsure = _first(said.differs), _first(said.unsure)
+            verdict = judge(logits, x, params.draft.gate)
+            differs, unsure = _first(verdict.differs), _first(verdict.unsure)
             decided = (differs < unsure) & may_trust
-            own = jnp.where(place < differs[:, None], x, said.own)  # what the proxy would say
+            # The proxy's output: x up to its first correction, then its own tokens.
+            proxy_tokens = jnp.where(place < differs[:, None], x, verdict.token)
             count = jnp.where(decided, differs + 1, jnp.where(may_trust, unsure, 0))
-            stop = _first(is_stop(own, controls.stop_tokens))
+            stop = _first(is_stop(proxy_tokens, controls.stop_tokens))
             stopped = decided & (stop < count)
-            # Without room for another round the proxy's own token, which no cache has seen, is left to the target.
-            full = decided & ~stopped & (at.begin + count + k + 1 > most)
+            # Without room for another round, drop the proxy's own last token, which was fed to no cache. The target
+            # supplies the next token.
+            full = decided & ~stopped & (carry.begin + count + k + 1 > most)
             count = jnp.where(full, count - 1, jnp.minimum(count, stop))
-            rest = jnp.where(stopped[:, None], jnp.where(place <= differs[:, None], own, NO_TOKEN), x)
-            # A row that goes on, or has no room, leaves nothing for the target to test.
-            rest = jnp.where((decided & ~stopped)[:, None], NO_TOKEN, rest)
-            new = jnp.where(place < count[:, None], own, rest)
-            active = ~at.waits
+            untrusted = jnp.where(
+                stopped[:, None], jnp.where(place <= differs[:, None], proxy_tokens, NO_TOKEN), x
+            )
+            # A row that continues or is full leaves no token for the target to verify.
+            untrusted = jnp.where((decided & ~stopped)[:, None], NO_TOKEN, untrusted)
+            row_draft = jnp.where(place < count[:, None], proxy_tokens, untrusted)
+            active = ~carry.waits
             return _Round(
-                tokens=_put(at.tokens, length, own, active[:, None] & (place < count[:, None])),
-                begin=jnp.where(active & decided & ~stopped & ~full, at.begin + count, at.begin),
-                trusted=jnp.where(active, at.begin + count, at.trusted),
-                drafted=_put(at.drafted, at.begin, new, active[:, None] & jnp.ones_like(place, bool)),
-                waits=at.waits | ~decided | stopped | full,
-                state=CascadeState(draft, output.cache, at.state.rounds + active.astype(jnp.int32)),
+                tokens=_put(carry.tokens, length, proxy_tokens, active[:, None] & (place < count[:, None])),
+                begin=jnp.where(active & decided & ~stopped & ~full, carry.begin + count, carry.begin),
+                trusted=jnp.where(active, carry.begin + count, carry.trusted),
+                drafted=_put(
+                    carry.drafted, carry.begin, row_draft, active[:, None] & jnp.ones_like(place, bool)
+                ),
+                waits=carry.waits | ~decided | stopped | full,
+                state=CascadeState(draft, output.cache, carry.state.rounds + active.astype(jnp.int32)),
             )
 
-        none = jnp.zeros((batch,), jnp.int32)
+        zeros = jnp.zeros((batch,), jnp.int32)
         start = _Round(
-            tokens=widened(given.tokens),
-            begin=none,
-            trusted=none,
+            tokens=widened(inputs.tokens),
+            begin=zeros,
+            trusted=zeros,
             drafted=jnp.full((batch, most), NO_TOKEN, jnp.int32),
             waits=jnp.zeros((batch,), bool),
             state=state,
         )
-        end = lax.while_loop(lambda at: ~jnp.all(at.waits), play, start)
-        tree = chain(jnp.concatenate([last_token(given), end.drafted], axis=1))
-        trusted = (tree.depths > 0) & (tree.depths <= end.trusted[:, None])
-        return dataclasses.replace(tree, trusted=trusted), end.state
+        final = lax.while_loop(lambda at: ~jnp.all(at.waits), play_round, start)
+        tree = chain(jnp.concatenate([last_token(inputs), final.drafted], axis=1))
+        trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
+        return dataclasses.replace(tree, trusted=trusted), final.state
 
     return Drafter(
         init=init,
@@ -210,14 +217,16 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
     )
 
 
-def _first(where: Array) -> Array:
-    """Return i32[B]: the first place of bool[B, P]; P where there is none."""
-    n = where.shape[1]
-    return jnp.min(jnp.where(where, jnp.arange(n, dtype=jnp.int32)[None], n), axis=1)
+def _first(mask: Array) -> Array:
+    """Return i32[B]: the index of the first True of bool[B, P]; P if there is none."""
+    n = mask.shape[1]
+    return jnp.min(jnp.where(mask, jnp.arange(n, dtype=jnp.int32)[None], n), axis=1)
 
 
-def _put(values: Array, first: Array, new: Array, chosen: Array) -> Array:
-    """Return values [B, M] with new [B, P] from place `first` i32[B] on, where chosen bool[B, P]."""
-    place = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    place = jnp.where(chosen, place, values.shape[1])
-    return jax.vmap(lambda row, at, put: row.at[at].set(put, mode="drop"))(values, place, new)
+def _put(values: Array, first: Array, new: Array, mask: Array) -> Array:
+    """Write new [B, P] into values [B, M] from index `first` i32[B] on, at the positions of mask bool[B, P]."""
+    index = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    index = jnp.where(mask, index, values.shape[1])
+    return jax.vmap(lambda row, indices, updates: row.at[indices].set(updates, mode="drop"))(
+        values, index, new
+    )

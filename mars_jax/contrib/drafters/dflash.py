@@ -1,11 +1,11 @@
-"""A block drafter: the whole draft from one forward over the target's own features, as a chain or as a tree.
+"""A block drafter: one forward over the target's features drafts a whole chain or tree.
 
 Sources: DFlash 2602.06036; trees from its marginals DDTree 2604.12989; DSpark (deepseek-ai/DeepSpec). B batch, N nodes,
-D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: a head run afresh over all committed tokens
-(tests/contrib/test_dflash.py).
+D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the head run over all committed tokens from an empty
+cache (tests/contrib/test_dflash.py).
 
-The invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, each made of the target's
-features. A block is written after it, from the last committed token's slot on, and overwritten by what `update` learns.
+Invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, computed from the target's features.
+A block is written after it, from the slot of the last committed token on. `update` overwrites the block.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shap
 
 @struct.dataclass(kw_only=True)
 class DFlashState:
-    """State of a block drafter between two steps."""
+    """Draft state of a block drafter."""
 
     cache: KVCache
 
@@ -62,21 +62,21 @@ def dflash(
 ) -> Drafter:
     """Draft with a DFlash or DSpark head of the target; its weights are `Params.draft`.
 
-    The target's embedding and unembedding are read from `Params.target` where the head has none. A dynamic tree holds
-    the likeliest nodes of all (DDTree); with a Markov head, whose tokens depend on those above them, it is grown as
-    EAGLE-2 grows its own. `Controls.draft_stop` is an entropy, and with a confidence head the chance of a rejection: at
-    the first place where one minus the confidence is above it the draft ends.
+    If the head has no embedding or unembedding, it reads the target's from `Params.target`. A dynamic tree holds the
+    likeliest nodes (DDTree). With a Markov head, whose tokens depend on their ancestors, it is grown as in EAGLE-2.
+    `Controls.draft_stop` limits the square root of the entropy or, with a confidence head, the probability of a
+    rejection: the draft ends at the first depth where one minus the confidence exceeds it.
 
     Args:
       config: of the head.
       target: the model that the head was trained for.
-      num_draft_tokens: length of the chain, default: the whole block; not used where `tree` is given.
+      num_draft_tokens: length of the chain; default: the whole block; ignored if `tree` is given.
       tree: `Dynamic(...)`, or children per node at each depth, such as `(4, 2, 2, 1)`.
       sample: as in `drafters.language_model`.
       cache_dtype: of the head's keys and values.
 
     Raises:
-      MarsError: the head does not fit the target, the draft is longer than a block, or what `language_model` raises.
+      MarsError: the head does not fit the target, the draft is longer than a block, or as `language_model`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
@@ -111,27 +111,27 @@ def _dflash(
         return DFlashState(cache=config.init_cache(batch, buffer + max(size, depth + 1), cache_dtype))
 
     def absorb(params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
-        """Write the context of consecutive tokens from position `first` on."""
+        """Write the context of consecutive tokens from position `first` i32[B] on."""
         fused = head.fuse(config, params.draft, output)
-        place = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
-        return DFlashState(cache=head.absorb(config, params.draft, fused, place, first, state.cache))
+        positions = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
+        return DFlashState(cache=head.absorb(config, params.draft, fused, positions, first, state.cache))
 
     def observe(
         params: Params, state: DFlashState, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> DFlashState:
         return absorb(params, state, output, first)
 
-    def propose(params: Params, state: DFlashState, given: DraftInput) -> tuple[DraftTree, DFlashState]:
-        root, first = last_token(given), given.length - 1
-        places = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        visible = Visible(first=first, positions=places, slot=first, seen=jnp.ones((1, size, size), bool))
+    def propose(params: Params, state: DFlashState, inputs: DraftInput) -> tuple[DraftTree, DFlashState]:
+        root, first = last_token(inputs), inputs.length - 1
+        positions = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        visible = Visible(first=first, positions=positions, slot=first, seen=jnp.ones((1, size, size), bool))
         blocks = head.block(config, root)
         with jax.named_scope("block"):
             hidden, cache = head.forward(config, target, params, blocks, visible, state.cache)
         skipped = size - config.drafts
         hidden = hidden[:, skipped : skipped + depth]
         marginals = head.unembed(config, target, params, hidden)
-        block = _Block(params=params, given=given, root=root, hidden=hidden, marginals=marginals)
+        block = _Block(params=params, inputs=inputs, root=root, hidden=hidden, marginals=marginals)
         if isinstance(shape, Static) and shape.is_chain and not config.markov_rank:
             tree = _chain(config, sample, block)
         elif isinstance(shape, Dynamic) and not (sample or config.markov_rank):
@@ -171,15 +171,15 @@ class _Block(NamedTuple):
     """The output of a forward over a block."""
 
     params: Params
-    given: DraftInput
+    inputs: DraftInput
     root: Array  # i32[B, 1]
     hidden: Array  # [B, D, E]
     marginals: Array  # f32[B, D, W]; without a Markov head, of the tokens below the root
 
 
 def _alive(config: DFlashConfig, block: _Block) -> Array:
-    """Return bool[B, D]: the depths that are drafted, of a head whose places do not depend on each other."""
-    controls = block.given.controls
+    """Return bool[B, D]: the depths to draft, for a head whose positions are independent of each other."""
+    controls = block.inputs.controls
     if config.confidence:
         stops = _doubt(config, block, block.hidden, block.root) > controls.draft_stop[:, None]
     else:
@@ -187,18 +187,18 @@ def _alive(config: DFlashConfig, block: _Block) -> Array:
     return jnp.cumprod((~stops).astype(jnp.int32), axis=1) > 0
 
 
-def _doubt(config: DFlashConfig, block: _Block, hidden: Array, before: Array) -> Array:
-    """Return f32[B, N]: the confidence head's chance that the tokens after `before` are rejected."""
-    return jax.nn.sigmoid(-head.confidence(config, block.params.draft, hidden, before))
+def _doubt(config: DFlashConfig, block: _Block, hidden: Array, parents: Array) -> Array:
+    """Return f32[B, N]: the confidence head's probability that the tokens after `parents` i32[B, N] are rejected."""
+    return jax.nn.sigmoid(-head.confidence(config, block.params.draft, hidden, parents))
 
 
 def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
-    """Return the likeliest tokens of all places, or what is drawn from them, none of which knows of the others."""
-    params, controls = block.params, block.given.controls
+    """Draft each position independently: its likeliest token, or a draw from its marginal."""
+    params, controls = block.params, block.inputs.controls
     if sample:
         processed = process(config.widen(params, block.marginals), controls)
         place = jnp.broadcast_to(jnp.arange(processed.shape[1], dtype=jnp.int32), processed.shape[:2])
-        ids = sample_processed(block.given.keys, place, processed)
+        ids = sample_processed(block.inputs.keys, place, processed)
         # The last node has no children, so its row is never read.
         q = jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
     else:
@@ -207,30 +207,30 @@ def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
 
 
 def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> DraftTree:
-    """Grow a draft level by level, each from the marginals of its place and, with a Markov head, the token above."""
-    params, first = block.params, block.given.length - 1
+    """Grow a draft level by level from the marginals of each depth and, with a Markov head, the parent's token."""
+    params, first = block.params, block.inputs.length - 1
 
-    def at(depth: Any, values: Array, before: Array) -> Array:
-        """Return values [B, D, ...] of a depth below the root, for all of the nodes above it i32[B, W]."""
-        one = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
-        return jnp.broadcast_to(one, (before.shape[0], before.shape[1], *values.shape[2:]))
+    def broadcast_level(depth: Any, values: Array, above: Array) -> Array:
+        """Return values [B, D, ...] at one depth, repeated for each parent in `above` i32[B, W]."""
+        level_values = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
+        return jnp.broadcast_to(level_values, (above.shape[0], above.shape[1], *values.shape[2:]))
 
-    def below(depth: Any, before: Array) -> tuple[Array, Array]:
-        logits = at(depth, block.marginals, before)
+    def after(depth: Any, above: Array) -> tuple[Array, Array]:
+        logits = broadcast_level(depth, block.marginals, above)
         if config.markov_rank:
-            logits = logits + head.markov(config, params.draft, before)
+            logits = logits + head.markov(config, params.draft, above)
         if not config.confidence:
-            return logits, jnp.zeros(before.shape, jnp.float32)
-        return logits, _doubt(config, block, at(depth, block.hidden, before), before)
+            return logits, jnp.zeros(above.shape, jnp.float32)
+        return logits, _doubt(config, block, broadcast_level(depth, block.hidden, above), above)
 
     def extend(carry: Array, level: Level) -> tuple[Array, Array]:
-        # Nodes of depth d stand at `first + d - 1`; see `Growth.first`.
-        return below(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
+        # Nodes of depth d have position `first + d - 1`; see `Growth.first`.
+        return after(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
 
     def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
         return doubt[:, : logits.shape[1]] > controls.draft_stop[:, None]
 
-    logits, doubt = below(0, block.root)
+    logits, doubt = after(0, block.root)
     growth = Growth(
         logits=logits,
         carry=jnp.repeat(doubt, shape.top_k, axis=1),
@@ -240,8 +240,8 @@ def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> D
         widen=lambda logits: config.widen(params, logits),
         stops=stops if config.confidence else None,
     )
-    given = block.given
-    return grow(shape, sample, growth, block.root, given.keys, given.controls, given.guide)[0]
+    inputs = block.inputs
+    return grow(shape, sample, growth, block.root, inputs.keys, inputs.controls, inputs.guide)[0]
 
 
 def load_dflash(asked: Asked) -> LoadedDrafter:
@@ -254,13 +254,13 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     config, params = dflash_files.load_dflash(
         asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
     )
-    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache again at every step.
+    # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree
     if tree is None and asked.length is None and not asked.sample:
         tree = Dynamic(depth=config.drafts)
     options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
-    made = dflash(config, target.model, asked.length, **options)
+    drafter = dflash(config, target.model, asked.length, **options)
     params = asked.placed(params, config)
     longest = config.layer.max_positions
-    return LoadedDrafter(made, params, draft_ids=params.get("ids"), max_positions=longest)
+    return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)

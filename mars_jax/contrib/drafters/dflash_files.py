@@ -1,8 +1,7 @@
-"""DFlash and DSpark heads as published on the Hugging Face hub <-> (DFlashConfig, params).
+"""Reading and writing of DFlash and DSpark heads as published on the Hugging Face hub.
 
-Layouts: z-lab's and DeepSeek's, whose layer ids count outputs from 0, and that of speculators, whose ids are those of
-hidden states, one more. Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py). V vocabulary, W draft
-vocabulary.
+Layouts: z-lab's and DeepSeek's number layer outputs from 0; that of speculators numbers hidden states, which is one
+more. Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py). V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
 
 LAYOUTS = ("dflash", "speculators")
-"""Layouts of config.json: z-lab's, or DeepSeek's if places say the next token; or that of the speculators library."""
+"""Layouts of config.json: "dflash" is z-lab's, or DeepSeek's if each position predicts the next token; "speculators"
+is that of the library of this name."""
 _STATES = "aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
 _UNSUPPORTED = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Factors that some heads have, and what each is where it changes nothing."""
+"""Unsupported settings of some heads, with the values at which they have no effect."""
 
 
 def load_dflash(
@@ -47,17 +47,17 @@ def load_dflash(
 ) -> tuple[DFlashConfig, PyTree]:
     """Load a DFlash or DSpark head of a target, tensor by tensor.
 
-    A head that repeats the target's embedding or unembedding shares it instead.
+    If the head's embedding or unembedding equals the target's, share the target's array.
 
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `load_eagle`.
 
     Returns:
-      The config, and what `Params.draft` is to be. In it `ids` i32[W] are the target's tokens that a draft
-      vocabulary smaller than V consists of.
+      The config, and the weights for `Params.draft`. If the draft vocabulary is smaller than V, their `ids` i32[W] are
+      the target's token ids of the draft tokens.
 
     Raises:
-      MarsError: with one sentence that names what is wrong and the cure.
+      MarsError: the checkpoint is missing, damaged, unsupported, or of another target.
 
     >>> target = load("Qwen/Qwen3-8B")  # doctest: +SKIP
     >>> config, head = load_dflash("z-lab/Qwen3-8B-DFlash-b16", target.config, target.params)  # doctest: +SKIP
@@ -75,11 +75,11 @@ def save_dflash(
     layout: str = "dflash",
     verifier: str | None = None,
 ) -> Path:
-    """Write a head in a published layout; other arguments, result and errors are those of `hub.save`.
+    """Write a head in a published layout. Other arguments, result and errors are as for `hub.save`.
 
     Args:
-      layout: "dflash", that of z-lab and DeepSeek, or "speculators".
-      verifier: name of the target, for the layout of speculators.
+      layout: "dflash" for that of z-lab and DeepSeek, or "speculators".
+      verifier: name of the target, written only in the layout of speculators.
 
     >>> import tempfile
     >>> import jax
@@ -93,8 +93,8 @@ def save_dflash(
     ...     sorted(os.listdir(path))
     ['config.json', 'model.safetensors']
     """
-    own = path, config, params, to_dflash_json, LAYOUTS, layout
-    return save_head(*own, overwrite=overwrite, verifier=verifier)
+    arguments = path, config, params, to_dflash_json, LAYOUTS, layout
+    return save_head(*arguments, overwrite=overwrite, verifier=verifier)
 
 
 @checked
@@ -106,83 +106,85 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     """
     _check_kind(data, shapes)
     dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
-    named = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
+    names = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
     nested = nested_layer(data)
-    own = data | (data.get("dflash_config") or {}) if nested is None else data
-    # z-lab's class reads the block size at the top of config.json and the rest in dflash_config.
-    own = own | {"block_size": given(data, "block_size", own.get("block_size"))}
+    settings = data | (data.get("dflash_config") or {}) if nested is None else data
+    # z-lab's class reads the block size from the top level of config.json and the other settings from dflash_config.
+    settings = settings | {"block_size": given(data, "block_size", settings.get("block_size"))}
     layer = data if nested is None else nested
     config = _layer(layer, shapes, target)
-    layers = _feature_layers(own, shapes, target, nested is not None)
+    layers = _feature_layers(settings, shapes, target, nested is not None)
     for key in ("block_size", "mask_token_id"):
-        if type(own.get(key)) is not int:
+        if type(settings.get(key)) is not int:
             raise MarsError(f"config.json gives no number for {key}: use the config the weights came with.")
     kinds = layer.get("layer_types") or ["full_attention"] * config.num_layers
-    sliding = not own.get("sliding_window_non_causal", False)
-    everywhere = own.get("is_causal")
-    found = shapes.get("confidence_head.proj.weight", (1, 0))
-    # Outside of speculators' layout the rows of lm_head alone say the draft vocabulary.
-    said = own | ({"draft_vocab_size": None} if nested is None else {})
+    sliding = not settings.get("sliding_window_non_causal", False)
+    is_causal = settings.get("is_causal")
+    confidence_shape = shapes.get("confidence_head.proj.weight", (1, 0))
+    # Outside the layout of speculators only the rows of lm_head determine the draft vocabulary.
+    vocab_settings = settings | ({"draft_vocab_size": None} if nested is None else {})
     return DFlashConfig(
-        **shared_fields(DFlashConfig.title, said, shapes, target, config),
+        **shared_fields(DFlashConfig.title, vocab_settings, shapes, target, config),
         feature_layers=layers,
-        block_size=own["block_size"],
-        mask_token=own["mask_token_id"],
-        # DeepSeek's DFlash heads name the class of their DSpark heads, and their places say the next token as well.
-        from_anchor=bool(given(data, "sample_from_anchor", dspark or "dspark" in named)),
+        block_size=settings["block_size"],
+        mask_token=settings["mask_token_id"],
+        # DeepSeek's DFlash heads name the class of its DSpark heads, and their positions also predict the next token.
+        from_anchor=bool(given(data, "sample_from_anchor", dspark or "dspark" in names)),
         causal=tuple(
-            bool(everywhere) if everywhere is not None else kind == _SLIDING and sliding for kind in kinds
+            bool(is_causal) if is_causal is not None else kind == _SLIDING and sliding for kind in kinds
         ),
         markov_rank=shapes.get("markov_head.markov_w1.weight", (0, 0))[1],
         confidence="confidence_head.proj.weight" in shapes,
         confidence_bias="confidence_head.proj.bias" in shapes,
-        confidence_markov=found[1] > config.hidden_size,
+        confidence_markov=confidence_shape[1] > config.hidden_size,
     )
 
 
 def _check_kind(data: dict[str, Any], shapes: Shapes) -> None:
-    """Raise MarsError for relatives that draft otherwise."""
+    """Raise MarsError for related heads that draft in another way."""
     kind = data.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dspark"):
         raise MarsError(
             f"speculators_model_type is {kind!r}: as a DFlash head only 'dflash' and 'dspark' are read."
         )
-    own = data | (data.get("dflash_config") or {})
-    if own.get("projector_type") not in (None, "dflash", "dspark"):
-        raise MarsError(f"projector_type is {own['projector_type']!r}: only dflash and dspark are supported.")
+    settings = data | (data.get("dflash_config") or {})
+    if settings.get("projector_type") not in (None, "dflash", "dspark"):
+        raise MarsError(
+            f"projector_type is {settings['projector_type']!r}: only dflash and dspark are supported."
+        )
     if any(name.startswith("candidate_selector.") for name in shapes) or "DFlash2" in str(
         data.get("architectures")
     ):
         raise MarsError(
             "the head is a DFlash-2, whose convolutions and candidate selector are not supported: use a DFlash head."
         )
-    if own.get("markov_head_type") not in (None, "vanilla"):
+    if settings.get("markov_head_type") not in (None, "vanilla"):
         raise MarsError(
-            f"markov_head_type is {own['markov_head_type']!r}: only 'vanilla' is supported, whose correction depends "
-            "on the token before alone."
+            f"markov_head_type is {settings['markov_head_type']!r}: only 'vanilla' is supported, whose correction "
+            "depends only on the token before."
         )
-    for key, nothing in _UNSUPPORTED.items():
-        if own.get(key) not in (None, nothing):
-            raise MarsError(f"{key} is {own[key]}, which is not supported: only heads without one are.")
+    for key, neutral in _UNSUPPORTED.items():
+        if settings.get(key) not in (None, neutral):
+            raise MarsError(f"{key} is {settings[key]}, which is not supported: use a head without it.")
 
 
 def _layer(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> ModelConfig:
-    """Return the config of the layers: Qwen3's, whose norms and biases the tensors tell."""
+    """Return the config of the layers: Qwen3's, with the norms and biases that have tensors."""
     norm = shapes.get("layers.0.self_attn.q_norm.weight")
-    known = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
-    if "head_dim" not in known:
-        known["head_dim"] = norm[0] if norm else known["hidden_size"] // known["num_attention_heads"]
-    made = from_json(known | {"architectures": None, "model_type": "qwen3"})
+    fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
+    if "head_dim" not in fields:
+        fields["head_dim"] = norm[0] if norm else fields["hidden_size"] // fields["num_attention_heads"]
+    config = from_json(fields | {"architectures": None, "model_type": "qwen3"})
 
-    def held(name: str) -> bool:
+    def has_tensor(name: str) -> bool:
         return f"layers.0.self_attn.{name}" in shapes
 
     return dataclasses.replace(
-        made,
+        config,
         family="qwen3" if norm else "llama",
         qk_norm=norm is not None,
-        qkv_bias=held("q_proj.bias"),
-        o_bias=held("o_proj.bias"),
+        qkv_bias=has_tensor("q_proj.bias"),
+        o_bias=has_tensor("o_proj.bias"),
         tie_embeddings=False,
     )
 
@@ -198,10 +200,10 @@ def _feature_layers(
             f"config.json does not say {key}: add the hidden states that the head was trained on."
         )
     if layers is None:
-        # As published: spread evenly from layer 1 on (z-lab/dflash, `build_target_layer_ids`).
-        many = next(reversed(shapes.get("fc.weight", (0,)))) // target.hidden_size
-        spread = [round(1 + i * (count - 4) / max(many - 1, 1)) for i in range(many)]
-        layers = [count // 2] if many == 1 else spread
+        # The published default spreads the layers evenly from layer 1 on (z-lab/dflash, `build_target_layer_ids`).
+        num_features = next(reversed(shapes.get("fc.weight", (0,)))) // target.hidden_size
+        spread = [round(1 + i * (count - 4) / max(num_features - 1, 1)) for i in range(num_features)]
+        layers = [count // 2] if num_features == 1 else spread
     return read_layers(DFlashConfig.title, key, layers, count, states=nested)
 
 
@@ -212,24 +214,34 @@ def to_dflash_json(
 
     Args:
       config, dtype: of the head.
-      layout: of `LAYOUTS`.
-      verifier: name of the target, which the layout of speculators has room for.
+      layout: one of `LAYOUTS`.
+      verifier: name of the target, written only in the layout of speculators.
 
     Raises:
-      MarsError: the layout is not known, or cannot express the head.
+      MarsError: the layout is unknown or cannot express the head.
     """
-    c = config.layer
-    if c.local_rope is not None or len({w for w in c.windows if w is not None}) > 1 or c.num_experts:
+    layer_config = config.layer
+    if (
+        layer_config.local_rope is not None
+        or len({w for w in layer_config.windows if w is not None}) > 1
+        or layer_config.num_experts
+    ):
         raise MarsError(
             "config.json of a DFlash head has one rope, one window and no experts: change the layers."
         )
-    layer = to_json(dataclasses.replace(c, family="qwen3"), dtype=dtype) | {"architectures": None}
-    windowed = {causal for window, causal in zip(c.windows, config.causal, strict=True) if window is not None}
-    full = {causal for window, causal in zip(c.windows, config.causal, strict=True) if window is None}
-    own: dict[str, Any] = {"block_size": config.block_size, "draft_vocab_size": config.draft_vocab_size}
-    own |= {"target_hidden_size": config.target_hidden_size, "sample_from_anchor": config.from_anchor}
+    layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
+    windowed = {
+        causal
+        for window, causal in zip(layer_config.windows, config.causal, strict=True)
+        if window is not None
+    }
+    full = {
+        causal for window, causal in zip(layer_config.windows, config.causal, strict=True) if window is None
+    }
+    settings: dict[str, Any] = {"block_size": config.block_size, "draft_vocab_size": config.draft_vocab_size}
+    settings |= {"target_hidden_size": config.target_hidden_size, "sample_from_anchor": config.from_anchor}
     if config.markov_rank or config.confidence:
-        own |= {
+        settings |= {
             "markov_rank": config.markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": config.confidence,
@@ -237,26 +249,29 @@ def to_dflash_json(
         }
     if True in full or len(windowed) > 1:
         if len(windowed | full) > 1 or layout == "speculators":
-            raise MarsError(
-                "which layers of the head are causal cannot be said in this layout: choose another."
-            )
-        own["is_causal"] = True
+            raise MarsError("this layout cannot express which layers of the head are causal: choose another.")
+        settings["is_causal"] = True
     elif layout == "speculators":
-        own["sliding_window_non_causal"] = windowed == {False}
+        settings["sliding_window_non_causal"] = windowed == {False}
     elif windowed == {False}:
-        own["is_causal"] = False
-    read, mask = list(config.feature_layers), config.mask_token
+        settings["is_causal"] = False
+    feature_layers, mask = list(config.feature_layers), config.mask_token
     if layout == "dflash":
-        named = "Qwen3DSparkModel" if config.from_anchor else "DFlashDraftModel"
-        said = {"target_layer_ids": read, "mask_token_id": mask}
-        return layer | own | said | {"dflash_config": said, "architectures": [named]}
+        architecture = "Qwen3DSparkModel" if config.from_anchor else "DFlashDraftModel"
+        nested_settings = {"target_layer_ids": feature_layers, "mask_token_id": mask}
+        return (
+            layer
+            | settings
+            | nested_settings
+            | {"dflash_config": nested_settings, "architectures": [architecture]}
+        )
     kind = "dspark" if config.markov_rank or config.confidence else "dflash"
     return (
-        own
+        settings
         | speculators(kind, config.drafts, verifier, None)
         | {
             "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
-            _STATES: [i + 1 for i in read],
+            _STATES: [i + 1 for i in feature_layers],
             "mask_token_id": mask,
             "transformer_layer_config": layer | {"architectures": [FAMILIES["qwen3"].architecture]},
             "dtype": dtype,

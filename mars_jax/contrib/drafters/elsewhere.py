@@ -1,6 +1,6 @@
-"""A drafter on devices of its own, which drafts while the target verifies.
+"""A drafter on separate devices, which drafts while the target verifies.
 
-Source: PEARL 2408.11850; the loop is `ahead`. Oracle: the tokens, steps and accepted drafts of the plain loop
+Source: PEARL 2408.11850; the loop is `ahead`. Oracle: the tokens, steps and accepted drafts of the sequential loop
 (tests/contrib/test_elsewhere.py).
 """
 
@@ -25,14 +25,14 @@ from mars_jax.verify import needs_q
 
 
 def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
-    """Return the place of a drafter: a device, or a mesh of several over which a small model is divided (`model`).
+    """Return the device for a drafter, or a mesh of several devices with the axis `model` to shard it over.
 
     Args:
-      numbers: of devices, as `jax.devices()` counts them.
-      target_mesh: of the target; None is the first device alone.
+      numbers: indices into `jax.devices()`.
+      target_mesh: of the target; None: the target uses only the first device.
 
     Raises:
-      MarsError: a device that is not there, that is named twice, or that the target works on.
+      MarsError: a device does not exist, is named twice, or is used by the target.
 
     >>> try:
     ...     open_device([0])
@@ -43,43 +43,43 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
     devices = jax.devices()
     if jax.process_count() > 1:
         raise MarsError("a drafter on devices of its own is for one process: start one.")
-    taken = set(devices[:1] if target_mesh is None else target_mesh.devices.flat)
+    target_devices = set(devices[:1] if target_mesh is None else target_mesh.devices.flat)
     for number in numbers:
         if number >= len(devices):
-            there = f"devices 0 to {len(devices) - 1}" if len(devices) > 1 else "one device, 0"
+            available = f"devices 0 to {len(devices) - 1}" if len(devices) > 1 else "one device, 0"
             cure = ""
             if devices[0].platform == "cpu":
                 cure = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two of a CPU"
-            raise MarsError(f"there is no device {number} to draft on: this machine has {there}{cure}.")
-        if devices[number] in taken:
+            raise MarsError(f"there is no device {number} to draft on: this machine has {available}{cure}.")
+        if devices[number] in target_devices:
             raise MarsError(
                 f"the target works on device {number}, so the draft cannot be made there at the same time: name others."
             )
     if len(set(numbers)) < len(numbers):
         raise MarsError("a device to draft on is named twice: name each once.")
-    chosen = [devices[number] for number in numbers]
-    if len(chosen) == 1 and target_mesh is None:
-        return chosen[0]
-    return Mesh(np.array(chosen), ("model",), axis_types=(AxisType.Auto,))
+    draft_devices = [devices[number] for number in numbers]
+    if len(draft_devices) == 1 and target_mesh is None:
+        return draft_devices[0]
+    return Mesh(np.array(draft_devices), ("model",), axis_types=(AxisType.Auto,))
 
 
 def draft_elsewhere(
     drafter: drafters.AnyDrafter, target: Pretrained, draft_device: Any, **options: Any
 ) -> drafters.LoadedDrafter:
-    """Return a small model that drafts on a device or a mesh of its own while the target verifies.
+    """Return a small model that drafts on its own device or mesh while the target verifies.
 
-    It drafts one token more than the target is given: the last one is the guess by which it goes on. Rows do not
-    refill: prompts are decoded a batch at a time.
+    It drafts one token more than the target receives: the last one is the guess from which it continues. Rows do not
+    refill, so prompts are decoded one batch at a time.
 
     Args:
-      drafter: `model:PATH`, whose chain is made one token longer than asked for; or a drafter of chains of K + 1 tokens
-        with its weights, which are there already where `draft_device` is a mesh.
+      drafter: `model:PATH`, whose chain is drafted one token longer than `num_draft_tokens`; or a drafter of chains of
+        K + 1 tokens with its weights. If `draft_device` is a mesh, these weights must already be on it.
       target: the model that verifies, on other devices.
       draft_device: from `open_device`, or a `jax.Device`.
       **options: of `drafters.load`.
 
     Raises:
-      MarsError: as `drafters.load`, or what cannot draft ahead: a head, a tree, or another drafter than a small model.
+      MarsError: as `drafters.load`, or the drafter cannot draft ahead: a head, a tree, or anything but a small model.
         When decoding begins: a rule that needs the draft's true probabilities.
 
     >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP
@@ -93,8 +93,8 @@ def draft_elsewhere(
     def steps(decoder: Decoder, params: Params, state: DecodeState) -> Iterator[tuple[DecodeState, StepInfo]]:
         if needs_q(state.rule):
             raise MarsError(
-                f"the rule {facts(state.rule).name} needs the draft's true probabilities, which a draft made "
-                "elsewhere does not bring: verify with exact, or with mars over it."
+                f"the rule {facts(state.rule).name} needs the draft's true probabilities, which a draft from another "
+                "device does not carry: verify with exact, or with mars over it."
             )
         return stream(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
 
@@ -105,7 +105,7 @@ def draft_elsewhere(
 def open_elsewhere(
     spec: str, target: Pretrained, numbers: Sequence[int], **options: Any
 ) -> drafters.LoadedDrafter:
-    """`draft_elsewhere` on devices by their numbers: what `--draft-device` calls.
+    """Return `draft_elsewhere` on the devices with these numbers. `--draft-device` calls this.
 
     Raises:
       MarsError: as `open_device` and `draft_elsewhere`.
@@ -121,7 +121,7 @@ def _load(
         raise MarsError(f"the drafter is '{kind}' and drafts elsewhere: only model:PATH can.")
     mixture = getattr(target.config, "num_experts", 0) > 0
     length = options.pop("num_draft_tokens", None) or specs.DRAFTERS[kind].usual(mixture=mixture)[0]
-    assert length is not None  # the row of `model` names one
+    assert length is not None  # the row of `model` has a default length
     mesh = draft_device if isinstance(draft_device, Mesh) else None
     loaded = drafters.load(
         spec, dataclasses.replace(target, mesh=mesh), num_draft_tokens=length + 1, **options

@@ -1,6 +1,6 @@
-"""Verdicts of a proxy of the target on drafted tokens: they stand, another stands there, or the target is to be asked.
+"""Gates of a cascade: at each drafted token the proxy accepts it, replaces it, or defers to the target.
 
-B batch, P places of a draft, V vocabulary. Oracle: the same decisions in Python, in tests/contrib/test_cascade.py.
+B batch, P positions of a draft, V vocabulary. Oracle: the same decisions in Python, in tests/contrib/test_cascade.py.
 """
 
 from __future__ import annotations
@@ -16,50 +16,52 @@ from mars_jax.core.sampling import argmax, at_tokens, top_k
 from mars_jax.core.types import NO_TOKEN
 
 
-class Said(NamedTuple):
-    """A proxy's verdict on every place, [B, P] each."""
+class ProxyVerdict(NamedTuple):
+    """A proxy's verdict on every position; each field is [B, P]."""
 
-    own: Array  # i32; the proxy's best token
-    differs: Array  # bool; its own takes the place of the drafted one, which may be NO_TOKEN
+    token: Array  # i32; the proxy's best token
+    differs: Array  # bool; the proxy's token replaces the drafted one, which may be NO_TOKEN
     unsure: Array  # bool; the target decides
 
 
 class Gate(NamedTuple):
-    """A way of vouching. `judge` takes (logits f32[B, P, V], drafted i32[B, P], numbers)."""
+    """A criterion of the proxy. `judge` takes (logits f32[B, P, V], drafted i32[B, P], numbers)."""
 
-    judge: Callable[[Array, Array, Any], Said]
-    numbers: Any  # the usual ones: values, so that others compile nothing
+    judge: Callable[[Array, Array, Any], ProxyVerdict]
+    numbers: Any  # the default thresholds; arrays, so that other values do not recompile
     names: tuple[str, ...]  # of the numbers
 
 
-def margin(logits: Array, drafted: Array, least: Any) -> Said:
-    """TriSpec (arXiv 2601.23180): the proxy is sure where the difference of its two largest probabilities is at least
-    `least`, f32[]; above 1 it never is."""
+def margin(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
+    """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its two largest probabilities differ by `least`.
+
+    `least` is f32[]; above 1 the proxy is never sure.
+    """
     best = top_k(logits, 2)
     p = jnp.exp(best.values - best.logsumexp[..., None])
-    own = argmax(logits)
-    return Said(own, drafted != own, ~(p[..., 0] - p[..., 1] >= least))
+    best_token = argmax(logits)
+    return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))
 
 
-def ratio(logits: Array, drafted: Array, bounds: Any) -> Said:
-    """VIA-SD (arXiv 2606.12243): r = q'(x) / max q' of the drafted x under the slim verifier. From `accept` on x
-    stands; from `escalate` on the verifier's own token does; below it the target is asked.
+def ratio(logits: Array, drafted: Array, bounds: Any) -> ProxyVerdict:
+    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x under the slim verifier.
 
-    `bounds` are (accept, escalate), f32[] each. Where nothing is drafted the verifier's own token has r = 1; so with
-    `escalate` above 1 the target is always asked. The published (.5, .3) have no use for their middle, says the
-    project's survey of re-implementations, which take (.6, .3).
+    If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
+    decides. `bounds` are (accept, escalate), f32[] each. At padding the verifier's best token has r = 1, so with
+    `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
+    re-implementations use (.6, .3), the default here.
     """
     accept, escalate = bounds
-    own = argmax(logits)
+    best_token = argmax(logits)
     batch, places = drafted.shape
     nodes = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), (batch, places))
-    token = jnp.where(drafted == NO_TOKEN, own, drafted)
+    token = jnp.where(drafted == NO_TOKEN, best_token, drafted)
     r = jnp.exp(at_tokens(logits, nodes, token) - jnp.max(logits, axis=-1))
-    return Said(own, (drafted == NO_TOKEN) | ~(r >= accept), ~(r >= escalate))
+    return ProxyVerdict(best_token, (drafted == NO_TOKEN) | ~(r >= accept), ~(r >= escalate))
 
 
 GATES: Mapping[str, Gate] = {
     "margin": Gate(margin, np.float32(0.5), ("margin",)),
     "ratio": Gate(ratio, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
 }
-"""Gates by the names that `cascade` takes."""
+"""Gates by the names that `cascade` accepts."""

@@ -1,11 +1,11 @@
-"""Medusa heads as drafter: a chain, greedy or sampled, or a static tree, all from one hidden state of the target.
+"""Medusa heads as drafter of a chain, greedy or sampled, or a static tree, from one hidden state of the target.
 
-Source: Medusa 2401.10774. B batch, K heads that are asked, N nodes, T token buffer, E hidden size, V vocabulary.
+Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E hidden size, V vocabulary.
 Oracle: the heads in numpy over a forward of the target from an empty cache (tests/contrib/test_medusa.py).
 
-The invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last it has been at;
-zeros where the prompt is one token. From there the heads say what is at `length`, `length + 1` and so on, none of
-them knowing what the others say: the nodes of one depth have the same children.
+Invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last position that the target
+has read, or zeros for a one-token prompt. From it the heads predict positions `length`, `length + 1` and so on,
+independently of each other, so all nodes of one depth have the same children.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def medusa(
     Args:
       config: of the heads.
       target: the model that the heads were trained for.
-      num_draft_tokens: length of the chain; default: all heads. Not used where `tree` is given.
-      tree: children per node at each depth, such as `(4, 2, 2, 1)`: the likeliest tokens of that depth's head, under
-        every node above.
-      sample: as in `drafters.language_model`. The true q of a path is the product of what its heads say.
+      num_draft_tokens: length of the chain; default: all heads; ignored if `tree` is given.
+      tree: children per node at each depth, such as `(4, 2, 2, 1)`: every node gets the likeliest tokens of the head
+        of the next depth.
+      sample: as in `drafters.language_model`. The true q of a path is the product of its heads' probabilities.
 
     Raises:
-      MarsError: the heads are for another vocabulary, the draft is longer than there are heads, the tree is
+      MarsError: the heads are for another vocabulary, the draft is deeper than the number of heads, or the tree is
         dynamic.
 
     >>> from mars_jax.core.fake import hash_model
@@ -98,7 +98,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
     def draft_chain(
         keys: Array, logits: Array, controls: Controls, steering: Steering
     ) -> tuple[Array, Array | None]:
-        """Return the token of each head i32[B, K], and the processed logits f32[B, N, V] that they were drawn from."""
+        """Return the token of each head, i32[B, K], and the logits f32[B, N, V] that they were drawn from."""
         if steering.guide is not None:
             return steered_chain(keys, logits, controls, steering)
         if not sample:
@@ -111,7 +111,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
     def steered_chain(
         keys: Array, logits: Array, controls: Controls, steering: Steering
     ) -> tuple[Array, Array | None]:
-        """Draft as `draft_chain` does, where the tokens a head may draft depend on those of the heads before it."""
+        """Draft as `draft_chain` under a constraint, where each token decides which tokens the next head may draft."""
         states, tokens, drawn_from = steering.first, [], []
         for i in range(shape.depth):
             z = steering.logits(logits[:, i : i + 1], states)
@@ -122,33 +122,35 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
             else:
                 tokens.append(steering.best(z, states))
             states = steering.moved(states, tokens[-1])
-        made = jnp.concatenate(tokens, axis=1)
+        drafted = jnp.concatenate(tokens, axis=1)
         if not sample:
-            return made, None
-        return made, jnp.pad(jnp.concatenate(drawn_from, axis=1), ((0, 0), (0, 1), (0, 0)))
+            return drafted, None
+        return drafted, jnp.pad(jnp.concatenate(drawn_from, axis=1), ((0, 0), (0, 1), (0, 0)))
 
     def draft_tree(
         root: Array, keys: Array, logits: Array, alive: Array, controls: Controls, steering: Steering
     ) -> DraftTree:
         levels, drawn_from, states = [root], [], steering.first
         for depth, width in enumerate(shape.branching):
-            above = levels[-1]
+            parents_level = levels[-1]
             if sample:
                 level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
-                # Every node draws children of its own from what its head says.
-                shared = jnp.repeat(logits[:, depth : depth + 1], above.shape[1], axis=1)
+                # The head's logits are the same for all nodes of a depth, but each node draws its own children.
+                shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
                 shared = steering.logits(shared, states)
                 drawn = draw_siblings(shared, width, level_keys, controls)
                 drawn_from.append(drawn.logits)
-                ids = jnp.where((above != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
+                ids = jnp.where((parents_level != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
                 ids = ids.reshape(root.shape[0], -1)
             elif steering.guide is not None:
-                shared = jnp.repeat(logits[:, depth : depth + 1], above.shape[1], axis=1)
+                shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
                 shared = steering.logits(shared, states)
                 ids = steering.tokens(top_k(shared, width).ids, states)
-                ids = jnp.where((above != NO_TOKEN)[..., None], ids, NO_TOKEN).reshape(root.shape[0], -1)
+                ids = jnp.where((parents_level != NO_TOKEN)[..., None], ids, NO_TOKEN).reshape(
+                    root.shape[0], -1
+                )
             else:
-                ids = jnp.tile(top_k(logits[:, depth], width).ids, (1, above.shape[1]))
+                ids = jnp.tile(top_k(logits[:, depth], width).ids, (1, parents_level.shape[1]))
             levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
             states = steering.moved(states, levels[-1])
         tokens = jnp.concatenate(levels, axis=1)
@@ -162,17 +164,17 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
             is_chain=False,
         )
 
-    def propose(params: Params, state: Array, given: DraftInput) -> tuple[DraftTree, Array]:
-        root, controls = last_token(given), given.controls
+    def propose(params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
+        root, controls = last_token(inputs), inputs.controls
         logits = heads.logits(params.draft, state, shape.depth)
-        # A head that is too unsure drafts nothing, and nothing can follow it.
         steering = Steering(
-            Growth(logits, None, lambda *_: (logits, None), given.length), sample, given.guide
+            Growth(logits, None, lambda *_: (logits, None), inputs.length), sample, inputs.guide
         )
+        # The draft ends at the first head whose entropy is too high.
         alive = jnp.cumprod((~stops_at(logits, controls)).astype(jnp.int32), axis=1) > 0
         if not shape.is_chain:
-            return draft_tree(root, given.keys, logits, alive, controls, steering), state
-        drafted, processed = draft_chain(given.keys, logits, controls, steering)
+            return draft_tree(root, inputs.keys, logits, alive, controls, steering), state
+        drafted, processed = draft_chain(inputs.keys, logits, controls, steering)
         drafted = jnp.where(alive, drafted, NO_TOKEN)
         return chain(jnp.concatenate([root, drafted], axis=1), processed), state
 
@@ -195,7 +197,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
 
 
 def load_medusa(asked: Asked) -> LoadedDrafter:
-    """`medusa` of the heads' checkpoint.
+    """Load `medusa` from the heads' checkpoint.
 
     Raises:
       MarsError: as `medusa_files.load_medusa`.

@@ -1,7 +1,7 @@
-"""Medusa heads in their published layout, read and written. Oracle: `torch.save` (tests/contrib/test_medusa.py).
+"""Reading and writing of Medusa heads in their published layout. Oracle: `torch.save` (tests/contrib/test_medusa.py).
 
-A directory holds config.json with the numbers of heads and layers, and the state dict of the heads alone in
-medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors, some with `medusa_head.` before every name.
+A directory holds config.json with the numbers of heads and layers, and the state dict of only the heads in
+medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors. Some files prefix every name with `medusa_head.`.
 """
 
 from __future__ import annotations
@@ -33,36 +33,35 @@ def load_medusa(
 ) -> tuple[MedusaConfig, PyTree]:
     """Load Medusa heads for a target.
 
-    Where the weights hold more heads than config.json says, all of them count: the config of the first heads that
-    were published says 2, and there are 5.
+    If the weights hold more heads than config.json lists, load all of them: the config of the first published heads
+    lists 2 of 5.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
-      target_config: of the model that the heads are to draft for.
-      dtype: "float32" or "bfloat16"; None is the heads' own (float16 becomes bfloat16). "int8" keeps their matrices
-        in 8 bits per weight, and the rest in their own.
+      target_config: of the model that the heads draft for.
+      dtype: "float32" or "bfloat16"; None: as stored (float16 becomes bfloat16). "int8" stores matrices in 8 bits per
+        weight and leaves other arrays as stored.
 
     Raises:
-      MarsError: no such heads, heads of another target, or tensors that are not those of Medusa heads.
+      MarsError: no heads at this path, heads of another target, or tensors that are not Medusa heads.
 
     >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
     """
     specs.check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
-    reader = (_bin if file.suffix == ".pt" else _safetensors)(file)  # it holds the file open
+    # The generator keeps the file open until the tensors are read.
+    reader = (_bin if file.suffix == ".pt" else _safetensors)(file)
     tensors = next(reader)
-    own = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
-    if twice := sorted(own.keys() & tensors.keys()):
-        raise MarsError(
-            f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete the one that is not meant."
-        )
-    config = _config(directory, own or tensors, target_config)
-    return config, _read(file, config, own or tensors, dtype)
+    prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
+    if twice := sorted(prefixed.keys() & tensors.keys()):
+        raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
+    config = _config(directory, prefixed or tensors, target_config)
+    return config, _read(file, config, prefixed or tensors, dtype)
 
 
 def _directory(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the local directory with the heads, downloaded where it is a name on the hub."""
+    """Return the local directory of the heads, downloaded if the name is one on the hub."""
     directory = resolve(name_or_path, weights=False)
     if any((directory / name).is_file() for name in _FILES):
         return directory
@@ -86,7 +85,7 @@ def _directory(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) -> MedusaConfig:
-    """Return the config that config.json states and the tensors confirm."""
+    """Return the config from config.json, checked against the tensors."""
     data = read_json(directory / "config.json")
 
     def number(key: str) -> int:
@@ -100,23 +99,23 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
     names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
     heads = len({match[1] for match in names})
     layers = len({match[2] for match in names if match[3]})
-    for what, says, holds in (
+    for part, stated, count in (
         ("heads", number("medusa_num_heads"), heads),
         ("residual layers a head", number("medusa_num_layers"), layers),
     ):
-        if holds != says and not (what == "heads" and holds > says):
+        if count != stated and not (part == "heads" and count > stated):
             raise MarsError(
-                f"config.json in '{directory}' says {says} {what} and the weights hold {holds}: use the config the "
+                f"config.json in '{directory}' says {stated} {part} and the weights hold {count}: use the config the "
                 "heads came with."
             )
     shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
-    for what, ours, theirs in zip(
+    for part, head_size, target_size in zip(
         ("vocabulary", "hidden size"), shape, (target.vocab_size, target.hidden_size), strict=False
     ):
-        if ours != theirs:
+        if head_size != target_size:
             raise MarsError(
-                f"the Medusa heads in '{directory}' are for a {what} of {ours} and the target has {theirs}: use the "
-                "heads that were trained for this target."
+                f"the Medusa heads in '{directory}' are for a {part} of {head_size} and the target has {target_size}: "
+                "use the heads that were trained for this target."
             )
     return MedusaConfig(
         num_heads=heads, num_layers=layers, hidden_size=target.hidden_size, vocab_size=target.vocab_size
@@ -133,12 +132,14 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
         if row.name in tensors and tensors[row.name].shape != row.shape
     ]
     problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
-    found = [
-        f"{len(names)} tensors are {what} ({listed(names)})" for what, names in problems.items() if names
+    descriptions = [
+        f"{len(names)} tensors are {problem} ({listed(names)})"
+        for problem, names in problems.items()
+        if names
     ]
-    if found:
+    if descriptions:
         raise MarsError(
-            f"'{file}' holds other than its config.json says: {'; '.join(found)}: use intact heads."
+            f"'{file}' does not match its config.json: {'; '.join(descriptions)}: use intact heads."
         )
 
     def take(row: Weight) -> jax.Array | Quantized:
@@ -160,14 +161,14 @@ def save_medusa(
     base_model: str = "",
     overwrite: bool = False,
 ) -> Path:
-    """Write config.json and medusa_lm_head.safetensors, as others read them.
+    """Write config.json and medusa_lm_head.safetensors in the published layout.
 
     Args:
-      path: the directory. Its parents are made.
+      path: the directory; created with its parents.
       config: of the heads.
       params: the heads, in the dtype to save.
       base_model: name of the target, for `base_model_name_or_path`.
-      overwrite: replace the two files in a directory that already holds something; other files stay.
+      overwrite: replace the two files in a directory that is not empty; other files stay.
 
     Returns:
       The directory.

@@ -1,4 +1,4 @@
-"""Replay on the device: what followed the same words in a corpus of earlier answers, or in the text itself.
+"""Replay on the device: continuations of earlier matches in a corpus of answers, or in the row's own context.
 
 Source: SPEC-RL (2509.23232) drafts the previous epoch's rollouts; suffix lookup as in `ngram`. C tokens of the corpus,
 B batch, T buffer. Oracle: a Python search in tests/contrib/test_replay.py.
@@ -25,22 +25,22 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.ngram import expected, longest_match
 
 CORPUS = 1 << 16
-"""Tokens of a corpus unless told otherwise: some hundreds of answers."""
+"""Default number of tokens in a corpus, enough for a few hundred answers."""
 
 
 @functools.lru_cache
 def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2) -> Drafter:
-    """Propose what followed the longest match of the row's last tokens, in the corpus or in the row's own text.
+    """Propose the continuation of the longest match of the row's suffix, in the corpus or in the row's own tokens.
 
-    The corpus is `Params.draft`, i32[C] of `corpus`: another one, such as the last epoch's rollouts, compiles nothing.
-    The longer match wins, the row's own where they are equal, and the latest of equal ones. A draft ends where the
-    answer that it is taken from ends. Without a match of `min_ngram` tokens in the corpus it is `ngram`.
+    The corpus is `Params.draft`, an i32[C] made by `corpus`. Another corpus, such as the last epoch's rollouts, does
+    not recompile. The longer match wins; on a tie the row's own, then the latest. A draft ends at the end of the answer
+    that it copies. Without a corpus match of `min_ngram` tokens it equals `ngram`.
 
-    Lossless under lossless rules: a draft is a function of committed tokens and of the corpus.
+    Lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
 
     Args:
       num_draft_tokens: length K of the chain, from 1 to `DRAFT_TOKENS`.
-      max_ngram: longest suffix that is looked for in the corpus; of the row's own text 3.
+      max_ngram: longest suffix to search for in the corpus; 3 in the row's own tokens.
       min_ngram: shortest suffix that counts as a match in the corpus.
 
     Raises:
@@ -56,30 +56,32 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
             f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
         )
 
-    def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
-        tokens, length = given.tokens, given.length
-        own, at, matched_own = longest_match(tokens, length, tokens, length, max_ngram=3, min_ngram=1)
+    def propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        tokens, length = inputs.tokens, inputs.length
+        has_own, own_start, own_matched = longest_match(
+            tokens, length, tokens, length, max_ngram=3, min_ngram=1
+        )
         size = params.draft.shape[0]
         past = jnp.broadcast_to(params.draft[None], (tokens.shape[0], size))
-        whole = jnp.full_like(length, size)
-        found, place, matched = longest_match(
-            tokens, length, past, whole, max_ngram=max_ngram, min_ngram=min_ngram
+        end = jnp.full_like(length, size)
+        in_corpus, corpus_start, matched = longest_match(
+            tokens, length, past, end, max_ngram=max_ngram, min_ngram=min_ngram
         )
         steps = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
-        # What follows the match; a repetition in the row's own text goes on as `ngram` has it.
-        period = jnp.maximum(length - at, 1)[:, None]
-        mine = jnp.take_along_axis(
-            tokens, jnp.minimum(at[:, None] + steps % period, tokens.shape[1] - 1), axis=1
+        # The row's own continuation wraps around to the match, as in `ngram`.
+        period = jnp.maximum(length - own_start, 1)[:, None]
+        own_tokens = jnp.take_along_axis(
+            tokens, jnp.minimum(own_start[:, None] + steps % period, tokens.shape[1] - 1), axis=1
         )
-        follows = place[:, None] + steps
-        theirs = jnp.take_along_axis(past, jnp.minimum(follows, size - 1), axis=1)
-        ended = jnp.cumsum(((theirs < 0) | (follows >= size)).astype(jnp.int32), axis=1) > 0
-        theirs = jnp.where(ended, NO_TOKEN, theirs)
-        mine = jnp.where(own[:, None], mine, NO_TOKEN)
-        better = found & (~own | (matched > matched_own))
-        drafted = jnp.where(better[:, None], theirs, mine)
-        copied = jnp.concatenate([last_token(given), drafted], axis=1)
-        return chain(copied, expected=expected(jnp.where(better, matched, matched_own))), state
+        places = corpus_start[:, None] + steps
+        corpus_tokens = jnp.take_along_axis(past, jnp.minimum(places, size - 1), axis=1)
+        ended = jnp.cumsum(((corpus_tokens < 0) | (places >= size)).astype(jnp.int32), axis=1) > 0
+        corpus_tokens = jnp.where(ended, NO_TOKEN, corpus_tokens)
+        own_tokens = jnp.where(has_own[:, None], own_tokens, NO_TOKEN)
+        use_corpus = in_corpus & (~has_own | (matched > own_matched))
+        drafted = jnp.where(use_corpus[:, None], corpus_tokens, own_tokens)
+        copied = jnp.concatenate([last_token(inputs), drafted], axis=1)
+        return chain(copied, expected=expected(jnp.where(use_corpus, matched, own_matched))), state
 
     return Drafter(
         init=lambda params, tokens, length: (),
@@ -93,14 +95,13 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
 
 
 def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
-    """Return the token ids of texts as the corpus of `replay`: i32[size], the last ones at its end; the first are left
-    out where there is no room.
+    """Return token sequences as a corpus i32[size] for `replay`, right-aligned. Drop the earliest if they do not fit.
 
-    A prompt before its answer, as one text, lets the first tokens of an answer be drafted too.
+    Include the prompt before its answer in one sequence, so that the first tokens of an answer can be drafted as well.
 
     Args:
-      texts: of each its token ids, the token that ended it included.
-      size: C. Corpora of one size share what is compiled.
+      texts: token ids of each sequence, including the token that ended it.
+      size: C. Corpora of the same size share compiled programs.
 
     Raises:
       MarsError: the size is below 2.
@@ -110,21 +111,23 @@ def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
     """
     if size < 2:
         raise MarsError(f"the corpus has {size} tokens: give it room for at least 2.")
-    made: list[int] = []
+    ids: list[int] = []
     for text in texts:
-        made += [NO_TOKEN, *(int(i) for i in text)]
+        ids += [NO_TOKEN, *(int(i) for i in text)]
     filled = np.full(size, NO_TOKEN, np.int32)
-    kept = made[-size:]
-    filled[size - len(kept) :] = kept
+    last_ids = ids[-size:]
+    filled[size - len(last_ids) :] = last_ids
     return jnp.asarray(filled)
 
 
 def load_replay(asked: Asked) -> LoadedDrafter:
-    """`replay:FILE`: rows with `prompt_tokens` and `tokens`, as `mars_jax.generate --output` writes them, in a file
-    that is called .jsonl; or a plain text, whose lines are texts.
+    """Load `replay:FILE`.
+
+    A .jsonl file has rows with `prompt_tokens` and `tokens`, as `mars_jax.generate --output` writes them. In any other
+    file each line is a text.
 
     Raises:
-      MarsError: the file cannot be read, holds no text, or tokens that the target does not have.
+      MarsError: the file cannot be read, is empty, or has tokens that the target lacks.
     """
     path = Path(asked.path)
     try:
@@ -137,8 +140,8 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     for text in texts:
         asked.target.check_tokens(text)
     room = max(CORPUS, 1 << (sum(map(len, texts)) + len(texts) - 1).bit_length())
-    made = corpus(texts, min(room, 1 << 20))
-    return LoadedDrafter(replay(asked.chain), made, resized=replay)
+    corpus_ids = corpus(texts, min(room, 1 << 20))
+    return LoadedDrafter(replay(asked.chain), corpus_ids, resized=replay)
 
 
 def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
@@ -146,10 +149,10 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
         return asked.target.encode(line)
     try:
         row = json.loads(line)
-        parts = row.get("prompt_tokens", []), row["tokens"]
-        if not all(isinstance(part, list) and all(type(i) is int for i in part) for part in parts):
-            raise ValueError  # 1.9 and true are no tokens, though Python takes them for whole numbers
-        return [*parts[0], *parts[1]]
+        columns = row.get("prompt_tokens", []), row["tokens"]
+        if not all(isinstance(part, list) and all(type(i) is int for i in part) for part in columns):
+            raise ValueError  # excludes 1.9 and true, which int() would accept
+        return [*columns[0], *columns[1]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."

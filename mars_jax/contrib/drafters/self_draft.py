@@ -1,15 +1,15 @@
-"""The target as its own draft: its weights in 8 bits, and of its cache the first tokens and the last ones alone.
+"""Self-speculation: the target drafts for itself with 8-bit weights and only the first and last rows of its cache.
 
-Sources: MagicDec 2408.11049 (a draft that sees a window), QuantSpec 2502.10424 (one that is the target in few bits),
-StreamingLLM 2309.17453 (the first tokens stay). B batch, C slots that are kept, D depth, S slots of the target's cache.
+Sources: MagicDec 2408.11049 (a draft with a sliding window), QuantSpec 2502.10424 (the quantised target as draft),
+StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slots of the target's cache.
 Oracle: the target itself over its whole cache, under a mask (tests/contrib/test_self_draft.py).
 
-The draft has no long cache: after every step it copies the C rows that it sees from the target's. So no prompt is read
-twice, and a drafted token reads C rows however long the text is. Weights in 8 bits are a copy beside the target's,
-unless those are in 8 bits already: then they are the same arrays.
+The draft keeps no long cache: after every step it copies its C visible rows from the target's. So no prompt is read
+twice, and drafting a token reads C rows at any context length. The 8-bit weights are a second copy, unless the target
+is in 8 bits already; then both share the same arrays.
 
-The invariant: slot c < `SINKS` of the draft's cache has the row of position c, and each later one that of position
-c + `skipped`, where `skipped = max(length - 1 - C, 0)`; valid are the slots before `length - 1 - skipped`.
+Invariant: slot c < `SINKS` of the draft's cache has the row of position c, and each later slot that of position
+c + `skipped`, where `skipped = max(length - 1 - C, 0)`. The slots before `length - 1 - skipped` are valid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mars_jax.models.quantize import Quantized, bits_of, quantize
 from mars_jax.models.weights import Weight, build_rows, get, leaves
 
 SINKS, WINDOW = 4, 256
-"""Tokens that stay visible at the beginning of a text, as in StreamingLLM, and at its end."""
+"""Numbers of tokens that stay visible at the start of the context (attention sinks) and at its end."""
 
 
 def self_draft(
@@ -54,12 +54,12 @@ def self_draft(
     sample: bool = False,
     window: int = WINDOW,
 ) -> Drafter:
-    """Draft with the target; `Params.draft` are weights of the target's structure, such as those in 8 bits.
+    """Draft with the target; `Params.draft` are weights of the target's structure, such as its 8-bit weights.
 
     Args:
-      model: the target, without sliding windows of its own, and with a cache whose leaves are [B, S, ...].
+      model: the target, without sliding windows, and with a cache whose leaves are [B, S, ...].
       num_draft_tokens, tree, sample: as in `drafters.language_model`.
-      window: tokens at the end of a text that the draft sees beside the first `SINKS`.
+      window: number of last tokens that the draft sees, in addition to the first `SINKS`.
 
     Raises:
       MarsError: as `drafters.language_model`.
@@ -73,42 +73,42 @@ def self_draft(
 
 @functools.lru_cache
 def _self_draft(model: LanguageModel, shape: Shape, sample: bool, window: int) -> Drafter:
-    kept = SINKS + window
+    num_kept = SINKS + window
 
     def init(params: Params, tokens: Array, length: Array) -> PyTree:
-        return model.init_cache(tokens.shape[0], kept + 1 + shape.rows)
+        return model.init_cache(tokens.shape[0], num_kept + 1 + shape.rows)
 
     def skipped(length: Array) -> Array:
-        return jnp.maximum(length - 1 - kept, 0)
+        return jnp.maximum(length - 1 - num_kept, 0)
 
-    def copied(cache: PyTree, of: PyTree, length: Array, slot: Callable[[Array], Array]) -> PyTree:
-        """The draft's cache for texts of `length`, from the target's, which has position p in slot `slot(p)`."""
-        place = jnp.arange(kept, dtype=jnp.int32)[None]
-        position = jnp.where(place < SINKS, place, place + skipped(length)[:, None])
-        rows = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))
-        return jax.tree.map(lambda x, y: x.at[:, :kept].set(rows(y, slot(position))), cache, of)
+    def copied(cache: PyTree, target_cache: PyTree, length: Array, slot: Callable[[Array], Array]) -> PyTree:
+        """Copy the visible rows at `length` i32[B] from the target's cache, which has position p in slot `slot(p)`."""
+        slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
+        position = jnp.where(slots < SINKS, slots, slots + skipped(length)[:, None])
+        rows = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
+        return jax.tree.map(lambda x, y: x.at[:, :num_kept].set(rows(y, slot(position))), cache, target_cache)
 
     def observe(
         params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> PyTree:
         return copied(state, output.cache, length, lambda position: position)
 
-    def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
-        skip = skipped(given.length)
+    def propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        skip = skipped(inputs.length)
 
         def forward(tokens: Array, visible: Visible, cache: PyTree) -> tuple[Array, PyTree]:
-            # Keys are rotated by their positions, so only the slots move.
-            here = dataclasses.replace(visible, first=visible.first - skip, slot=visible.slot - skip)
-            output = model.forward(params.draft, tokens, here, cache)
+            # Keys are rotated by their absolute positions, so only the slots shift.
+            shifted = dataclasses.replace(visible, first=visible.first - skip, slot=visible.slot - skip)
+            output = model.forward(params.draft, tokens, shifted, cache)
             return model.unembed(params.draft, output.hidden), output.cache
 
         def extend(cache: PyTree, level: Level) -> tuple[Array, PyTree]:
             return forward(level.tokens, level.visible, cache)
 
-        root = last_token(given)
-        logits, cache = forward(root, Visible.causal(given.length - 1, 1), state)
-        growth = Growth(logits=logits, carry=cache, extend=extend, first=given.length)
-        tree, _, cache = grow(shape, sample, growth, root, given.keys, given.controls, given.guide)
+        root = last_token(inputs)
+        logits, cache = forward(root, Visible.causal(inputs.length - 1, 1), state)
+        growth = Growth(logits=logits, carry=cache, extend=extend, first=inputs.length)
+        tree, _, cache = grow(shape, sample, growth, root, inputs.keys, inputs.controls, inputs.guide)
         return tree, cache
 
     def update(
@@ -122,7 +122,8 @@ def _self_draft(model: LanguageModel, shape: Shape, sample: bool, window: int) -
         first = (length - 1)[:, None]
 
         def slot(position: Array) -> Array:
-            # The target has the rows of its nodes from `first` on, and moves those of the path only afterwards.
+            # The rows of the tree's nodes are still in the order of the nodes, from slot `first` on. The target moves
+            # the rows of the accepted path only after this update.
             step = jnp.clip(position - first, 0, shape.depth)
             return jnp.where(position < first, position, first + pick(verdict.path, step))
 
@@ -142,7 +143,7 @@ def _self_draft(model: LanguageModel, shape: Shape, sample: bool, window: int) -
 
 
 def load_self(asked: Asked) -> LoadedDrafter:
-    """`self_draft` of the target, its matrices in 8 bits.
+    """Load `self_draft` with the target's matrices in 8 bits.
 
     Raises:
       MarsError: the target has sliding windows, or no config.

@@ -1,9 +1,9 @@
-"""A small model that drafts until its own classifier doubts: the target is asked about that one token.
+"""A small model that drafts until its classifier rejects a token, which the target then verifies.
 
 Source: SPRINTER 2502.04557. B batch, M tokens of a draft, E hidden size of the small model, T token buffer.
 Oracle: the same loop in Python, from empty caches (tests/contrib/test_sprinter.py).
 
-The invariant is that of `model`: the cache is valid in `[0, length - 2)`, since every trusted token was fed.
+Invariant, as in `model`: the cache is valid in `[0, length - 2)`, because every trusted token was fed.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ class SprinterParams(NamedTuple):
     """`Params.draft` of SPRINTER."""
 
     model: PyTree  # weights of the small model
-    weight: Array  # f32[E]; of the classifier on the model's hidden state at a drafted token
-    bias: Array  # f32[]; of its logit
-    # f32[]: the chance of acceptance below which the target is asked; above 1 it always is. A value, so that changing
-    # it compiles nothing.
+    weight: Array  # f32[E]; of the classifier, which reads the model's hidden state at a drafted token
+    bias: Array  # f32[]; of the classifier
+    # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. An array, so
+    # that another value does not recompile.
     threshold: Any = np.float32(0.5)
 
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
-    """Return f32[...]: sigmoid(w . h + b), the chance that the target accepts a token with hidden state h [..., E]."""
+    """Return f32[...]: sigmoid(w . h + b), the probability that the target accepts a token of state h [..., E]."""
     score = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
     return jax.nn.sigmoid(score)
 
 
 def sprinter(model: LanguageModel, num_draft_tokens: int = 20, *, sample: bool = False) -> Drafter:
-    """SPRINTER (arXiv 2502.04557): draft with a small model, and go on until a classifier doubts a token.
+    """Draft with a small model until its classifier rejects a token: SPRINTER (arXiv 2502.04557).
 
-    The tokens before it are *trusted*: taken without a test, and known by their kind in `StepInfo`, beside what the
-    target thinks of them (regret). The token in doubt is tested by the rule, and the target adds its own. At
-    `num_draft_tokens` the last token is tested whatever it is. Lossy by design under every rule: the law of trusted
-    text is the small model's.
+    The tokens before the rejected one are *trusted*: emitted without verification and marked by their kind in
+    `StepInfo`, with the target's regret. The rule verifies the rejected token, and the target adds one. After
+    `num_draft_tokens` the last token is always verified. Lossy by design under every rule: trusted tokens follow the
+    small model's distribution.
 
-    Strict rows, and a rule's `exact_prefix`, trust nothing; so does every row at a threshold above 1, which drafts one
-    token a step. A stop token is never trusted, nor one that the request forbids. Without `sample` rows above
-    temperature 0 trust nothing either, since their draft is not drawn. Rows wait for the longest draft of the batch,
-    and their tokens do not depend on it.
+    Strict rows, and the tokens of a rule's `exact_prefix`, trust nothing. Neither does any row at a threshold above 1,
+    which drafts one token per step. Stop tokens, and tokens that the request forbids, are never trusted. Without
+    `sample`, rows above temperature 0 trust nothing, because their draft is not drawn. Rows wait for the longest draft
+    of the batch; their tokens do not depend on it.
 
     Args:
       model: the small model, of the target's vocabulary.
-      num_draft_tokens: M, the most tokens of a step; the paper's 20.
-      sample: draw the draft from the model with the request's own settings, and hand the true q to the verifier.
+      num_draft_tokens: M, the maximum number of tokens per step; 20 in the paper.
+      sample: draw the draft from the model with the request's settings and pass the true q to the verifier.
 
     Raises:
       MarsError: M is below 1 or above `DRAFT_TOKENS`.
@@ -75,14 +75,14 @@ def sprinter(model: LanguageModel, num_draft_tokens: int = 20, *, sample: bool =
 
 
 class _Run(NamedTuple):
-    """A draft as it grows; all rows are at the same depth, or wait."""
+    """Loop carry: a growing draft. All rows are at the same depth or have finished."""
 
     depth: Array  # i32[]; of the last drafted tokens
-    last: Array  # i32[B, 1]; those tokens, NO_TOKEN of rows that wait
+    last: Array  # i32[B, 1]; the last drafted tokens; NO_TOKEN in rows that have finished
     tokens: Array  # i32[B, M]
     trusted: Array  # i32[B]
     cache: PyTree
-    drawn_from: Array  # f32[B, M + 1, V], or [B, 0, V] of a draft that is not drawn
+    drawn_from: Array  # f32[B, M + 1, V]; [B, 0, V] if the draft is greedy
 
 
 @functools.lru_cache
@@ -95,10 +95,10 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         chunk = model.prefill_chunk or chunk_of()
         return prefill(model, params.draft.model, tokens, cached, length - 2, cache, chunk=chunk)[0]
 
-    def propose(params: Params, cache: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
-        weights, controls = params.draft.model, given.controls
-        batch = given.tokens.shape[0]
-        # Strict rows draft what they would draft without the classifier's word: they are tested all the same.
+    def propose(params: Params, cache: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        weights, controls = params.draft.model, inputs.controls
+        batch = inputs.tokens.shape[0]
+        # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
         may_trust = jnp.ones((batch,), bool) if sample else is_greedy(controls)
 
         def pick(logits: Array, depth: Array) -> tuple[Array, Array]:
@@ -106,35 +106,35 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
             if not sample:
                 return argmax(logits), logits
             processed = process(logits, controls)
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(given.keys, depth)
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
             return sample_processed(keys, jnp.zeros((batch, 1), jnp.int32), processed), processed
 
-        def put(values: Array, new: Array, place: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(values, new, place, axis=1) if values.shape[1] else values
+        def put(values: Array, new: Array, index: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(values, new, index, axis=1) if values.shape[1] else values
 
-        def goes_on(at: _Run) -> Array:
-            return (at.depth < most) & jnp.any(at.last != NO_TOKEN)
+        def should_continue(run: _Run) -> Array:
+            return (run.depth < most) & jnp.any(run.last != NO_TOKEN)
 
-        def extend(at: _Run) -> _Run:
-            visible = Visible.causal(given.length + at.depth - 1, 1)
+        def extend(run: _Run) -> _Run:
+            visible = Visible.causal(inputs.length + run.depth - 1, 1)
             with jax.named_scope("level"):
-                output = model.forward(weights, at.last, visible, at.cache)
+                output = model.forward(weights, run.last, visible, run.cache)
                 logits = model.unembed(weights, output.hidden)
             sure = chance(params.draft, output.hidden)[:, 0] >= params.draft.threshold
-            stop = is_stop(at.last, controls.stop_tokens)[:, 0]
-            trusted = (at.last[:, 0] != NO_TOKEN) & sure & ~stop & may_trust
-            token, drawn_from = pick(logits, at.depth + 1)
+            stop = is_stop(run.last, controls.stop_tokens)[:, 0]
+            trusted = (run.last[:, 0] != NO_TOKEN) & sure & ~stop & may_trust
+            token, drawn_from = pick(logits, run.depth + 1)
             token = jnp.where(trusted[:, None], token, NO_TOKEN)
             return _Run(
-                depth=at.depth + 1,
+                depth=run.depth + 1,
                 last=token,
-                tokens=put(at.tokens, token, at.depth),
-                trusted=at.trusted + trusted.astype(jnp.int32),
+                tokens=put(run.tokens, token, run.depth),
+                trusted=run.trusted + trusted.astype(jnp.int32),
                 cache=output.cache,
-                drawn_from=put(at.drawn_from, drawn_from, at.depth),
+                drawn_from=put(run.drawn_from, drawn_from, run.depth),
             )
 
-        hidden, cache = feed_last(model, weights, cache, given.tokens, given.length)
+        hidden, cache = feed_last(model, weights, cache, inputs.tokens, inputs.length)
         logits = model.unembed(weights, hidden)
         token, drawn_from = pick(logits, jnp.int32(1))
         rows = most + 1 if sample else 0
@@ -146,12 +146,12 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
             cache=cache,
             drawn_from=put(jnp.zeros((batch, rows, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)),
         )
-        end = lax.while_loop(goes_on, extend, start)
+        final = lax.while_loop(should_continue, extend, start)
         tree = chain(
-            jnp.concatenate([last_token(given), end.tokens], axis=1), end.drawn_from if sample else None
+            jnp.concatenate([last_token(inputs), final.tokens], axis=1), final.drawn_from if sample else None
         )
-        trusted = (tree.depths > 0) & (tree.depths <= end.trusted[:, None])
-        return dataclasses.replace(tree, trusted=trusted), end.cache
+        trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
+        return dataclasses.replace(tree, trusted=trusted), final.cache
 
     return Drafter(
         init=init,

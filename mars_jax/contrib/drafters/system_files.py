@@ -1,8 +1,8 @@
-"""Systems that vouch for their own drafts, read and written: SPRINTER, TriSpec and VIA-SD.
+"""Reading and writing of systems that accept some of their own drafts unverified: SPRINTER, TriSpec and VIA-SD.
 
 A directory holds config.json, whose `model_type` names the system and whose `draft` names its small model (a
-directory within it, one of the package's own, or a name on the hub). SPRINTER's classifier is in model.safetensors.
-Oracle: what was written, and hostile variants of it, in tests/contrib/test_system_files.py.
+subdirectory, a model of the package, or a name on the hub). SPRINTER's classifier is in model.safetensors.
+Oracle: round trips, and hostile variants of the files, in tests/contrib/test_system_files.py.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "trispec": {"margin": 0.5},
     "via_sd": {"accept": 0.6, "escalate": 0.3},
 }
-"""The numbers of each system, with the usual ones; above 1 a system trusts nothing."""
+"""Default thresholds of each system; above 1 a system trusts nothing."""
 NGRAM = "ngram"
-"""The `draft` that copies from the text, of a system with a proxy."""
+"""Value of `draft` that selects n-grams instead of a small model, in a system with a proxy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class System:
     """The contents of a system's config.json."""
 
-    name: str  # of the row of `specs.DRAFTERS`
-    draft: str  # of the small model, or `NGRAM`
-    draft_tokens: int = 5  # of a round, of a system with a proxy
-    proxy: str = ""  # of TriSpec's proxy
-    layers: tuple[tuple[bool, bool], ...] = ()  # of VIA-SD: (attention, mlp) that the verifier keeps
+    name: str  # of a row of `specs.DRAFTERS`
+    draft: str  # name of the small model, or `NGRAM`
+    draft_tokens: int = 5  # length of the inner draft, in systems with a proxy
+    proxy: str = ""  # TriSpec: name of the proxy
+    layers: tuple[
+        tuple[bool, bool], ...
+    ] = ()  # VIA-SD: for each layer, whether the verifier keeps (attention, mlp)
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     directory: Path = Path()
 
@@ -48,7 +50,7 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     """Read the config.json of a system, in a directory or on the hub.
 
     Raises:
-      MarsError: there is no such directory, it is of another system, or says what none can be.
+      MarsError: the directory does not exist, holds another system, or has invalid values.
 
     >>> load_system("tiny/trispec", "trispec").draft
     'tiny/draft'
@@ -72,8 +74,8 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     if kind == "via_sd" and not _is_mask(layers):
         raise refuse("layers", "[attention, mlp] of every layer, each true or false")
     numbers = {}
-    for key, usual in NUMBERS[kind].items():
-        value = data.get(key, usual)
+    for key, default in NUMBERS[kind].items():
+        value = data.get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise refuse(key, "a number")
         numbers[key] = float(value)
@@ -92,12 +94,15 @@ def _is_mask(layers: Any) -> bool:
     return (
         isinstance(layers, list)
         and bool(layers)
-        and all(isinstance(x, list) and len(x) == 2 and all(type(y) is bool for y in x) for x in layers)
+        and all(
+            isinstance(pair, list) and len(pair) == 2 and all(type(keep) is bool for keep in pair)
+            for pair in layers
+        )
     )
 
 
 def part_of(system: System, name: str) -> str:
-    """Return the place of a model that a system names: in its directory, or by a name of the package's or the hub's."""
+    """Resolve a model name in a system's config: its subdirectory if there is one, else the name itself."""
     if _is_within(name) and (system.directory / name / "config.json").is_file():
         return str(system.directory / name)
     if Path(name).is_absolute() or name.startswith((".", "~")):
@@ -112,29 +117,29 @@ def load_classifier(system: System) -> tuple[np.ndarray, np.ndarray]:
     """Load (weight f32[E], bias f32[]) of SPRINTER's classifier.
 
     Raises:
-      MarsError: there are no weights, or they are something else.
+      MarsError: the weights are missing or not those of a classifier.
     """
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for part in tensors(system.directory):
-        found |= part
-    shapes = {name: t.shape for name, t in found.items()}
+        stored |= part
+    shapes = {name: t.shape for name, t in stored.items()}
     if shapes.keys() != {"weight", "bias"} or len(shapes["weight"]) != 1 or shapes["bias"] != (1,):
         raise MarsError(
             f"the weights in '{system.directory}' are {shapes}: expected weight [E] and bias [1] of a classifier."
         )
-    weight, bias = (found[name].read().astype(np.float32) for name in ("weight", "bias"))
+    weight, bias = (stored[name].read().astype(np.float32) for name in ("weight", "bias"))
     return weight, bias[0]
 
 
 def save_system(
     path: str | os.PathLike[str], system: System, arrays: Mapping[str, np.ndarray] | None = None
 ) -> Path:
-    """Write a system's directory; returns it.
+    """Write a system's directory and return its path.
 
     Args:
-      path: of a new directory.
-      system: what config.json is to say.
-      arrays: of SPRINTER, `weight` f32[E] and `bias` f32[1].
+      path: of the new directory.
+      system: the contents of config.json.
+      arrays: SPRINTER's `weight` f32[E] and `bias` f32[1].
 
     Raises:
       MarsError: the directory is not empty.

@@ -1,5 +1,7 @@
-"""The systems that vouch for their own drafts, from their directories. Oracle: the same drafters made by hand, in
-tests/contrib/test_systems.py."""
+"""Loading of systems that accept some of their own drafts unverified, from their directories.
+
+Oracle: the same drafters made by hand, in tests/contrib/test_systems.py.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 
 
 def load_sprinter(asked: Asked) -> LoadedDrafter:
-    """`sprinter` of its directory.
+    """Load `sprinter` from its directory.
 
     Raises:
-      MarsError: as `hub.load` and `load_system`, or a classifier of another model.
+      MarsError: as `hub.load` and `load_system`, or the classifier is of another model.
     """
     system = load_system(asked.path, "sprinter")
     draft = _model(asked, system, system.draft)
@@ -52,10 +54,10 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
 
 
 def load_trispec(asked: Asked) -> LoadedDrafter:
-    """`cascade` with a small model as proxy, of its directory.
+    """Load `cascade` with a small model as proxy from its directory.
 
     Raises:
-      MarsError: as `hub.load`, `load_system` and `cascade`, or models of other vocabularies.
+      MarsError: as `hub.load`, `load_system` and `cascade`, or the models have other vocabularies.
     """
     system = load_system(asked.path, "trispec")
     proxy = _model(asked, system, system.proxy)
@@ -63,16 +65,16 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
-    """`cascade` with the target without some of its layers, of its directory. Its weights are the target's own.
+    """Load `cascade` from its directory, with the target without some layers as proxy. It shares the target's weights.
 
     Raises:
-      MarsError: as `load_system` and `cascade`, or a mask for another target.
+      MarsError: as `load_system` and `cascade`, or the layer mask is for another target.
     """
     system, model = load_system(asked.path, "via_sd"), asked.target.model
     if model.with_layers is None:
         raise MarsError(
-            f"'{asked.target.name}' cannot leave out layers (it has no LanguageModel.with_layers), as via_sd asks: "
-            "draft with something else."
+            f"'{asked.target.name}' cannot leave out layers as via_sd requires (it has no LanguageModel.with_layers): "
+            "use another drafter."
         )
     try:
         slim = model.with_layers(system.layers)
@@ -84,7 +86,7 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
 def _cascade(
     asked: Asked, system: System, proxy: LanguageModel, weights: PyTree, gate: str, longest: int
 ) -> LoadedDrafter:
-    """Load the draft that `proxy` vouches for; `longest` is the longest text that the proxy was trained for."""
+    """Load the inner draft and pair it with `proxy`, whose longest trained context is `longest`."""
     inner: Drafter
     params: PyTree
     if system.draft == NGRAM:
@@ -106,12 +108,12 @@ def _cascade(
 
 
 def _model(asked: Asked, system: System, name: str) -> Pretrained:
-    """Load a model that the system names, with the target's tokenizer and on its mesh."""
-    found = hub.load(
+    """Load a model that the system names onto the target's mesh, and check that it has the target's tokenizer."""
+    model = hub.load(
         part_of(system, name),
         dtype=asked.dtype,
         mesh=asked.target.mesh,
         prefill_chunk=asked.target.model.prefill_chunk,
     )
-    check_same_vocabulary(asked.target, found)
-    return found
+    check_same_vocabulary(asked.target, model)
+    return model

@@ -1,1 +1,1 @@
-"""Heads of rules and drafters that belong to one paper."""
+"""Heads of the rules and drafters in `contrib`."""

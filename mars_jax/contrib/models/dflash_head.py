@@ -5,10 +5,10 @@ vllm-project/speculators, `models/dflash` and `models/dspark`. B batch, N tokens
 drafted, E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head.
 Oracle: a transcription in PyTorch over transformers' Qwen3 layers (tests/contrib/test_dflash_head.py).
 
-The context of token t are keys and values that each layer makes of the target's features of t, in slot t and at
-position t. A block is the last committed token, without features so far, and K - 1 times the mask token. It sees the
-whole context and, in layers that are not causal, all of itself. What it says of its places are independent
-marginals; a Markov head makes each depend on the token before it.
+The context of token t is the keys and values that each layer computes from the target's features of t, in slot t and at
+position t. A block is the last committed token, which has no features yet, and K - 1 mask tokens. It attends to the
+whole context and, in layers that are not causal, to all of itself. Its outputs are independent marginals; a Markov head
+makes each depend on the token before it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from mars_jax.models.weights import Weight
 from mars_jax.models.weights import weights as layer_weights
 
 LONGEST_BLOCK = DRAFT_TOKENS + 1
-"""Tokens of a block: as many drafted ones as any drafter drafts at most, and the one before them."""
+"""Maximum number of tokens in a block: `DRAFT_TOKENS` drafted ones and the committed one before them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayeredHead):
-    """Everything static about a block drafter.
+    """Static configuration of a block drafter.
 
     Raises:
       MarsError: the parts contradict each other.
@@ -52,14 +52,15 @@ class DFlashConfig(LayeredHead):
     axes: ClassVar[Axes] = {**LayeredHead.axes, "markov_in": ("vocab", None), "markov_out": ("vocab", None)}
     block_size: int  # K
     mask_token: int
-    from_anchor: bool = (
-        False  # place i says the token after its own (DSpark, DeepSeek), and not its own (z-lab)
-    )
-    causal: tuple[bool, ...] = ()  # one per layer: its places see no later ones of the block; (): none is
+    # Position i predicts the token after its own (DSpark, DeepSeek) instead of its own (z-lab).
+    from_anchor: bool = False
+    causal: tuple[
+        bool, ...
+    ] = ()  # for each layer, whether positions see only earlier ones of the block; (): no layer
     markov_rank: int = 0  # R; 0: no Markov head
-    confidence: bool = False  # a head that says how likely each place is accepted
+    confidence: bool = False  # has a head that predicts the acceptance of each position
     confidence_bias: bool = False
-    confidence_markov: bool = False  # it reads what the Markov head knows of the token before, as well
+    confidence_markov: bool = False  # the confidence head also reads the Markov embedding of the token before
 
     def __post_init__(self):
         c = self.layer
@@ -81,22 +82,20 @@ class DFlashConfig(LayeredHead):
         if not (self.own_embed and self.own_unembed) and c.hidden_size != self.target_hidden_size:
             raise MarsError(
                 f"the DFlash head is {c.hidden_size} wide and the target {self.target_hidden_size}: only a head with "
-                "an embedding and an lm_head of its own may differ from its target."
+                "its own embedding and lm_head may differ from its target."
             )
         super().__post_init__()
         if self.confidence_markov and not (self.confidence and self.markov_rank):
-            raise MarsError(
-                "confidence_markov is of heads with a confidence head and a Markov head: unset it."
-            )
+            raise MarsError("confidence_markov requires a confidence head and a Markov head: unset it.")
 
     @property
     def drafts(self) -> int:
-        """D, the tokens that a block drafts."""
+        """D, the number of tokens that a block drafts."""
         return self.block_size - (not self.from_anchor)
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return a DFlash head of the published shape: five Qwen3 layers as wide as the target, reading five of its.
+        """Return a head of the published shape: five Qwen3 layers as wide as the target, which read five of its layers.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1)
         >>> DFlashConfig.outline(target).feature_layers
@@ -106,7 +105,7 @@ class DFlashConfig(LayeredHead):
         return cls(
             layer=layers_like(target, family="qwen3", num_layers=5, qk_norm=True),
             target_hidden_size=target.hidden_size,
-            # Five also of a target with fewer layers, some of them twice.
+            # Always five: a target with fewer layers repeats some.
             feature_layers=tuple(max(0, min(count - 1, round(1 + i * (count - 4) / 4))) for i in range(5)),
             block_size=16,
             mask_token=target.vocab_size - 1,
@@ -155,24 +154,24 @@ def absorb(
     """Write the context of N tokens.
 
     Args:
-      config, head: static, and its params.
+      config, head: the head's configuration and params.
       fused: [B, N, E]; from `fuse`.
       positions: i32[B, N]; of the tokens.
-      slot: i32[B]; of the first of them.
-      cache: of the head.
+      slot: i32[B]; cache slot of the first token.
+      cache: the head's.
     """
-    c = config.layer
+    layer_config = config.layer
     batch, n, _ = fused.shape
-    shape = (batch, n, c.num_kv_heads, c.head_dim)
-    cos, sin = angles(positions, c.rope, c.head_dim)
+    shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
+    cos, sin = angles(positions, layer_config.rope, layer_config.head_dim)
     ks, vs = [], []
     for i, layer in enumerate(head["layers"]):
         k = dense(fused, layer["k"], layer.get("k_bias")).reshape(shape)
         v = dense(fused, layer["v"], layer.get("v_bias")).reshape(shape)
-        if c.qk_norm:
-            k = rms_norm(k, layer["k_norm"], c.norm_eps)
-        for made, old, new in ((ks, cache.k[i], rotate(k, cos, sin)), (vs, cache.v[i], v)):
-            made.append(hold_heads(kv_cache.write(old, new, slot)))
+        if layer_config.qk_norm:
+            k = rms_norm(k, layer["k_norm"], layer_config.norm_eps)
+        for written, old, new in ((ks, cache.k[i], rotate(k, cos, sin)), (vs, cache.v[i], v)):
+            written.append(hold_heads(kv_cache.write(old, new, slot)))
     return KVCache(k=tuple(ks), v=tuple(vs))
 
 
@@ -190,17 +189,17 @@ def forward(
     visible: Visible,
     cache: KVCache,
 ) -> tuple[Array, KVCache]:
-    """Run the head over the N places of blocks.
+    """Run the head over blocks of N positions.
 
     Args:
-      config, target: of the head, and the model it belongs to.
+      config, target: the head's configuration, and the model that it belongs to.
       params: of both; the head's are `params.draft`.
       tokens: i32[B, N]; from `block`.
-      visible: of the places, `seen` as of a layer that is not causal; windows and causal layers take from it.
-      cache: with the context.
+      visible: of the positions, with `seen` for layers that are not causal. Windowed and causal layers mask more.
+      cache: the head's, which holds the context.
 
     Returns:
-      Hidden states after the last norm [B, N, E], and the cache with the rows of the places.
+      Hidden states after the last norm [B, N, E], and the cache with the rows of the block.
     """
     head, c = params.draft, config.layer
     with jax.named_scope("embed"):
@@ -225,36 +224,36 @@ def forward(
 
 
 def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -> Attend:
-    """Return the attention of a layer; a window also hides what is as far ahead (z-lab/dflash, `_attention_mask`)."""
-    at = visible.positions[:, :, None]
-    rows = visible.positions if visible.seen_positions is None else visible.seen_positions
+    """Return the attention of a layer. A window hides tokens in both directions (z-lab/dflash, `_attention_mask`)."""
+    positions = visible.positions[:, :, None]
+    seen_positions = visible.positions if visible.seen_positions is None else visible.seen_positions
     seen = visible.seen
-    assert seen is not None  # the places of a block are no tokens in a row
+    assert seen is not None  # `propose` always passes a mask for a block
     if causal:
-        seen = seen & (rows[:, None, :] <= at)
+        seen = seen & (seen_positions[:, None, :] <= positions)
     elif window is not None:
-        seen = seen & (rows[:, None, :] < at + window)
+        seen = seen & (seen_positions[:, None, :] < positions + window)
     return attending("xla", dataclasses.replace(visible, seen=seen), slots, window)
 
 
 @jax.named_scope("unembed")
 def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
-    """Return logits f32[B, N, W] of hidden states [B, N, E], before what a Markov head adds."""
+    """Return logits f32[B, N, W] of hidden states [B, N, E], without the correction of a Markov head."""
     return config.unembed(target, params, hidden)
 
 
 @jax.named_scope("markov")
 def markov(config: DFlashConfig, head: PyTree, before: Array) -> Array:
-    """Return what the Markov head adds to logits after the tokens i32[B, N]: f32[B, N, W]."""
-    known = embed(head["markov_in"], before).astype(head["fc"].dtype)
-    return dense(known, head["markov_out"], dtype=jnp.float32)
+    """Return the Markov head's correction f32[B, N, W] of the logits after the tokens `before` i32[B, N]."""
+    embedded = embed(head["markov_in"], before).astype(head["fc"].dtype)
+    return dense(embedded, head["markov_out"], dtype=jnp.float32)
 
 
 @jax.named_scope("confidence")
 def confidence(config: DFlashConfig, head: PyTree, hidden: Array, before: Array) -> Array:
-    """Return logits f32[B, N] that a place is accepted, from hidden states [B, N, E] and the tokens before."""
-    read = hidden.astype(jnp.float32)
+    """Return the acceptance logits f32[B, N] from hidden states [B, N, E] and the tokens `before` i32[B, N]."""
+    inputs = hidden.astype(jnp.float32)
     if config.confidence_markov:
-        read = jnp.concatenate([read, embed(head["markov_in"], before).astype(jnp.float32)], axis=-1)
+        inputs = jnp.concatenate([inputs, embed(head["markov_in"], before).astype(jnp.float32)], axis=-1)
     bias = head.get("confidence_bias")
-    return dense(read, head["confidence"].astype(jnp.float32), bias)[..., 0]
+    return dense(inputs, head["confidence"].astype(jnp.float32), bias)[..., 0]

@@ -1,6 +1,7 @@
-"""A small head that says whether relaxing at a token would change the outcome of its text.
+"""A small head that predicts whether relaxing at a token would change the outcome of the completion.
 
-E hidden size, W width. Oracle: held-out branches of the text, in scripts/results/eval_indicator.json of commit 2bb9d2d.
+E hidden size, W width. Oracle: held-out branches of completions, in scripts/results/eval_indicator.json of commit
+2bb9d2d.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 WORST_GAP = 10.0
-"""Largest gap in nats; a gap beyond it says no more."""
+"""Upper limit of the gap, in nats; larger gaps carry no more information."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
-    """Make random params, float32: one hidden layer on the target's features, and its margin straight to the output.
+    """Make random float32 params: one hidden layer on the target's features, and a direct term for its margin.
 
     >>> init_params(8, jax.random.key(0), width=4)["inner"].shape
     (4, 8)
@@ -32,12 +33,12 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
 
 
 def logit(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
-    """Return log odds f32[...] that the runner-up in place of the best token changes the outcome.
+    """Return log odds f32[...] that replacing the best token by the runner-up changes the outcome.
 
     Args:
       params: from `init_params`.
-      hidden: [..., E]; of the target, after its final norm.
-      z1, z2: f32[...]; its two largest raw logits there.
+      hidden: [..., E]; the target's, after its final norm.
+      z1, z2: f32[...]; the target's two largest raw logits.
 
     >>> params = init_params(8, jax.random.key(0))
     >>> logit(params, jnp.ones((3, 8)), jnp.ones((3,)), jnp.zeros((3,))).shape

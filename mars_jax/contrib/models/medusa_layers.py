@@ -1,10 +1,10 @@
-"""Medusa heads: small feed-forward heads that read the target's last hidden state, each for its own distance.
+"""Medusa heads: small feed-forward heads on the target's last hidden state, one per distance.
 
-Source: Medusa 2401.10774, section 2.1. B batch, K heads that are asked, H heads, E hidden size of the target,
-V vocabulary. Oracle: a transcription in numpy (tests/contrib/test_medusa.py).
+Source: Medusa 2401.10774, section 2.1. B batch, K heads in use, H heads, E hidden size of the target, V vocabulary.
+Oracle: a transcription in numpy (tests/contrib/test_medusa.py).
 
-Head i reads the target's hidden state after the final norm at position p and says which token is at p + 2 + i. The
-target itself says which is at p + 1.
+Head i reads the target's hidden state after the final norm at position p and predicts the token at p + 2 + i. The
+target itself predicts the token at p + 1.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mars_jax.models.weights import Weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """Everything static about a set of heads.
+    """Static configuration of a set of heads.
 
     Raises:
-      MarsError: a size that makes no heads.
+      MarsError: a size is out of range.
     """
 
     kind = "medusa"
@@ -42,9 +42,7 @@ class MedusaConfig(HeadConfig):
 
     def __post_init__(self):
         if min(self.num_heads, self.hidden_size, self.vocab_size) < 1 or self.num_layers < 0:
-            raise MarsError(
-                f"Medusa heads of {self}: give at least 1 head, and sizes that are those of the target."
-            )
+            raise MarsError(f"Medusa heads of {self}: give at least 1 head, and the sizes of the target.")
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
@@ -65,17 +63,17 @@ class MedusaConfig(HeadConfig):
 
 @jax.named_scope("unembed")
 def logits(params: PyTree, hidden: Array, count: int) -> Array:
-    """Return logits of the first `count` heads: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
+    """Return the logits f32[B, K, V] of the first `count` heads from hidden states [B, 1, E].
 
     >>> config = MedusaConfig(num_heads=3, num_layers=1, hidden_size=4, vocab_size=6)
     >>> logits(init_params(config, jax.random.key(0)), jnp.ones((1, 1, 4)), 2).shape
     (1, 2, 6)
     """
 
-    def of(head: dict) -> Array:
+    def head_logits(head: dict) -> Array:
         x = hidden.astype(head["unembed"].dtype)
         for block in head.get("blocks", ()):
             x = x + jax.nn.silu(dense(x, block["weight"], block["bias"]))
         return dense(x, head["unembed"], dtype=jnp.float32)
 
-    return jnp.concatenate([of(head) for head in params["heads"][:count]], axis=1)
+    return jnp.concatenate([head_logits(head) for head in params["heads"][:count]], axis=1)

@@ -1,7 +1,7 @@
-"""A small head that says how much of the target a mixture of target and draft is to have at a position.
+"""A small head that predicts the target's weight in a mixture of target and draft at each position.
 
 E hidden size of the target, F of the draft, W width, V vocabulary. Source: DIVERSED, arXiv 2604.07622, whose head reads
-the hidden states of both models; this one reads both entropies and the distance of the two distributions as well.
+the hidden states of both models. This one also reads both entropies and the total variation distance.
 Oracles: the formula, in tests/contrib/test_diversed.py; held-out rewards, in
 scripts/results/eval_systems.json of commit 5336526.
 """
@@ -16,31 +16,31 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 START = 2.0
-"""Log odds before any training: the target has 88% of the mixture."""
+"""Initial log odds: the target has 88% of the mixture."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidden_size: int = 0) -> PyTree:
-    """Make random params, float32: one hidden layer on what both models know, and three signals straight to the output.
+    """Make random float32 params: one hidden layer on the hidden states, and a direct term for three signals.
 
     Args:
       hidden_size: E.
-      key: of the draws.
+      key: random key.
       width: W.
-      draft_hidden_size: F; 0: the head does not read the draft's hidden states, and any drafter goes with it.
+      draft_hidden_size: F; 0: the head does not read the draft's hidden states and works with any drafter.
 
     >>> {name: leaf.shape for name, leaf in init_params(8, jax.random.key(0), width=4, draft_hidden_size=6).items()}
     {'inner': (4, 8), 'outer': (4,), 'signals': (3,), 'bias': (), 'drafted': (4, 6)}
     """
-    made = {
+    params = {
         "inner": jax.random.normal(key, (width, hidden_size)) * hidden_size**-0.5,
         "outer": jnp.zeros((width,)),
         "signals": jnp.zeros((3,)),
         "bias": jnp.full((), START),
     }
     if draft_hidden_size:
-        of_draft = jax.random.normal(jax.random.fold_in(key, 1), (width, draft_hidden_size))
-        made["drafted"] = of_draft * draft_hidden_size**-0.5
-    return made
+        draft_matrix = jax.random.normal(jax.random.fold_in(key, 1), (width, draft_hidden_size))
+        params["drafted"] = draft_matrix * draft_hidden_size**-0.5
+    return params
 
 
 def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Array | None = None) -> Array:
@@ -48,9 +48,9 @@ def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Ar
 
     Args:
       params: from `init_params`.
-      hidden: [..., E]; of the target, after its final norm.
-      log_p, log_q: f32[..., V]; normalised, of target and draft; -inf for what cannot be drawn.
-      drafted: [..., F]; of the draft, after its final norm; where the params read it.
+      hidden: [..., E]; the target's, after its final norm.
+      log_p, log_q: f32[..., V]; normalised log-probabilities of target and draft; -inf for excluded tokens.
+      drafted: [..., F]; the draft's hidden states after its final norm; needed only if the params read them.
 
     >>> params = init_params(8, jax.random.key(0))
     >>> p = jax.nn.log_softmax(jnp.ones((3, 5)))
@@ -71,7 +71,7 @@ def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Ar
 
 
 def _read(hidden: Array, matrix: Array) -> Array:
-    """Return f32[..., W] of hidden states [..., E], whose scale says nothing."""
+    """Project hidden states [..., E], normalised to unit RMS, to f32[..., W]."""
     x = hidden.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     return jnp.einsum("...e,we->...w", x, matrix)

@@ -1,5 +1,7 @@
-"""Acceptance from a budget of regret. B batch, N nodes. Oracle: the same decisions node by node in Python, in
-tests/verify/test_edges.py."""
+"""Acceptance from a budget of regret. B batch, N nodes.
+
+Oracle: the same decisions node by node in Python, in tests/verify/test_edges.py.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from mars_jax.verify.relaxed import Relaxed, base_of
 
 @struct.dataclass(kw_only=True)
 class Budget(Relaxed):
-    """ASD (arXiv 2608.03447): a drafted token x is accepted for its regret z1 - z_x, which a row can pay three times.
+    """ASD (arXiv 2608.03447): a drafted token x is accepted if its regret z1 - z_x is within three limits.
 
-    For token i = 0, 1, ... of a draft of K the regret is at most gap (K - i), more where more of the draft is at stake;
-    a step relaxes at most `max_relaxed` tokens; and the regret of all relaxed tokens of the text is at most `total`
-    nats. What is left of `total` is the rule's state. K is the depth of the drafter, also where a draft is cut short.
-    Lossy; at max_relaxed = 0 it equals `base` bit for bit.
+    For token i = 0, 1, ... of a draft of K tokens the regret is at most gap (K - i), so earlier tokens, on which more
+    of the draft depends, may cost more. A step relaxes at most `max_relaxed` tokens. The regret of all relaxed tokens
+    of a completion is at most `total` nats; the remaining budget is the rule's state. K is the depth of the drafter,
+    even if a draft ends early. Lossy; at max_relaxed = 0 it equals `base` bit for bit.
     """
 
     gap: Any  # f32[] or [B]; nats per token
@@ -51,32 +53,32 @@ def budget(
     max_relaxed_run: Any = UNLIMITED_RUN,
     exact_prefix: Any = 0,
 ) -> Budget:
-    """Acceptance from a budget of regret; see `Budget`.
+    """Make the rule `Budget`: acceptance from a budget of regret.
 
     Args:
       base: the strict rule, `exact()` by default, or `rejection(...)`.
-      gap: nats for each drafted token that is left, the one in question included.
-      max_relaxed: relaxed tokens allowed in a step; 0 is strict.
-      total: nats for the whole text.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+      gap: nats per remaining drafted token, including the current one.
+      max_relaxed: maximum number of relaxed tokens per step; 0 is strict.
+      total: nats for the whole completion.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
 
     Raises:
-      MarsError: a number out of its range, or a base that cannot be relaxed.
+      MarsError: a number is out of range, or a base that cannot be relaxed.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[9.6, 10.0], [9.8, 10.0], [9.9, 10.0]]])
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 0, 0]], jnp.int32)), z)
-    >>> verdict, left = verify.for_rows(budget(total=1), 1)(given)
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 0, 0]], jnp.int32)), z)
+    >>> verdict, left = verify.for_rows(budget(total=1), 1)(evidence)
     >>> verdict.relaxed.tolist(), round(float(left.total[0]), 2)
     ([[True, True]], 0.4)
     """
-    given = {
+    settings = {
         "gap": gap,
         "max_relaxed": max_relaxed,
         "total": total,
         "max_relaxed_run": max_relaxed_run,
         "exact_prefix": exact_prefix,
     }
-    return Budget(base=base_of(base, "budget"), **numbers("budget", given))
+    return Budget(base=base_of(base, "budget"), **numbers("budget", settings))

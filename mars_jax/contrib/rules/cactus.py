@@ -1,5 +1,7 @@
-"""Rejection against a target that is bent towards the drafted token. B batch, N nodes, V vocabulary. Oracle: the law
-of a step, enumerated in tests/verify/test_distributions.py."""
+"""Rejection against a target with raised probability of the drafted token. B batch, N nodes, V vocabulary.
+
+Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ from mars_jax.verify.retargeted import Retargeted, following
 
 @struct.dataclass(kw_only=True)
 class Cactus(Retargeted):
-    """Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with more of x, within bounds.
+    """Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with a raised probability of x.
 
-    h(x) = min(p(x) + sqrt(2 d p(x) (1 - p(x))), 1), the other tokens share the rest as they did, d is `divergence`.
-    x is accepted with min(1, h(x) / q(x)), else norm((h - q)+) is drawn from. h depends on x, so the law of the text is
-    the mean over drafts. Lossy; at divergence 0 it equals `rejection` bit for bit, and at temperature 0 it is exact.
+    h(x) = min(p(x) + sqrt(2 d p(x) (1 - p(x))), 1), where d is `divergence`. The other tokens are scaled to sum to
+    1 - h(x). x is accepted with probability min(1, h(x) / q(x)), otherwise the token is drawn from norm((h - q)+). h
+    depends on x, so the output distribution is the mean over drafts. Lossy; at divergence 0 it equals `rejection` bit
+    for bit, and at temperature 0 it is exact.
     """
 
     divergence: Any  # f32[] or [B]; 0 is lossless
@@ -32,28 +35,28 @@ class Cactus(Retargeted):
         is_x = ids == following(evidence)[..., None]
         p_x = jnp.sum(jnp.where(is_x, jnp.exp(log_p), 0.0), axis=-1, keepdims=True)
         h_x = jnp.minimum(p_x + jnp.sqrt(2 * divergence * p_x * jnp.maximum(1 - p_x, 0.0)), 1.0)
-        # Where x is certain nothing is left to share.
-        rest = jnp.where(p_x < 1, (1 - h_x) / jnp.where(p_x < 1, 1 - p_x, 1.0), 0.0)
-        log_h = jnp.where(is_x, jnp.log(h_x), log_p + jnp.log(rest))
+        # Scale of the other tokens; 0 if p(x) = 1, when they have no mass.
+        scale = jnp.where(p_x < 1, (1 - h_x) / jnp.where(p_x < 1, 1 - p_x, 1.0), 0.0)
+        log_h = jnp.where(is_x, jnp.log(h_x), log_p + jnp.log(scale))
         return jnp.where(divergence > 0, log_h, log_p)
 
 
 def cactus(*, divergence: Any = 0.1, exact_prefix: Any = 0) -> Cactus:
-    """Rejection against a bent target; see `Cactus`.
+    """Make the rule `Cactus`: rejection against a target with raised probability of the drafted token.
 
     Args:
-      divergence: the paper's delta, at least 0; the default is ours.
-      exact_prefix: as for `mars`. Every number is one value, or one per row.
+      divergence: the paper's delta, at least 0; the default is not from the paper.
+      exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(given)[0].num_accepted.sum())
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
     >>> [int(accepted(cactus(divergence=d))) for d in (0.0, 0.1, 2.0)]
     [22, 45, 99]
     """

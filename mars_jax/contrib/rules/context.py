@@ -1,4 +1,4 @@
-"""Thresholds that depend on where they are applied: one theta, and a factor on its looseness by context.
+"""Thresholds that depend on context: one theta, and a factor on its looseness for each bin of contexts.
 
 B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
 """
@@ -25,9 +25,9 @@ from mars_jax.verify.relaxed import over
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
-"""Classes of tokens, by their ids in `Context.classes`; what is neither number nor punctuation is word."""
+"""Classes of tokens, in the order of their ids in `Context.classes`. Anything but numbers and punctuation is a word."""
 
-# The looseness of a threshold, on which factors act: 0 is strict, and it grows with what is let through.
+# Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
 _TO_LOOSENESS: dict[str, Callable[[Array], Array]] = {
     "ratio": lambda theta: 1 / theta - 1,  # the gap in units of z2
     "gap": lambda theta: theta,
@@ -40,17 +40,17 @@ _TO_THETA: dict[str, Callable[[Array], Array]] = {
 
 @struct.dataclass(kw_only=True)
 class Context:
-    """A table for `by_context`; see `context`. Its numbers are weights of the rule: `Params.verify`."""
+    """A table for `by_context`, made by `context`. It is passed as the weights of the rule, `Params.verify`."""
 
     by: str = struct.field(pytree_node=False)
     factors: Array  # f32[C]
     edges: Array  # f32[C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
-    classes: Array  # u8[V]: the class of each token; u8[0] for other contexts
+    classes: Array  # u8[V]; the class of each token; u8[0] for other contexts
 
 
 @struct.dataclass(kw_only=True)
 class ByContext(Mars):
-    """`Mars` whose theta is made looser or stricter at each node, by the table in `Params.verify`."""
+    """`Mars` whose theta the table in `Params.verify` loosens or tightens at each node."""
 
     by: str = struct.field(pytree_node=False)
     needs: ClassVar[tuple[str, ...]] = ("weights",)
@@ -67,11 +67,12 @@ class ByContext(Mars):
         return MARGINS[self.margin](stats.top1, stats.top2, theta)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        return super(Mars, self).__call__(evidence)  # the kernel of `Mars` takes one theta a row
+        # Skip the kernel of `Mars`, which takes one theta per row.
+        return super(Mars, self).__call__(evidence)
 
 
 def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
-    """Margin-aware verification with a threshold that depends on where it is applied.
+    """Make the rule `ByContext`: margin-aware verification with a threshold that depends on context.
 
     Args:
       by: "entropy", "position" or "class". The table, from `context`, is `Params.verify`: pass both as
@@ -85,27 +86,29 @@ def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
     'mars(by position)'
     """
     check_kind(by)
-    made = mars(base=base, **settings)
-    return ByContext(by=by, **{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
+    base_rule = mars(base=base, **settings)
+    return ByContext(
+        by=by, **{field.name: getattr(base_rule, field.name) for field in dataclasses.fields(base_rule)}
+    )
 
 
 def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:
     """Return f32[B, N]: the threshold at every node.
 
     Args:
-      by: what the rule is for.
+      by: the rule's kind of context.
       table: from `context`.
       evidence: of the step.
       theta: f32[B, N]; thresholds of the rows.
-      margin: what theta bounds.
+      margin: the margin that theta bounds.
 
     Raises:
-      MarsError: no table, or one by something else.
+      MarsError: the table is missing or for another kind of context.
     """
     if not isinstance(table, Context) or table.by != by:
-        has = f"one by {table.by}" if isinstance(table, Context) else "none"
+        stated = f"one by {table.by}" if isinstance(table, Context) else "none"
         raise MarsError(
-            f"the rule has a context by {by} and Params.verify holds {has}: pass "
+            f"the rule has a context by {by} and Params.verify holds {stated}: pass "
             f'LoadedRule(by_context("{by}"), contrib.context("{by}", ...)).'
         )
     scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * _factor(table, evidence))
@@ -114,9 +117,9 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
 
 def _factor(table: Context, evidence: Evidence) -> Array:
     if table.by == "class":
-        of_token = table.factors[table.classes.astype(jnp.int32)]
+        token_factors = table.factors[table.classes.astype(jnp.int32)]
         stats = evidence.stats
-        return jnp.minimum(of_token[stats.id1], of_token[stats.id2])
+        return jnp.minimum(token_factors[stats.id1], token_factors[stats.id2])
     by_entropy = table.by == "entropy"
     value = entropy(evidence.logits) if by_entropy else evidence.tree.depths.astype(jnp.float32)
     return table.factors[jnp.searchsorted(table.edges, value, side="right")]
@@ -131,22 +134,23 @@ def check_kind(by: str) -> None:
 def context(
     by: str, factors: Sequence[float], *, edges: Sequence[float] = (), classes: bytes = b""
 ) -> Context:
-    """Make a table for `by_context(by)`: what scales the looseness of its threshold, node by node.
+    """Make a table for `by_context(by)` that scales the looseness of its threshold at each node.
 
-    The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margin
-    gap, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0 is strict
-    there, 1 is theta itself. So theta stays the one number of a request that changes without compiling, and that a
+    The looseness of a threshold is the largest gap between the two best logits that it accepts: in nats for the margin
+    "gap", relative to the second logit for "ratio". Bin c of the context multiplies it by `factors[c]`: 0 is strict, 1
+    is theta itself. So theta remains the single number of a request, which changes without compiling and which
     calibration chooses.
 
     Args:
-      by: "entropy" of the target's distribution at the node, nats, at temperature 1; "position" in the draft, its
-        depth, where 0 is the first drafted token; or "class", of the target's two best tokens.
-      factors: [C], at least 0. By class, of words, numbers and punctuation; the smaller of the two tokens' counts.
+      by: "entropy" of the target's distribution at the node, in nats at temperature 1; "position", the depth in the
+        draft, where 0 is the first drafted token; or "class" of the target's two best tokens.
+      factors: [C], at least 0. For "class" those of words, numbers and punctuation; the smaller factor of the two
+        tokens applies.
       edges: [C - 1], ascending, between the bins of entropy or position.
-      classes: u8[V] as bytes, by class; see `token_classes`.
+      classes: u8[V] as bytes, for "class"; see `token_classes`.
 
     Raises:
-      MarsError: unknown context, or numbers that do not fit it.
+      MarsError: an unknown context, or numbers that do not fit it.
 
     >>> context("position", (1.0, 0.5), edges=(2,)).factors.tolist()
     [1.0, 0.5]
@@ -175,9 +179,9 @@ def context(
 
 
 def token_classes(texts: Sequence[str]) -> bytes:
-    """Return the class of every token by its text, u8[V] as bytes; ids as in `CLASSES`.
+    """Return the class of every token from its string, u8[V] as bytes; ids as in `CLASSES`.
 
-    A token with a digit is a number; one without letters or digits, but with something to see, is punctuation.
+    A token with a digit is a number. A visible token without letters or digits is punctuation.
 
     >>> list(token_classes([" sea", "7", " (", "x1", "\\n"]))
     [0, 1, 2, 1, 0]

@@ -1,6 +1,6 @@
-"""Rejection against a mixture whose weight a trained head gives. B batch, N nodes, V vocabulary.
+"""Rejection against a mixture of target and draft whose weight a trained head predicts. B batch, N nodes, V vocabulary.
 
-Oracle: `mixture` at the weights that the head says, in tests/contrib/test_diversed.py.
+Oracle: `mixture` at the weights that the head predicts, in tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from mars_jax.verify.retargeted import Retargeted
 
 @struct.dataclass(kw_only=True)
 class Diversed(Retargeted):
-    """DIVERSED (arXiv 2604.07622): the text follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`) at each
-    position.
+    """DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`).
 
-    As `Mixture`, whose weight is one number. The head's weights are `Params.verify`; see `models.mixer` for what it
-    reads, and `contrib.rules.diversed_training` for how it learns. Lossy; at shift inf the weight is 1 and it equals
+    Like `Mixture`, but with one weight per position. The head's weights are `Params.verify`; see `models.mixer` for its
+    inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it equals
     `rejection` bit for bit.
     """
 
@@ -47,28 +46,29 @@ class Diversed(Retargeted):
         if "drafted" in evidence.params:
             size = evidence.params["drafted"].shape[1]
             if drafted is None or drafted.shape[-1] != size:
-                found = (
+                problem = (
                     "the drafter gives none" if drafted is None else f"the draft's have {drafted.shape[-1]}"
                 )
                 raise MarsError(
-                    f"the head of the rule diversed reads hidden states of size {size} from the draft, and {found}: "
+                    f"the head of the rule diversed reads hidden states of size {size} from the draft, and {problem}: "
                     "draft with the model that the head was trained with, as in model:PATH."
                 )
         odds = mixer.logit(evidence.params, evidence.hidden, log_p, log_q, drafted) + self.shift[:, None]
-        log_w, log_rest = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
-        return jnp.logaddexp(log_w[..., None] + log_p, log_rest[..., None] + log_q)
+        log_w, log_draft_weight = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+        return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 
 
 def diversed(*, shift: Any = 0.0, block: bool = False, exact_prefix: Any = 0) -> Diversed:
-    """Rejection against a learned mixture of target and draft; see `Diversed`.
+    """Make the rule `Diversed`: rejection against a learned mixture of target and draft.
 
     Args:
-      shift: added to the head's log odds, one number or one per row; more is nearer to the target, inf is lossless.
-      block: decide on the block as a whole, as in `rejection`.
+      shift: added to the head's log odds, a scalar or one value per row. Larger is closer to the target; inf is
+        lossless.
+      block: verify the block jointly, as in `rejection`.
       exact_prefix: as for `mars`.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> diversed(shift=1.0).name
     'diversed'

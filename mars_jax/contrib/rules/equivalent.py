@@ -1,4 +1,4 @@
-"""Acceptance of what means the same: classes of tokens within which a runner-up counts as the target's own.
+"""Acceptance of equivalent tokens: within a class of tokens, a drafted one counts as the target's.
 
 B batch, N nodes, V vocabulary. Oracle: the same decisions node by node in Python, in tests/contrib/test_phrases.py.
 """
@@ -29,7 +29,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed
 
 ALIKE = ("case", "space", "numbers")
-"""Differences that texts may have, by name: capital letters, a space in front, numbers as words or digits."""
+"""Differences that can be ignored: capital letters, a leading space, numbers as words or digits."""
 _WORDS = (
     "zero",
     "one",
@@ -49,14 +49,14 @@ _WORDS = (
 
 @struct.dataclass(kw_only=True)
 class Equivalent(Relaxed):
-    """A drafted token is accepted where it means the same as the token that the target names.
+    """Acceptance of a drafted token that is equivalent to the target's token.
 
-    Two tokens mean the same where they are of one class of the table, `Params.verify`, which the user gives: see
-    `token_groups`. The drafted one may fall short of the target's best by less than `gap` nats. Over `exact()`; lossy;
-    at gap = 0 it equals `exact()` bit for bit.
+    Two tokens are equivalent if they are in the same class of the user's table, `Params.verify`; see `token_groups`.
+    The drafted token's regret must be below `gap` nats. Over `exact()`; lossy; at gap = 0 it equals `exact()` bit for
+    bit.
     """
 
-    gap: Any  # f32[] or [B]; nats; inf is any
+    gap: Any  # f32[] or [B]; nats; inf: no limit
     needs: ClassVar[tuple[str, ...]] = ("weights",)
 
     def relaxable(self, evidence: Evidence) -> Array:
@@ -65,53 +65,54 @@ class Equivalent(Relaxed):
             raise MarsError(
                 "the rule equivalent needs classes of tokens: pass LoadedRule(rule, token_groups(...))."
             )
-        own = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
-        wanted = at_parent(tree, groups.at[named(evidence)].get(mode="clip"))
-        return (own == wanted) & (own > 0) & (regrets(evidence) < self.gap[:, None])
+        drafted_group = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
+        target_group = at_parent(tree, groups.at[named(evidence)].get(mode="clip"))
+        return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 
 def equivalent(*, gap: Any = 2.0, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0) -> Equivalent:
-    """Acceptance of what means the same; see `Equivalent`.
+    """Make the rule `Equivalent`: acceptance of equivalent tokens.
 
     Args:
-      gap: nats by which the drafted token may fall short of the target's best; inf is any number.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+      gap: nats by which the drafted token may fall short of the target's best; inf: no limit.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 2.0, 1.0], [0.0, 0.0, 9.0]]])
     >>> groups = jnp.asarray([0, 1, 1], jnp.int32)
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
     >>> [int(accepted(equivalent(gap=g))) for g in (2.0, 0.5)]
     [1, 0]
     """
-    given = {"gap": gap, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Equivalent(**numbers("equivalent", given))
+    settings = {"gap": gap, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Equivalent(**numbers("equivalent", settings))
 
 
 def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()) -> Array:
-    """Return i32[V], the class of each token of a target; 0 is a token like no other.
+    """Return i32[V], the class of each token of a target; 0: the token is in no class.
 
     Args:
       target: from `mars_jax.load`.
-      alike: of `ALIKE`.
-      groups: texts that mean the same, each one token of the target's as it stands, a space in front included.
+      alike: names of `ALIKE`.
+      groups: lists of equivalent strings. Each string must be exactly one token of the target, including any leading
+        space.
 
     Raises:
-      MarsError: an unknown name, or a text that is no single token.
+      MarsError: an unknown name, or a string that is not a single token.
     """
-    chosen = tuple(alike)
-    for name in chosen:
+    differences = tuple(alike)
+    for name in differences:
         if name not in ALIKE:
             raise MarsError(f"alike has {name!r}: expected names of {', '.join(ALIKE)}.")
     tokens = vocabulary(target.tokenizer, target.config.vocab_size).tokens
     texts = [token.decode("utf-8", errors="surrogateescape") if token else None for token in tokens]
     ids = {text: i for i, text in enumerate(texts) if text is not None}
-    keys = [None if text is None else _key(text, chosen) for text in texts]
+    keys = [None if text is None else _key(text, differences) for text in texts]
     joined: dict[str, str] = {}
 
     def root(key: str) -> str:
@@ -125,25 +126,25 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
                 raise MarsError(
                     f"the group {list(group)} has {text!r}, which is no single token: leave it out."
                 )
-        first = root(_key(group[0], chosen))
+        first_root = root(_key(group[0], differences))
         for text in group[1:]:
-            other = root(_key(text, chosen))
-            if other != first:
-                joined[other] = first
+            other_root = root(_key(text, differences))
+            if other_root != first_root:
+                joined[other_root] = first_root
     roots = [None if key is None else root(key) for key in keys]
     counts: dict[str, int] = {}
     for key in roots:
         if key is not None:
             counts[key] = counts.get(key, 0) + 1
     numbers_of = {key: i for i, key in enumerate((k for k, n in counts.items() if n > 1), start=1)}
-    found = np.asarray([0 if key is None else numbers_of.get(key, 0) for key in roots], np.int32)
+    table = np.asarray([0 if key is None else numbers_of.get(key, 0) for key in roots], np.int32)
     mesh = getattr(target, "mesh", None)
-    whole = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.device_put(jnp.asarray(found), whole)
+    sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(jnp.asarray(table), sharding)
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
-    """Return a key that is equal for texts that are alike.
+    """Return a key that is equal for strings with only the given differences.
 
     >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
     ('2', '2')
@@ -163,18 +164,18 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
 def read(given: str, target: Any) -> PyTree:
     """Read the table that `equivalent:case,space` or `equivalent:FILE.json` names.
 
-    A file holds an object: `alike`, a list of names, and `groups`, lists of texts.
+    A file holds an object: `alike`, a list of names, and `groups`, lists of strings.
 
     Raises:
-      MarsError: no such file, something else in it, or as `token_groups`.
+      MarsError: the file is missing or invalid, or as `token_groups`.
     """
     if target is None:
         raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")
     if all(name in ALIKE for name in given.split(",")):
         return token_groups(target, given.split(","))
     try:
-        found = json.loads(read_text(given, JSON_BYTES))
-        alike, groups = found.get("alike", []), found.get("groups", [])
+        data = json.loads(read_text(given, JSON_BYTES))
+        alike, groups = data.get("alike", []), data.get("groups", [])
         if not all(isinstance(text, str) for group in groups for text in group):
             raise ValueError("a group is no list of texts")
     except OSError as error:

@@ -1,5 +1,7 @@
-"""Acceptance by what follows. B batch, N nodes. Oracle: the same decisions node by node in Python, in
-tests/verify/test_edges.py."""
+"""Acceptance by lookahead over the draft. B batch, N nodes.
+
+Oracle: the same decisions node by node in Python, in tests/verify/test_edges.py.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,19 @@ from mars_jax.verify.relaxed import Relaxed
 
 @struct.dataclass(kw_only=True)
 class Fly(Relaxed):
-    """FLy (arXiv 2511.22972): any drafted token is accepted where the target is unsure, if it then goes on as drafted.
+    """FLy (arXiv 2511.22972): if the target is unsure, accept any drafted token after which it agrees with the draft.
 
-    Unsure means that the three largest probabilities, as they are, have an entropy of at least `entropy` nats (ln 3 is
-    the most). Going on means that the next `window` drafted tokens are those that the target names; a window that does
-    not fit into the draft refuses the token, so drafts must be longer than the window. Over `exact()`. Lossy; at
-    entropy = inf it equals `exact()` bit for bit.
+    The target is unsure if the entropy over its three largest probabilities, not renormalised, is at least `entropy`
+    nats. It agrees if the next `window` drafted tokens are the target's. A token whose window does not fit into the
+    draft is rejected, so drafts must be longer than the window. Over `exact()`. Lossy; at entropy = inf it equals
+    `exact()` bit for bit.
     """
 
     entropy: Any  # f32[] or [B]; nats
     window: Any  # i32[] or [B]; tokens
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError where no window fits into a draft."""
+        """Raise MarsError if no window fits into a draft."""
         least = int(np.min(np.asarray(self.window)))
         if drafter.max_depth <= least:
             raise MarsError(
@@ -49,8 +51,8 @@ class Fly(Relaxed):
         tree = evidence.tree
         total = node_stats(evidence.logits, logsumexp=True).logsumexp
         assert total is not None
-        best = jnp.exp(top_k(evidence.logits, 3).values - total[..., None])
-        unsure = jnp.sum(jax.scipy.special.entr(best), axis=-1) >= self.entropy[:, None]
+        log_probs = jnp.exp(top_k(evidence.logits, 3).values - total[..., None])
+        unsure = jnp.sum(jax.scipy.special.entr(log_probs), axis=-1) >= self.entropy[:, None]
         native = (tree.tokens == at_parent(tree, named(evidence))) & (tree.depths > 0)
         return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
 
@@ -73,28 +75,28 @@ def followed(tree: DraftTree, native: Array) -> Array:
 def fly(
     *, entropy: Any = 0.3, window: Any = 6, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Fly:
-    """Acceptance by what follows; see `Fly`.
+    """Make the rule `Fly`: acceptance by lookahead over the draft.
 
     Args:
-      entropy: nats, of the three largest probabilities.
-      window: drafted tokens after a relaxed one that must be the target's own.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+      entropy: threshold in nats on the entropy of the three largest probabilities.
+      window: number of drafted tokens after a relaxed one that must be the target's.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
     >>> [int(accepted(fly(window=w))) for w in (1, 2)]
     [2, 0]
     """
-    given = {
+    settings = {
         "entropy": entropy,
         "window": window,
         "max_relaxed_run": max_relaxed_run,
         "exact_prefix": exact_prefix,
     }
-    return Fly(**numbers("fly", given))
+    return Fly(**numbers("fly", settings))

@@ -1,6 +1,6 @@
-"""The trained heads of rules on disk: config.json and model.safetensors in a directory of their own.
+"""Reading and writing of the trained heads of rules: a directory with config.json and model.safetensors.
 
-E hidden size, W width. Oracle: what was written, and damaged variants of it, in tests/contrib/test_head_files.py.
+E hidden size, W width. Oracle: round trips, and damaged variants of the files, in tests/contrib/test_head_files.py.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ HEADS = {
     "learned": ("mars_jax_indicator", indicator.init_params),
     "diversed": ("mars_jax_mixer", mixer.init_params),
 }
-"""By rule, the `model_type` of its weights, and random ones."""
+"""For each rule the `model_type` of its weights, and the function that makes random ones."""
 
 
 def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned") -> Path:
-    """Write the weights of a rule into a new directory; returns it.
+    """Write the weights of a rule into a new directory and return its path.
 
     Args:
-      directory: is made; it must hold no weights yet.
-      params: of `learned` as `models.indicator.init_params` makes them, of `diversed` as `models.mixer.init_params`.
+      directory: created if missing; must hold no weights yet.
+      params: for `learned` as made by `models.indicator.init_params`, for `diversed` by `models.mixer.init_params`.
       rule: "learned" or "diversed".
 
     Raises:
-      MarsError: there are weights already, or the directory cannot be written.
+      MarsError: the directory already holds weights or cannot be written.
 
     >>> import tempfile
     >>> params = indicator.init_params(8, jax.random.key(0))
@@ -69,10 +69,10 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
 
 
 def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: str = "learned") -> PyTree:
-    """Read what `save` wrote for a rule; "tiny/diversed" is the embedded family's.
+    """Read the weights that `save` wrote for a rule; "tiny/diversed" is the embedded head.
 
     Raises:
-      MarsError: something else is there, weights that are not finite, or that are for a target of another size.
+      MarsError: the directory holds no weights of this rule, or they are not finite or for a target of another size.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -84,12 +84,12 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
         config = json.loads(read_text(directory / CONFIG, JSON_BYTES))
         if config["model_type"] != model_type:
             raise ValueError(f"its model_type is {config['model_type']}")
-        open_file(directory / WEIGHTS).close()  # a pipe would make `load_file` wait
-        found = load_file(directory / WEIGHTS)
+        open_file(directory / WEIGHTS).close()  # refuses a pipe, on which `load_file` would block
+        arrays = load_file(directory / WEIGHTS)
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
-        wanted = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
-        shapes = {name: leaf.shape for name, leaf in wanted.items()}
-        if {name: leaf.shape for name, leaf in found.items()} != shapes:
+        expected = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
+        shapes = {name: leaf.shape for name, leaf in expected.items()}
+        if {name: leaf.shape for name, leaf in arrays.items()} != shapes:
             raise ValueError("its tensors do not have the shapes that config.json says")
     except OSError as error:
         raise MarsError(
@@ -100,7 +100,7 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
         raise MarsError(
             f"'{directory}' holds no weights of a rule ({error}): name a directory that mars_jax.contrib.save wrote."
         ) from None
-    if not all(np.all(np.isfinite(leaf)) for leaf in found.values()):
+    if not all(np.all(np.isfinite(leaf)) for leaf in arrays.values()):
         raise MarsError(f"the weights of the rule '{directory}' are not finite: load intact ones.")
     if target is not None and config["hidden_size"] != target.config.hidden_size:
         raise MarsError(
@@ -108,5 +108,5 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
             f"'{target.name}' has {target.config.hidden_size}: train them for this target."
         )
     mesh = getattr(target, "mesh", None)
-    whole = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return {name: jax.device_put(jnp.asarray(leaf, jnp.float32), whole) for name, leaf in found.items()}
+    sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return {name: jax.device_put(jnp.asarray(leaf, jnp.float32), sharding) for name, leaf in arrays.items()}

@@ -1,4 +1,4 @@
-"""Relaxed verification by a learned indicator in place of a margin. B batch, N nodes, E hidden size.
+"""Relaxed verification by a learned indicator instead of a margin. B batch, N nodes, E hidden size.
 
 Oracle: the same decisions made node by node in Python, in tests/contrib/test_learned.py.
 """
@@ -24,13 +24,12 @@ from mars_jax.verify.relaxed import Relaxed, base_of
 
 @struct.dataclass(kw_only=True)
 class Learned(Relaxed):
-    """`Mars` with a head on the target's features in place of its margin.
+    """`Mars` with a head on the target's features instead of its margin.
 
-    An edge to one of the two best tokens is relaxed if the head gives the text's outcome a chance to change of less
-    than `theta`.
+    An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
 
     The head's weights are `Params.verify`; see `contrib.models.indicator`, and `contrib.rules.indicator_training` for
-    how it learns. The guards are those of `Mars`.
+    its training. The guards are those of `Mars`.
     """
 
     theta: Any  # f32[] or [B]; a probability; inf is strict
@@ -51,22 +50,22 @@ class Learned(Relaxed):
 def learned(
     theta: Any = 0.1, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Learned:
-    """Relaxed verification by a learned head; see `Learned`.
+    """Make the rule `Learned`: relaxed verification by a learned head.
 
     Args:
       base: the strict rule, `exact()` by default, or `rejection(...)`.
-      theta: a probability, one number or one per row; inf is strict.
-      max_relaxed_run: relaxed tokens allowed in a row, one number or one per row.
-      exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
+      theta: a probability, a scalar or one value per row; inf is strict.
+      max_relaxed_run: maximum number of consecutive relaxed tokens, a scalar or one value per row.
+      exact_prefix: number of first generated tokens that are strict, a scalar or one value per row; see `Lossy`.
 
     Raises:
-      MarsError: a number out of its range, or a base that cannot be relaxed.
+      MarsError: a number is out of range, or a base that cannot be relaxed.
 
     >>> learned(theta=0.2).name
     'learned'
     """
-    given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Learned(base=base_of(base, "learned"), **numbers("learned", given))
+    settings = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Learned(base=base_of(base, "learned"), **numbers("learned", settings))
 
 
 def read(path: str, target: Any) -> PyTree:

@@ -1,5 +1,7 @@
-"""Acceptance by a phrase: what a stretch of drafted tokens costs together. B batch, N nodes. Oracle: the same sums path
-by path in Python, in tests/contrib/test_phrases.py."""
+"""Acceptance by the joint regret of a phrase of drafted tokens. B batch, N nodes.
+
+Oracle: the same sums path by path in Python, in tests/contrib/test_phrases.py.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,20 @@ from mars_jax.verify.relaxed import Relaxed
 
 @struct.dataclass(kw_only=True)
 class Phrase(Relaxed):
-    """A drafted token is accepted where it and the next `window` drafted ones together cost less than `bound` nats.
+    """Acceptance of a drafted token if its regret and that of the next `window` tokens sum to less than `bound` nats.
 
-    What a token costs is its regret, by how much its log-probability falls short of the target's best token there. So
-    the sum is the distance of the drafted phrase from the target's own choice at each of its places; what the target
-    would say after a token of its own is not known without another forward. A stretch that does not fit into the draft
-    refuses the token. In a tree the cheapest path below it counts. FLy (`fly`) asks instead that what follows is the
-    target's own. Over `exact()`; lossy; at bound = 0 it equals `exact()` bit for bit.
+    The regret of a token is the log-probability of the target's best token there minus its own. So the sum measures how
+    far the drafted phrase is from the target's choices along the draft; the target's continuation after its own token
+    would need another forward. A token whose phrase does not fit into the draft is rejected. In a tree the cheapest
+    path below the token counts. FLy (`fly`) instead requires that the following tokens are the target's. Over
+    `exact()`; lossy; at bound = 0 it equals `exact()` bit for bit.
     """
 
     bound: Any  # f32[] or [B]; nats
     window: Any  # i32[] or [B]; tokens after the one that is relaxed
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError where no stretch fits into a draft."""
+        """Raise MarsError if no phrase fits into a draft."""
         least = int(np.min(np.asarray(self.window)))
         if drafter.max_depth <= least:
             raise MarsError(
@@ -50,16 +52,17 @@ class Phrase(Relaxed):
 
 
 def regrets(evidence: Evidence) -> Array:
-    """Return f32[B, N]: nats by which the edge into a node is below the target's best; inf for padding and root."""
+    """Return f32[B, N]: the regret in nats of the token at each node; inf for padding and the root."""
     tree = evidence.tree
-    here = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
-    short = at_parent(tree, evidence.stats.top1) - here
-    return jnp.where((tree.tokens >= 0) & (tree.depths > 0), short, jnp.inf)
+    logit = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
+    shortfall = at_parent(tree, evidence.stats.top1) - logit
+    return jnp.where((tree.tokens >= 0) & (tree.depths > 0), shortfall, jnp.inf)
 
 
 def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
-    """Return f32[B, N]: the least sum of `costs` f32[B, N] over a node and `window` i32[B] nodes in a row below it; inf
-    where there are not so many.
+    """Return f32[B, N]: the least sum of `costs` f32[B, N] over a node and a path of `window` i32[B] nodes below it.
+
+    The sum is inf if no path below the node is that long.
 
     >>> from mars_jax.core.tree import chain
     >>> costs = jnp.asarray([[jnp.inf, 1.0, 2.0, 4.0]])
@@ -68,38 +71,38 @@ def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
     """
     to_parents = jax.vmap(lambda sums, parents: jnp.full_like(sums, jnp.inf).at[parents].min(sums))
     parents = jnp.maximum(tree.parents, 0)
-    sums = found = costs
+    sums = selected = costs
     for length in range(1, tree.max_depth):
         sums = costs + to_parents(jnp.where(tree.depths > 0, sums, jnp.inf), parents)
-        found = jnp.where((window == length)[:, None], sums, found)
-    return jnp.where((window < tree.max_depth)[:, None], found, jnp.inf)
+        selected = jnp.where((window == length)[:, None], sums, selected)
+    return jnp.where((window < tree.max_depth)[:, None], selected, jnp.inf)
 
 
 def phrase(
     *, bound: Any = 1.0, window: Any = 2, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Phrase:
-    """Acceptance by a phrase; see `Phrase`.
+    """Make the rule `Phrase`: acceptance by the joint regret of a phrase.
 
     Args:
-      bound: nats, of the whole stretch.
-      window: drafted tokens after the relaxed one that belong to the stretch.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+      bound: nats for the whole phrase.
+      window: number of drafted tokens after the relaxed one that belong to the phrase.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
 
     Raises:
-      MarsError: a number out of its range.
+      MarsError: a number is out of range.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.0, 0.0, 0.0, 9.0]]])
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 2, 3]], jnp.int32)), z)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2, 3]], jnp.int32)), z)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
     >>> [int(accepted(phrase(bound=b, window=1))) for b in (0.6, 0.4)]
     [2, 0]
     """
-    given = {
+    settings = {
         "bound": bound,
         "window": window,
         "max_relaxed_run": max_relaxed_run,
         "exact_prefix": exact_prefix,
     }
-    return Phrase(**numbers("phrase", given))
+    return Phrase(**numbers("phrase", settings))

@@ -1,4 +1,4 @@
-"""Acceptance drawn at random with a given tau, to size hardware before there is a drafter worth its name.
+"""Simulated acceptance with a given tau, to size hardware before a good drafter exists.
 
 B batch, N nodes, D depth. Oracle: the mean over many steps in tests/contrib/test_simulated.py.
 """
@@ -22,20 +22,19 @@ from mars_jax.core.types import Verdict
 from mars_jax.verify.lossy import Lossy, below_strict, numbers
 
 HALVINGS = 24
-"""Halvings of the interval that holds the acceptance rate; the last interval is below float32's resolution of a tau."""
+"""Bisection steps for the acceptance rate; the last interval is below float32's resolution of tau."""
 
 
 @struct.dataclass(kw_only=True)
 class Simulated(Lossy):
-    """Accept by chance, so that a step gives `tau` tokens in expectation, bonus token included. The text means nothing.
+    """Accept at random, so that a step emits `tau` expected tokens, bonus token included. The output is meaningless.
 
-    In each step one path of the draft, to the first of its deepest nodes, is followed as far as a constant rate of
-    acceptance per depth leads; the rate is solved for from tau and from that path's length, step by step. So tau is
-    met by chains, by trees, and by trees that differ from step to step, unless a draft is too short to reach it: then
-    all of that path is accepted. What is emitted is what was drafted, whatever the target says, and the target's token
-    after it. Everything costs what it costs under `exact`, which strict rows and the exact prefix get. A
-    drafted stop token ends a text, so decode past it (`ignore_eos`) where a length is wanted, and a last step that the
-    limit cuts short counts less.
+    In each step the path to the first of the deepest nodes is accepted up to a random depth, with a constant rate of
+    acceptance per depth. The rate is solved from tau and the length of that path. So tau is met by chains, by trees and
+    by trees that change from step to step, unless a draft is too short: then its whole path is accepted. The step emits
+    the accepted drafted tokens and then the target's token. The cost is that of `exact`, which also applies in strict
+    rows and in the exact prefix. A drafted stop token ends a completion, so use `ignore_eos` to reach a given length. A
+    last step that is cut off by the limit emits fewer tokens.
     """
 
     tau: Any  # f32[] or [B]
@@ -46,7 +45,7 @@ class Simulated(Lossy):
         return f"simulated tau={self.tau:g}" if np.ndim(self.tau) == 0 else "simulated"
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError where drafts are too short for tau, or often none at all."""
+        """Raise MarsError if drafts are too short for tau, or often empty."""
         if SPARSE in drafter.traits:
             raise MarsError(
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
@@ -71,11 +70,11 @@ class Simulated(Lossy):
             deepest = jnp.argmax(depths, axis=1)[:, None, None]
             on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), deepest, axis=1)[:, 0]
         rate = acceptance_rate(self.tau, height, tree.max_depth)
-        # u < rate ** d for d = 1, 2, ...: accepted that far.
+        # One u per row: depth d is accepted if u < rate ** d.
         uniform = node_uniforms(evidence.keys, evidence.start[:, None])
         uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)
         accepted = on_path & (uniform < rate[:, None] ** tree.depths.astype(jnp.float32))
-        # The tokens of the target, though little depends on them, for they cost what they cost in `exact`.
+        # Sample the target's tokens at all nodes, so that the cost equals that of `exact`.
         y = sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
         strict = (tree.depths <= self.strict_edges(evidence)[:, None]) | below_strict(evidence)
         accepted = jnp.where(strict, tree.tokens == at_parent(tree, y), accepted)
@@ -96,37 +95,37 @@ def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
     0.5
     """
     power = jnp.arange(max_depth + 1, dtype=jnp.float32)[None]
-    last = height.astype(jnp.float32)
+    exponent_limit = height.astype(jnp.float32)
 
-    def reached(a: Array) -> Array:
-        return jnp.sum(jnp.where(power <= last[:, None], a[:, None] ** power, 0.0), axis=1)
+    def expected_tokens(a: Array) -> Array:
+        return jnp.sum(jnp.where(power <= exponent_limit[:, None], a[:, None] ** power, 0.0), axis=1)
 
     def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high) / 2
-        below = reached(middle) < tau
-        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+        is_below = expected_tokens(middle) < tau
+        return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
 
-    ends = jnp.zeros(height.shape, jnp.float32), jnp.ones(height.shape, jnp.float32)
-    low, high = lax.fori_loop(0, HALVINGS, halve, ends)
-    return jnp.where(tau >= 1 + last, 1.0, (low + high) / 2)
+    bounds = jnp.zeros(height.shape, jnp.float32), jnp.ones(height.shape, jnp.float32)
+    low, high = lax.fori_loop(0, HALVINGS, halve, bounds)
+    return jnp.where(tau >= 1 + exponent_limit, 1.0, (low + high) / 2)
 
 
 def simulated(tau: Any, *, exact_prefix: Any = 0) -> Simulated:
-    """Acceptance by chance; see `Simulated`.
+    """Make the rule `Simulated`: random acceptance with a given mean.
 
     Args:
-      tau: tokens per target forward, from 1 to the depth of the draft plus 1; one number or one per row.
-      exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
+      tau: tokens per target forward, from 1 to the depth of the draft plus 1; a scalar or one value per row.
+      exact_prefix: number of first generated tokens that are strict, a scalar or one value per row; see `Lossy`.
 
     Raises:
-      MarsError: tau below 1 or not finite.
+      MarsError: tau is below 1 or not finite.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
-    >>> given = verify.evidence(chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z)
-    >>> verdict, _ = verify.for_rows(simulated(3), 1)(given)
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z)
+    >>> verdict, _ = verify.for_rows(simulated(3), 1)(evidence)
     >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
     ([2], [3])
     """
