@@ -301,7 +301,9 @@ def check_same(case: Case, result: Decoded, other: Decoded, *, counted: bool = T
     """Check that tokens, steps and counts are equal."""
     if result.tokens != other.tokens:
         # With coarser rounding, or sums in another order over devices, nearly tied tokens may change places.
-        exact = case.weights == "float32" and case.cache is None and case.mesh is None
+        # A sampled draft of adaptive length gives another sample if the recent acceptance differs.
+        adaptive_sample = case.shape == "auto" and case.drawn
+        exact = case.weights == "float32" and case.cache is None and case.mesh is None and not adaptive_sample
         assert not exact, ("tokens", result, other)
     elif counted and case.shape == "auto":
         assert abs(result.steps - other.steps) <= other.steps // 2, ("steps", result, other)

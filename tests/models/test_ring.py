@@ -148,7 +148,7 @@ def test_a_text_goes_on_from_a_prompt_that_went_around(monkeypatch):
         target = mj.load("tiny/target", dtype="float32", mesh=mesh, prefill_chunk=32)
         prompt = "Once upon a time there was a little girl who loved to play in the garden with her dog. "
         made = mj.generate(target, "eagle:tiny/eagle3", [2 * prompt], max_new_tokens=24, temperature=0.0)
-        return made.tokens[0].tolist()
+        return made.tokens[0]
 
     whole = tokens(1 << 20)
     assert not sent
