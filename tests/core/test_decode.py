@@ -166,11 +166,11 @@ def test_slots_past_the_length_are_never_read(drafter, name):
         if not isinstance(leaf, KVCache):
             return leaf
         caches.append(leaf)
-        written = jnp.arange(leaf.slots) < lengths[:, None] - 1
+        written = jnp.arange(leaf.slots)[None] < lengths[:, None] - 1
         return jax.tree.map(lambda x: jnp.where(written[:, :, None, None], x, 1_000_003), leaf)
 
     dirty = jax.tree.map(poison, state, is_leaf=lambda leaf: isinstance(leaf, KVCache))
-    tokens = jnp.where(jnp.arange(48) < lengths[:, None], state.tokens, 77)
+    tokens = jnp.where(jnp.arange(48)[None] < lengths[:, None], state.tokens, 77)
     dirty = dataclasses.replace(dirty, tokens=tokens)
     # The target's cache, and that of a draft model.
     assert len(caches) == (1 if drafter in ("ngram", "random tree") else 2)

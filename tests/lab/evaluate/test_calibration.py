@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from mars_jax import __version__, specs
+from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main as generate
+from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.commands.calibrate import main
@@ -294,8 +296,9 @@ def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(theta_file
     ],
 )
 def test_a_threshold_for_something_else_is_refused(theta_file, target, change, message):
+    rows = [PromptRow(where="", prompt="hello")]
     with pytest.raises(MarsError, match=message):
-        parse([*pair_of(target), "--theta", str(theta_file), *change.split(), "hello"])
+        check_flags(parse([*pair_of(target), "--theta", str(theta_file), *change.split(), "hello"]), rows)
 
 
 @pytest.mark.parametrize(
