@@ -167,7 +167,7 @@ print(f"{same} of {len(prompts)} texts of exact are those without a draft")
 # In bfloat16 two programs may round a tie of two tokens to either; in float32 (`mj.load(TARGET, dtype="float32")`) all
 # texts are the same.
 #
-# ## As long as pays
+# ## Adaptive length
 #
 # A draft pays in small batches, and in large ones it may not. `draft_size="auto"` measures what a step costs with the
 # whole chain, with half of it and without, and takes in each step what gives most tokens a second. Texts stay the same.
