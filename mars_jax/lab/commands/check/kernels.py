@@ -164,7 +164,7 @@ def cases(vocab: int) -> list[Case]:
 
 
 def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
-    """Return positive logits [B, N, V]. In two of three nodes the runner-up is near the best token: a tie in bfloat16."""
+    """Return positive logits [B, N, V]. In 2 of 3 nodes the runner-up is near the best token: a tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
     best = np.argmax(logits, axis=-1)
