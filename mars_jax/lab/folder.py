@@ -47,12 +47,12 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
     """Lock a folder for one run, and record or compare its settings.
 
     Args:
-        folder: new, empty, or from the same run.
-        settings: all settings that determine the output of the run.
-        flag: the flag that names the folder, for messages.
+      folder: new, empty, or from the same run.
+      settings: all settings that determine the output of the run.
+      flag: the flag that names the folder, for messages.
 
-      Raises:
-        MarsError: the folder holds a run with other settings or other files, or another process writes to it.
+    Raises:
+      MarsError: the folder holds a run with other settings or other files, or another process writes to it.
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}

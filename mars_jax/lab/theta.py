@@ -193,7 +193,7 @@ def read_theta(path: str) -> ThetaFile:
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Return the settings of a run by its flags, without those that are left to the file."""
+    """Return the settings of a run from its flags, and `more`. Without `more`, the temperature is left to the file."""
     flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}
     return {name: plain(value) for name, value in (flags | more).items()}
 

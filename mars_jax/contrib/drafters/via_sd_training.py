@@ -41,8 +41,7 @@ class Found(NamedTuple):
 
 
 def leave_out(params: PyTree, mask: Array) -> PyTree:
-    """Return params in which sublayers with mask f32[L, 2] equal to 0 add nothing, so that one program serves all
-    masks.
+    """Return params whose sublayers add nothing if mask f32[L, 2] is 0, so that one program serves all masks.
 
     >>> params = {"layers": ({"o": jnp.ones((2, 2)), "down": jnp.ones((2, 2))},)}
     >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]

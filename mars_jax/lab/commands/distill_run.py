@@ -163,9 +163,8 @@ def _write(args: argparse.Namespace, config: Any, params: Any, first: Any) -> No
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
     folder = args.output.with_name(f".{args.output.name}.distilling")
-    shutil.rmtree(
-        folder, ignore_errors=True
-    )  # left by a killed run; safe because this process has locked --work
+    # A killed run may have left this folder. No other run uses it, because this process has locked --work.
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         with writing(args.output):
             if args.kind == "model":

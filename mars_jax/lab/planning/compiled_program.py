@@ -30,11 +30,11 @@ def compile_program(
     """Compile a program and report the compile time, the compiler's counts and the collectives.
 
     Args:
-        lowered: program lowered for abstract arguments with shardings on the devices to compile for.
-        read: maps the program's text to the report's entry "read".
+      lowered: program lowered for abstract arguments with shardings on the devices to compile for.
+      read: maps the program's text to the report's entry "read".
 
-      Raises:
-        OutOfMemory: the program does not fit.
+    Raises:
+      OutOfMemory: the program does not fit.
     """
     started = time.perf_counter()
     try:

@@ -138,8 +138,7 @@ def _missing(work: Work, generation: str) -> str:
 
 
 def collective_seconds(kind: str, sent: int, received: int, devices: int, link: float) -> float:
-    """Return the seconds of a collective over a bidirectional ring: the time of its hops plus that of its bytes on one
-    link.
+    """Return the seconds of a collective over a bidirectional ring: its hops, plus its bytes over one link.
 
     An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute takes one hop.
 

@@ -26,11 +26,11 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
 
     Args:
       args: flags of `mars-jax benchmark`.
-        name: name of the recipe, for the message.
-        topology: a TPU slice that the pair fits, if one is known.
+      name: name of the recipe, for the message.
+      topology: a TPU slice that the pair fits, if one is known.
 
-      Raises:
-        MarsError: the weights do not fit on the devices; or as for `hub.outline`.
+    Raises:
+      MarsError: the weights do not fit on the devices; or as for `hub.outline`.
     """
     weights = weight_bytes(args)
     devices = 1 if args.mesh is None else parse_mesh(args.mesh).size

@@ -55,12 +55,12 @@ def stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stre
     """Tokenize documents into one stream.
 
     Args:
-        texts: documents. A separator inside a document becomes its token, and does not end the document.
-        tokenizer: from the `tokenizers` library; it prepends the separator to each document.
-        weight: see `Stream`.
+      texts: documents. A separator inside a document becomes its token, and does not end the document.
+      tokenizer: from the `tokenizers` library; it prepends the separator to each document.
+      weight: see `Stream`.
 
-      Raises:
-        MarsError: there are no documents.
+    Raises:
+      MarsError: there are no documents.
     """
     with activity.doing("tokenizing"):
         encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]

@@ -63,8 +63,7 @@ def dflash(
     divergence: Divergence = forward_kl,
     dtype: Any = "bfloat16",
 ) -> Loss:
-    """Return the loss of a head. Each position of a block learns the target's distribution given the preceding true
-    tokens.
+    """Return the loss of a head: each block position learns the target's distribution given the true tokens before it.
 
     Args:
       config: config of the head.

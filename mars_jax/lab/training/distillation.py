@@ -172,8 +172,7 @@ def train_on_features(
 
 
 def tau(figures: Mapping[str, float]) -> float:
-    """Return the expected tokens per step of a chain whose draft i, once reached, is accepted with probability
-    `accept_i`.
+    """Return the expected tokens per step of a chain; draft i, if reached, is accepted with probability `accept_i`.
 
     >>> tau({"accept_1": 0.5, "accept_2": 0.5, "loss": 3.0})
     1.75

@@ -92,10 +92,10 @@ def eagle3(
 ) -> Loss:
     """Return the loss of training-time test: the head drafts `steps` tokens from every position at once.
 
-    At step j, entry t is the j-th token drafted after position t - j. Its feature is the head's own output at entry t -
-    1 of the previous step. It attends to the target's features up to t - j and to its own chain, as in decoding. Every
-    entry learns the target's distribution of token t + 2, within the draft vocabulary and only if the target's choice
-    is in it.
+    At step j, entry t is the j-th token drafted after position t - j. Its feature is the head's own output at entry
+    t - 1 of the previous step. It attends to the target's features up to t - j and to its own chain, as in decoding.
+    Every entry learns the target's distribution of token t + 2, within the draft vocabulary and only if the target's
+    choice is in it.
 
     The batch is a `Batch`, for which the loss runs the target, or `Recorded` rows, for which the target's params need
     only the embedding.
@@ -103,7 +103,7 @@ def eagle3(
     Args:
       config: config of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
-      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are not
+      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are no
         params.
       steps: number of tokens to draft.
       divergence: divergence of the head's distribution from the target's.
@@ -147,8 +147,8 @@ def drafted_ahead(
       steps, dtype: as for `eagle3`.
 
     Yields:
-      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and bool[B,
-      n], whether that chain lies inside one document.
+      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and
+      bool[B, n], whether that chain lies inside one document.
     """
     feature = head.fuse(config, both.draft, output)
     rows, n = feature.shape[:2]

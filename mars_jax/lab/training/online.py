@@ -212,7 +212,7 @@ class Refiner:
         return jnp.asarray(tokens), jnp.asarray(wanted, bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. Padding comes last, so no token attends to it."""
+        """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. Padding is last: no token attends to it."""
         tokens, lengths = np.zeros((len(texts), self._width), np.int32), np.zeros(len(texts), np.int32)
         for row, text in enumerate(texts):
             lengths[row] = min(len(text), self._width)
@@ -309,14 +309,14 @@ def open_refiner(
     """Open the refiner of `--refine`.
 
     Args:
-        file: documents separated by lines of <|endoftext|>, some of which are held out.
-        target, drafter: the loaded pair.
-        draft: the spec of the drafter, one of `specs.REFINED`.
-        dtype: dtype that the drafter was loaded with.
-        samples: whether any request has a temperature above 0.
+      file: documents separated by lines of <|endoftext|>, some of which are held out.
+      target, drafter: the loaded pair.
+      draft: the spec of the drafter, one of `specs.REFINED`.
+      dtype: dtype that the drafter was loaded with.
+      samples: whether any request has a temperature above 0.
 
-      Raises:
-        MarsError: the file holds fewer than two documents, or the draft has another tokenizer.
+    Raises:
+      MarsError: the file holds fewer than two documents, or the draft has another tokenizer.
     """
     width = min(WIDTH, target.config.max_positions)
     texts = [target.encode(text)[:width] for text in documents(file)]

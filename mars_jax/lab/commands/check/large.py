@@ -1,5 +1,4 @@
-"""Times of a model with 8 billion weights on this device: steps, a batch and a prompt, compared with a copy and a
-product.
+"""Times of an 8B model on this device: steps, a batch and a prompt, compared with a copy and a matrix product.
 
 Weights and caches are random, and acceptance is simulated at a published tau. This reads no files and gives the times
 of a real model, though the generated text is meaningless. B batch.

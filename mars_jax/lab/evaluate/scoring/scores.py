@@ -136,8 +136,7 @@ def _bleu_metric() -> Any:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
-    """Return an answer's contribution to corpus BLEU: matches of 1 to 4 words, counts of n-grams, both lengths in
-    words.
+    """Return an answer's contribution to corpus BLEU: matches of 1 to 4 words, numbers of n-grams, and both lengths.
 
     Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError if that package is not
     installed.

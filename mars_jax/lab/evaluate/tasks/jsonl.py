@@ -31,7 +31,7 @@ class Fields:
         """Return the string under the first of `keys` that is present.
 
         Raises:
-          MarsError: all keys are missing, or the value is not a non-blank string.
+          MarsError: all keys are missing, or the value is blank or not a string.
         """
         for key in keys:
             value = self.values.get(key)
