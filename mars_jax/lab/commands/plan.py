@@ -40,7 +40,7 @@ one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; f
 experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
 """
 TAUS = (2, 3, 4)
-"""Tokens per step for which the table shows the speed."""
+"""Values of tau, tokens per step, whose speed the table lists."""
 _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 

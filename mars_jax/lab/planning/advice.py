@@ -26,7 +26,7 @@ class Attempt(NamedTuple):
 
 
 def try_fit(pair: Programs, topology: Topology) -> Attempt:
-    """Compile the decode loop, unless its weights alone exceed the memory, and return whether it fits."""
+    """Compile the decode loop, unless its weights already exceed the memory, and return whether it fits."""
     held, fits = local_bytes(pair.params), False
     if held <= topology.hbm_bytes:
         state, lowered = pair.lower()
@@ -80,9 +80,9 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(3, None), Shape(5, None), Shape(None, Dynamic()))
-"""Drafts to compare for a mixture of experts, for which a large draft is expensive."""
+"""Drafts to compare for a mixture of experts, where large drafts are expensive."""
 DEEPER = (Shape(5, None), Shape(None, Dynamic()), Shape(None, Dynamic(depth=10)))
-"""Drafts to compare for other targets, for which more nodes or levels add little time to a step."""
+"""Drafts to compare for other targets, whose steps slow down little with more nodes or levels."""
 
 
 class Draft(NamedTuple):

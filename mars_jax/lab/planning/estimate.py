@@ -18,7 +18,7 @@ LAUNCH_SECONDS = (0.2e-6, 1.5e-6)
 HOP_SECONDS = 1e-6
 """Latency between neighbouring chips. How to Scale Your Model (2025), chapter 3: "about 1 us"."""
 MAX_CONTEXT = 8192
-"""Longest context for which the table was checked."""
+"""Longest context checked against the table."""
 LAYER_COLLECTIVES = 2
 """Number of all-reduces in a layer: after attention and after the MLP."""
 
@@ -51,7 +51,7 @@ class Work(NamedTuple):
     num_layers: int
     hidden_size: int
     num_experts: int
-    # Devices over which a layer is divided.
+    # Number of devices that share a layer.
     devices: int
     # Key of the table's "drafts", or the name of a drafter that was not measured.
     draft: str

@@ -100,7 +100,7 @@ def kind_of(config: AnyConfig | str) -> str:
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     """Return the axes of a mesh of `count` devices.
 
-    The size of `model` is the largest over which the key-value heads divide. The remaining devices go to `data` if the
+    `model` gets the largest size that divides the key-value heads. The remaining devices go to `data` if the
     batch divides over them, and otherwise to `model` too.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)

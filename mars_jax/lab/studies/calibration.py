@@ -34,7 +34,7 @@ RISKS = {
 Judge = Callable[[str, str], float]
 """`(prompt, answer) -> score` from 0 to 1; higher is better."""
 CLIP = 1.0
-"""Nats per token at which the loss of one completion is clipped: the test needs bounded losses."""
+"""Clip value of a completion's loss, in nats per token: the test needs bounded losses."""
 
 
 def calibrate(

@@ -46,7 +46,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     Args:
       losses: f64[n] in [-1, 1], in an order that does not depend on them.
       bound: bound of the mean loss, in (-1, 1).
-      confidence: confidence for which the bets are sized. The p-value is valid for any confidence.
+      confidence: determines the size of the bets. The p-value is valid for any confidence.
 
     Source: 2010.09686, section 3.2, via 2101.02703, equation 12. Raises: nothing.
 

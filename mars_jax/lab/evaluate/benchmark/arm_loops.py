@@ -79,7 +79,7 @@ class Evaluation:
                 self._keep_texts(task, temperature)
 
     def _shown(self, temperature: float) -> list[Arm]:
-        """Return the arms whose texts the page shows: the strict rule, and the first arm of the measured rule."""
+        """Return the arms whose completions the page shows: the strict rule, and the first arm of the measured rule."""
         if self._settings["controls"] == "none":
             return []
         arms = {arm.role: arm for arm in reversed(self.arms[temperature])}
