@@ -100,8 +100,8 @@ def kind_of(config: AnyConfig | str) -> str:
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     """Return the axes of a mesh of `count` devices.
 
-    `model` gets the largest size that divides the key-value heads. The remaining devices go to `data` if the
-    batch divides over them, and otherwise to `model` too.
+    `model` gets the largest divisor of `count` that also divides the number of key-value heads. The remaining devices
+    go to `data` if the batch divides over them, and otherwise to `model` too.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
