@@ -1,4 +1,4 @@
-"""Shared parts of training: what a training hands to the loop, and forward passes over whole texts.
+"""Shared parts of training: the input of the training loop, and forward passes over whole rows.
 
 The loop is `mars_jax.lab.training.loop.fit`. B rows, L tokens of a row, V vocabulary.
 """
@@ -22,20 +22,20 @@ Loss = Callable[[PyTree, Any, PyTree], tuple[Array, Mapping[str, Array]]]
 class Training(NamedTuple):
     """Everything that `fit` needs to train a drafter or a rule."""
 
-    init: Callable[[], PyTree]  # makes the first params, in float32
+    init: Callable[[], PyTree]  # returns the initial params, in float32
     loss: Loss
     batches: Any  # a `grain.MapDataset`, whose item i is the batch of step i
     optimizer: Any  # an `optax.GradientTransformation`
     steps: int
-    step_tokens: int = 1  # tokens or examples of a batch
+    step_tokens: int = 1  # tokens or examples per batch
 
 
 class Batch(NamedTuple):
-    """Rows of consecutive tokens; position j predicts position j + 1."""
+    """Rows of consecutive tokens. Position j predicts position j + 1."""
 
     tokens: Any  # i32[B, L + 1], on the host or on a device
-    segments: Any  # i32[B, L + 1]; number of the document of each token
-    wanted: Any = None  # bool[B, L + 1]; tokens to learn, None: all
+    segments: Any  # i32[B, L + 1]; document number of each token
+    wanted: Any = None  # bool[B, L + 1]; tokens to learn; None: all
 
 
 class Lesson(NamedTuple):
@@ -64,7 +64,7 @@ def in_documents(segments: Array) -> Visible:
 
 
 def read(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
-    """Return the output of a model for tokens i32[B, L] of documents i32[B, L]."""
+    """Return the output of a model for tokens i32[B, L] with segments i32[B, L]."""
     return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
 
 

@@ -1,1 +1,1 @@
-"""Measurements, training and plans: nothing here is needed to decode."""
+"""Measurements, training and plans. Decoding does not need this package."""

@@ -1,4 +1,4 @@
-"""The folder of one run, whose recorded settings keep another run from continuing it."""
+"""The folder of one run. Its recorded settings prevent a run with other settings from continuing it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS, ROWS = "settings.json", "rows.jsonl"
 
 
 def open_rows(folder: Path, settings: Mapping[str, Any]) -> RowFile:
-    """Open the rows of a run in its folder, and record the settings. The folder is made if necessary.
+    """Open the rows of a run in its folder, and record the settings. Create the folder if necessary.
 
     Raises:
       MarsError: the folder holds a run with other settings, or another process writes to it.
@@ -47,12 +47,12 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
     """Lock a folder for one run, and record or compare its settings.
 
     Args:
-      folder: new, empty, or of the same run.
-      settings: everything that decides what the run writes.
-      flag: that names the folder, for messages.
+      folder: new, empty, or from the same run.
+      settings: all settings that determine the output of the run.
+      flag: the flag that names the folder, for messages.
 
     Raises:
-      MarsError: the folder holds a run with other settings, or something else, or another process writes to it.
+      MarsError: the folder holds a run with other settings or other files, or another process writes to it.
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
@@ -72,7 +72,7 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
         try:
             yield
         except BaseException:
-            # A run that wrote nothing leaves no folder, so that it can be repeated with other settings.
+            # If the run wrote no output, remove the folder, so that it can be reused with other settings.
             if fresh and [file.name for file in folder.iterdir()] == [SETTINGS]:
                 (folder / SETTINGS).unlink()
                 if created:
@@ -84,7 +84,7 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     """Check a folder before any model is loaded.
 
     Raises:
-      MarsError: it is a file, holds anything but a run, or cannot be made or written to.
+      MarsError: it is a file, holds files other than those of a run, or cannot be created or written to.
     """
     remote.refuse(folder, flag)
     if folder.exists() and not folder.is_dir():
@@ -102,7 +102,7 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
 
 
 def check_writable(path: Path, *, flag: str = "--output") -> None:
-    """Raise MarsError if a file or folder cannot be created at `path`. Nothing is created."""
+    """Raise MarsError if a file or folder cannot be created at `path`, without creating it."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -114,7 +114,7 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
     try:
-        # `os.access` only checks permissions, which /proc grants although it accepts no files.
+        # `os.access` only checks permissions. In /proc they allow writing, though files cannot be created there.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
@@ -128,13 +128,13 @@ def _unwritable(folder: Path, error: OSError, flag: str) -> MarsError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all, from the first process of a mesh; return when it is on disk."""
+    """Write a JSON file atomically from the first process of a mesh. Return when it is on disk."""
     if hosts.is_first():
         write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Return the value that the first process of a mesh has on disk, in every process; None if there is no file."""
+    """Return, in every process, the value that the first process of a mesh has on disk, or None if there is no file."""
     data = path.read_bytes() if hosts.is_first() and path.exists() else b""
     data = hosts.broadcast_bytes(data)
     return json.loads(data) if data else None
@@ -144,13 +144,13 @@ def read_json(path: Path) -> Any:
 def joined_with_folder(
     args: argparse.Namespace, folder: Path, out: IO[str], *, without: str
 ) -> Iterator[Path]:
-    """Join the other processes of a run that keeps files in a folder; yield the folder of this process.
+    """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
-    The first process has the named folder. The others have temporary copies, so that all of them start from the same
-    files and only the first one writes. Files below `without` are not copied.
+    The first process gets the named folder. The others get temporary copies, so that all of them start from the same
+    files and only the first one's writes persist. Files below `without` are not copied.
 
     Raises:
-      MarsError: as `joined`.
+      MarsError: as for `joined`.
     """
     with joined(args, (), out):
         if args.mesh is None or jax.process_count() == 1:

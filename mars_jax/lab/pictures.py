@@ -1,6 +1,6 @@
-"""The style of all pictures: colours, markers, and a figure of panels with one legend and a caption.
+"""The style of all plots: colours, markers, and figures of panels with one legend and a caption.
 
-Matplotlib is imported only when a picture is drawn, and without pyplot, which would choose a window system.
+Matplotlib is imported only when a figure is drawn, and without pyplot, which would select a GUI backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 
-# The colours of Okabe and Ito (2008), which people with any kind of colour vision can tell apart.
+# The colours of Okabe and Ito (2008), which are distinguishable with any kind of colour vision.
 BLACK, GREY, LIGHT = "#222222", "#888888", "#DDDDDD"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
@@ -24,7 +24,7 @@ MARKERS = "osv<>p"
 FORMATS = ("png", "svg", "pdf")
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so pictures look the same everywhere
+    "font.sans-serif": ["DejaVu Sans"],  # bundled with matplotlib, so figures look the same everywhere
     "font.size": 9,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
@@ -35,16 +35,16 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "errorbar.capsize": 2,
     "savefig.dpi": 160,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # keep text as text
     "svg.hashsalt": "mars-jax",
     "text.parse_math": False,  # a name with two dollar signs is not a formula
 }
-# Omit the metadata that would change the bytes of an unchanged picture.
+# Omit metadata that would change the bytes of an unchanged figure.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class Look(NamedTuple):
-    """Colour and marker of a rule or of another way to decode."""
+    """Colour and marker of a rule or another way to decode."""
 
     colour: str
     marker: str = "o"
@@ -56,7 +56,7 @@ class Look(NamedTuple):
 
 
 OTHER = Look(PURPLE, "D")
-"""A user's rule."""
+"""Look of a user's rule."""
 BASELINES = {
     "autoregressive": Look(GREY, "s"),
     "target": Look(GREY, "s"),
@@ -148,7 +148,7 @@ def picture(
 
 
 def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
-    """Return the distances below and above each value, as `Axes.errorbar` takes them.
+    """Return the distances below and above each value, in the format of `Axes.errorbar`.
 
     >>> whiskers([2.0, 5.0], [[1.5, 3.0], None])
     [[0.5, 0.0], [1.0, 0.0]]
@@ -167,7 +167,7 @@ def level(axis: Any, value: float, interval: Sequence[float] | None, *, label: s
 
 
 def honest_limits(axis: Any, values: Sequence[float], *, least: float) -> None:
-    """Set limits of y that include `values` and span at least `least`, so that noise does not look large."""
+    """Set y limits that include `values` and span at least `least`, so that noise does not look large."""
     span = max(least, 1.15 * (max(values) - min(values)))
     middle = (min(values) + max(values)) / 2
     axis.set_ylim(middle - span / 2, middle + span / 2)

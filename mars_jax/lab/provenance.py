@@ -1,6 +1,6 @@
-"""Provenance of figures: when, by which command, of which code, on which machine and with which weights.
+"""Provenance of figures: date, command, code, machine and weights.
 
-No path of the machine is kept, and nothing but the standard library is needed where no weights are named.
+Paths of the machine are not recorded. Only fingerprints of weights need packages outside the standard library.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
-    """Return where a report comes from: `stamp`, the command with all its flags, `machine`, versions and weights.
+    """Return the origin of a report: `stamp`, the command with all its flags, `machine`, versions and weights.
 
-    Where the command runs a script of this checkout, `script` has a digest of it by its name, by which a page knows
-    that it has changed since.
+    If the command runs a script of this checkout, `script` maps its name to a digest, so that a page can detect later
+    changes.
 
     Args:
-      packages: whose versions count, besides mars-jax's and jax's; None for one that is not installed.
-      data: files, or folders of files, that were read; a digest of each is kept.
-      weights: params by a name for them, of which a digest is kept.
+      packages: packages to list with their versions, in addition to mars-jax and jax; None if not installed.
+      data: files, or folders of files, that were read. A digest of each is recorded.
+      weights: params by name. A digest of each is recorded.
 
     >>> sorted(provenance())[:5]
     ['affinity', 'command', 'commit', 'cores', 'date']
@@ -60,15 +60,15 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 def stamp() -> dict[str, Any]:
     """Return the minute (UTC), the commit of this checkout and whether its code differs from it.
 
-    This is what each record of a file has that is filled in parts. Where the package is in no checkout of its own,
-    the commit is None.
+    Files that are filled in parts store this in each record. The commit is None if the package is not in its own
+    checkout.
     """
     now = datetime.datetime.now(datetime.UTC)
     return {"date": now.isoformat(timespec="minutes"), **_code()}
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, how many cores this process may use and which, and the version of Python."""
+    """Return the processor, the number and list of cores that this process may use, and the version of Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -81,12 +81,12 @@ def machine() -> dict[str, Any]:
 
 
 def digest(data: bytes) -> str:
-    """Return a short name for the bytes of a file."""
+    """Return a short hash of the bytes of a file."""
     return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _digest_of(path: Path) -> str:
-    """The digest of a file, or of the names and digests of the files in a folder."""
+    """Return the digest of a file, or of the names and digests of the files in a folder."""
     if path.is_file():
         return digest(path.read_bytes())
     parts = [f"{one.name} {digest(one.read_bytes())}" for one in sorted(path.iterdir()) if one.is_file()]
@@ -101,7 +101,7 @@ def cores() -> list[int]:
 
 
 def command(arguments: list[str]) -> str:
-    """Return a command line without the folders of this machine: of a path outside of the checkout, its last part.
+    """Return a command line without local folders. A path outside the checkout is reduced to its last part.
 
     >>> command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
@@ -115,13 +115,13 @@ def command(arguments: list[str]) -> str:
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints, in this checkout."""
+    """Return the output of a git command in this checkout."""
     told = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def version(name: str) -> str | None:
-    """Return the version of an installed package, None for one that is not installed."""
+    """Return the version of an installed package, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +134,7 @@ def _code() -> dict[str, Any]:
         if Path(git("rev-parse", "--show-toplevel")) != ROOT:  # installed inside another repository
             return {"commit": None, "dirty": None}
         commit = git("rev-parse", "--short=10", "HEAD")
-        # Code alone: a report that is being written, or a page, makes nothing dirty.
+        # Consider only code: a modified report or page does not make the checkout dirty.
         return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--", "*.py"))}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}

@@ -1,6 +1,6 @@
-"""Thresholds that were calibrated: the files that `mars-jax calibrate` writes and that every command takes as --theta.
+"""Calibrated thresholds: the files that `mars-jax calibrate` writes and every command accepts as --theta.
 
-Nothing here imports jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mars_jax.specs import Given, RuleChoice, choose
 
 FORMAT = "mars-jax theta 3"
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
-"""Settings that a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
+"""Settings, other than the rule, that a threshold was calibrated for. Its guarantee holds only for these."""
 
 
 class ThetaFile(NamedTuple):
-    """A threshold from a file, and what it is for."""
+    """A threshold from a file, with the rule, models and settings it was calibrated for."""
 
     path: str
     theta: float
-    spec: str  # of the rule
-    rule: dict[str, Any]  # all settings of the rule but theta
-    settings: dict[str, Any]  # by `SETTINGS`
-    weights: dict[str, str]  # as of `fingerprints`
+    spec: str  # spec of the rule
+    rule: dict[str, Any]  # all settings of the rule except theta
+    settings: dict[str, Any]  # keyed by `SETTINGS`
+    weights: dict[str, str]  # from `fingerprints`
 
     @property
     def choice(self) -> RuleChoice:
@@ -41,10 +41,10 @@ class ThetaFile(NamedTuple):
         return RuleChoice(self.spec, {**self.rule, "theta": self.theta})
 
     def check(self, run: Mapping[str, Any]) -> None:
-        """Raise MarsError where a run has other settings; those that `run` leaves out do not count.
+        """Raise MarsError if a run has other settings. Settings that are missing from `run` are not compared.
 
-        Models are told by the last part of their path, since a checkpoint may be elsewhere on another machine, and
-        once they are loaded by their weights: see `check_weights`.
+        Models are compared by the last part of their path, since a checkpoint may have another path on another machine.
+        After loading, `check_weights` compares their weights.
         """
         for name in SETTINGS:
             if name in run:
@@ -54,18 +54,18 @@ class ThetaFile(NamedTuple):
                 self._compare(name, plain(theirs), plain(ours), self.settings[name], run[name])
 
     def check_rule(self, rule: RuleChoice) -> None:
-        """Raise MarsError where the rule of a run, apart from theta, is another one."""
+        """Raise MarsError if a run has another rule, apart from theta."""
         self._compare("rule", _last(self.spec), _last(rule.spec), self.spec, rule.spec)
         self.check_settings(rule.settled())
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise MarsError where settings of the rule differ from those in the file; theta is not among them."""
+        """Raise MarsError if settings of the rule, apart from theta, differ from those in the file."""
         for name, value in settings.items():
             if name != "theta":
                 self._compare(name, self.rule.get(name), value, self.rule.get(name), value)
 
     def check_weights(self, target: Any, drafter: Any, rule: Any) -> None:
-        """Raise MarsError where the weights of a run are not those of the calibration; see `fingerprints`."""
+        """Raise MarsError if the weights of a run are not those of the calibration; see `fingerprints`."""
         found = fingerprints(target, drafter, rule)
         for name in self.weights | found:
             if self.weights.get(name) != found.get(name):
@@ -83,14 +83,14 @@ class ThetaFile(NamedTuple):
 
 
 def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
-    """The file that theta names, and the rule in it with its threshold: what `--theta FILE` calls.
+    """Return the rule in the file that theta names, with its threshold, and the file. Called for `--theta FILE`.
 
     Args:
-      spec: of the rule, where one is named.
-      given: its settings, from `given_settings`.
+      spec: spec of the rule, or None if it is not given.
+      given: settings of the rule, from `given_settings`.
 
     Raises:
-      MarsError: as `file_of`; a rule or settings that are not those in the file.
+      MarsError: as for `file_of`; or the rule or its settings differ from those in the file.
     """
     file = file_of(given["theta"])
     if spec is not None:
@@ -105,10 +105,10 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
 
 
 def file_of(given: Given) -> ThetaFile:
-    """The file that a threshold names.
+    """Return the file that a threshold names.
 
     Raises:
-      MarsError: as `read_theta`, or there is no such file.
+      MarsError: as for `read_theta`, or the file does not exist.
     """
     check_path(given.text, given.shown)
     if not Path(given.text).exists():
@@ -120,7 +120,7 @@ def file_of(given: Given) -> ThetaFile:
 
 
 def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
-    """A name for the weights of each that has any. Where there are several processes, all call it.
+    """Return a fingerprint of every component that has weights. With several processes, all of them must call this.
 
     Args:
       target: a `Pretrained`.
@@ -138,10 +138,10 @@ def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
 def thetas_of(
     rule: RuleChoice, texts: list[str], run: Mapping[str, Any]
 ) -> tuple[list[float], list[ThetaFile]]:
-    """Thresholds of --thetas, each a number or a file for this rule and run; and the files.
+    """Return the thresholds of --thetas and their files. Each threshold is a number or a file for this rule and run.
 
     Raises:
-      MarsError: a rule without a threshold, a value out of range, a file for something else.
+      MarsError: the rule has no threshold, a value is out of range, or a file is for another rule or run.
     """
     if "theta" not in rule.options:
         raise MarsError(f"--thetas does not apply to {specs.not_in(rule, 'theta')}.")
@@ -160,10 +160,10 @@ def thetas_of(
 
 
 def read_theta(path: str) -> ThetaFile:
-    """Read what `mars-jax calibrate` wrote. A rule of the user's own is not looked at, let alone run.
+    """Read a file of `mars-jax calibrate`. A user's rule is neither imported nor run.
 
     Raises:
-      MarsError: the file cannot be read, or is something else.
+      MarsError: the file cannot be read or is not a threshold file.
     """
     try:
         data = json.loads(read_text(path, JSON_BYTES))
@@ -178,7 +178,7 @@ def read_theta(path: str) -> ThetaFile:
         if math.isnan(theta):
             raise ValueError
         if not specs.is_own(spec):
-            # A setting that the file is older than had its default.
+            # Settings that are newer than the file get their defaults.
             rule = RuleChoice(spec, rule).settled()
         del rule["theta"]
     except OSError as error:
@@ -193,18 +193,18 @@ def read_theta(path: str) -> ThetaFile:
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """The settings of a run by its flags, those that it leaves to the file left out."""
+    """Return the settings of a run from its flags, and `more`. Without `more`, the temperature is left to the file."""
     flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}
     return {name: plain(value) for name, value in (flags | more).items()}
 
 
 def _last(name: Any) -> Any:
-    """The last part of a path."""
+    """Return the last part of a path."""
     return str(name).rpartition("/")[2] or name
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON gives it back. A dynamic tree is told from a static one by its name."""
+    """Return a setting as JSON would restore it. A dynamic tree becomes a dict, unlike a static tree."""
     if isinstance(value, specs.Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
     return list(value) if isinstance(value, tuple) else value

@@ -1,8 +1,8 @@
-"""Training of SPRINTER's classifier: would the target accept this token of the small model's?
+"""Training of SPRINTER's classifier, which predicts whether the target would accept a token of the small model.
 
-B rows, L tokens of a row, n = L - 1 places, E hidden size of the small model, V vocabulary. Source: arXiv 2502.04557,
-section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). The paper's
-label is the outcome of one acceptance test; ours is its probability, the mean of that label.
+B rows, L tokens of a row, n = L - 1 positions, E hidden size of the small model, V vocabulary. Source: arXiv
+2502.04557, section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). The
+paper's label is the outcome of one acceptance test; ours is its probability, which is the mean of that label.
 Oracle: labels from full forwards, branch by branch, in tests/contrib/test_system_training.py.
 """
 
@@ -20,25 +20,25 @@ from mars_jax.contrib.teaching import Batch, Training, document_mask, in_documen
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 
 EPOCHS, ROWS = 20, 256
-"""Epochs over the examples, and examples of a step."""
+"""Number of epochs over the examples, and number of examples per step."""
 
 
 class Examples(NamedTuple):
-    """Tokens that the small model would draft, each after a place of a text."""
+    """Tokens that the small model would draft, one after each position of a document."""
 
     hidden: Any  # f32[..., E]; the small model's final hidden state at the drafted token
     # f32[...]; probability that the target accepts it: min(1, p / q), or whether it is p's best token
     accepted: Any
-    valid: Any  # bool[...]; text and draft are of one document
+    valid: Any  # bool[...]; prefix and drafted token belong to one document
 
 
 def examples(
     target: LanguageModel, teacher: PyTree, draft: LanguageModel, params: PyTree, batch: Batch, key: Array
 ) -> Examples:
-    """Draft one token of the small model at every place of a batch, [B, n].
+    """Draft one token of the small model at every position of a batch, [B, n].
 
-    Even rows draft the best token, odd rows draw it at temperature 1. All branches of a row are read at once: a drafted
-    token attends to the text before it and to itself.
+    Even rows draft the best token; odd rows draw it at temperature 1. All branches of a row run in one forward: a
+    drafted token attends to the preceding text and to itself.
     """
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
     rows, n = tokens.shape
@@ -87,12 +87,12 @@ def flattened(parts: Sequence[Examples]) -> Examples:
 
 
 def training(examples: Examples, *, learning_rate: float = 5e-4, seed: int = 0) -> Training:
-    """Return the training of `weight` f32[E] and `bias` f32[1] by the cross entropy of `accepted`.
+    """Return the training of `weight` f32[E] and `bias` f32[1] with the cross entropy of `accepted`.
 
     Args:
       examples: from `flattened`.
-      learning_rate: of Adam.
-      seed: of the order.
+      learning_rate: learning rate of Adam.
+      seed: seed of the order of examples.
     """
     import grain
     import optax

@@ -1,9 +1,9 @@
-"""Search of VIA-SD's slim verifier: the sublayers of a target to leave out with the least divergence from it.
+"""Search for VIA-SD's slim verifier: the sublayers that a target can leave out with the least divergence.
 
-L layers. Source: arXiv 2606.12243, section 3: about 45% of the sublayers (attention or MLP) are left out, the first and
-the last layer kept, the mask found by a random and then a guided search of the sum of KL(target, slim). If there are at
-most as many masks as evaluations, all are tried. Otherwise half are random, and half exchange one kept and one removed
-sublayer of the best mask.
+L layers. Source: arXiv 2606.12243, section 3: leave out about 45% of the sublayers (attention or MLP), keep the first
+and the last layer, and find the mask by a random and then a guided search that minimizes the sum of KL(target, slim).
+If there are at most as many masks as evaluations, all are tried. Otherwise half of the evaluations try random masks,
+and half exchange one kept and one removed sublayer of the best mask.
 Oracle: the models without those sublayers, one by one, in tests/contrib/test_system_training.py.
 """
 
@@ -29,15 +29,15 @@ from mars_jax.core.types import LanguageModel, PyTree
 Mask = tuple[tuple[bool, bool], ...]
 """(attention, MLP) of each layer: whether it is kept."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
-"""Weights through which a sublayer adds to the residual stream, and its index in a mask's pair."""
+"""Weights through which a sublayer adds to the residual stream, with its index in a mask's pair."""
 
 
 class Found(NamedTuple):
-    """A mask and its cost."""
+    """A mask and its divergence from the target."""
 
     mask: Mask
-    kl: float  # KL(target || slim) in nats a token
-    same: float  # share of tokens whose best next token is the target's
+    kl: float  # KL(target || slim) in nats per token
+    same: float  # share of tokens with the same best next token as the target
 
 
 def leave_out(params: PyTree, mask: Array) -> PyTree:
@@ -67,15 +67,15 @@ def search(
     """Find the mask with the least KL(target || slim) over the batches.
 
     Args:
-      model, params: the target; a transformer of this library, not in 8 bits.
+      model, params: the target, a transformer of this library whose weights are not in 8 bits.
       batches: text to compare on.
       log: a file with one line per mask, from which a killed search continues.
-      left_out: share of all sublayers.
-      evaluations: the most masks to try.
-      seed: of the search.
+      left_out: share of all sublayers to leave out.
+      evaluations: maximum number of masks to try.
+      seed: seed of the search.
 
     Raises:
-      MarsError: weights in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
+      MarsError: the weights are in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
     """
     layers = len(params["layers"])
     places = [(i, j) for i in range(1, layers - 1) for j in range(2)]
@@ -136,7 +136,7 @@ def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[F
 
 
 def _logged(log: Path) -> dict[Mask, Found]:
-    """Read the masks that were tried before. A line that a kill cut short is skipped."""
+    """Read the masks that were tried before. Skip a line that a kill cut short."""
     known: dict[Mask, Found] = {}
     for line in log.read_text().splitlines() if log.exists() else ():
         try:

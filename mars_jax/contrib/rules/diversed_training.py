@@ -1,9 +1,10 @@
-"""Training of DIVERSED's head: REINFORCE on the reward of a text and on the share of the draft that is accepted.
+"""Training of DIVERSED's head: REINFORCE on the reward of a completion and on the share of the draft that is accepted.
 
-R texts, L tokens of a row, V vocabulary. Source: arXiv 2604.07622, section 3 (reward of the task plus acceptance).
-Texts that the rule writes follow v = w p + (1 - w) q token by token, so the gradient of the expected reward is that of
-the sum of log v, times the reward minus its mean over the texts. Acceptance, sum min(v, q) at a position, has its own
-gradient. Oracle: the enumerated expectation of a small vocabulary, in tests/contrib/test_diversed.py.
+R completions, L tokens of a row, V vocabulary. Source: arXiv 2604.07622, section 3 (reward of the task plus
+acceptance). Completions of the rule follow v = w p + (1 - w) q token by token, so the gradient of the expected reward
+is that of the sum of log v, times the reward minus its mean over the completions. Acceptance, sum min(v, q) at a
+position, has a gradient as well. Oracle: the enumerated expectation of a small vocabulary, in
+tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.generation import generate
 
 UPDATES, ROLLOUTS, CHAIN, ANSWER_TOKENS = 40, 48, 5, 128
-"""Updates of a training, texts of an update, tokens of a draft, and tokens of an answer."""
+"""Updates per training, completions per update, tokens per draft, and tokens per answer."""
 ACCEPTANCE, LEARNING_RATE = 0.5, 1e-2
-"""Weight of the share accepted relative to the reward, and learning rate of Adam."""
+"""Weight of the accepted share relative to the reward, and learning rate of Adam."""
 
 
 class Rollouts(NamedTuple):
-    """Texts that the rule wrote at temperature 1, without filters."""
+    """Completions that the rule decoded at temperature 1, without filters."""
 
     tokens: Any  # i32[R, L]
-    written: Any  # bool[R, L]; by the rule: neither the prompt nor padding
+    written: Any  # bool[R, L]; tokens decoded by the rule, excluding the prompt and padding
     reward: Any  # f32[R]
 
 
@@ -82,10 +83,10 @@ def rollouts(
     """Return `(head, draws) -> Rollouts`: the rule answers prompts with this head. Pass it to `fit` as `prepare`.
 
     Args:
-      target, small: one vocabulary.
+      target, small: models with the same vocabulary.
       prompts: token ids.
-      reward: (number of the prompt, answer) -> reward.
-      seed: draw i has seed + i and prompt i modulo their number.
+      reward: `(number of the prompt, answer) -> reward`.
+      seed: draw i uses the seed `seed + i` and the prompt i modulo the number of prompts.
     """
     drafter = language_model(small.model, CHAIN, sample=True, vocab_size=target.config.vocab_size)
     room = max(map(len, prompts)) + ANSWER_TOKENS
@@ -119,8 +120,8 @@ def training(target: Pretrained, small: Pretrained, *, seed: int = 0) -> Trainin
     The frozen params of its loss are `(target.params, small.params)`, and its batches are the draws of `rollouts`.
 
     Args:
-      target, small: one vocabulary.
-      seed: of the first head.
+      target, small: models with the same vocabulary.
+      seed: seed of the initial head.
     """
     import grain
     import optax

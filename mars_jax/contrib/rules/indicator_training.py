@@ -1,4 +1,4 @@
-"""Training of the head of `contrib.learned` on branches of texts.
+"""Training of the head of `contrib.learned` on branched completions.
 
 n examples, E hidden size. `mars_jax.lab.training.loop.fit` runs it and `contrib.save` writes the params.
 Oracle: labels of a known function, in tests/contrib/test_indicator_training.py.
@@ -23,19 +23,19 @@ class Examples(NamedTuple):
     hidden: Any  # f32[n, E]; the target's final hidden state from which it chose the token
     z1: Any  # f32[n]; its largest raw logit
     z2: Any  # f32[n]; its second largest raw logit
-    changed: Any  # f32[n]; 1 if the outcome of the text changed
+    changed: Any  # f32[n]; 1 if the outcome of the completion changed
 
 
 def training(
     examples: Examples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
 ) -> Training:
-    """Return the training of a head by the cross entropy of `changed`.
+    """Return the training of a head with the cross entropy of `changed`.
 
     Args:
       examples: see `Examples`.
-      optimizer: of optax, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
-      steps, rows: `rows` examples per step.
-      seed: of the first params and of the order.
+      optimizer: optimizer of optax, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
+      steps, rows: number of steps, each on `rows` examples.
+      seed: seed of the initial params and of the order.
     """
     import grain
     import optax

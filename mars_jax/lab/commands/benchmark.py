@@ -1,4 +1,4 @@
-"""`mars-jax benchmark`: the evidence for a pair of models, with its controls, from the command line."""
+"""`mars-jax benchmark`: measure a pair of models, with controls, from the command line."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ adds the target sampling from the tokens that the rule lets a draft choose from.
 a pair as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
-"""Settings of rules that have flags for several values."""
+"""Settings of rules whose flags take several values."""
 _UNTUNED = ("--controls", "--refine", "--num-draft-tokens", "--draft-size auto", "--any-rule", "--tree")
 """Flags that do not apply with --tune."""
 LENGTHS = ("2", "3", "5", "8", "12")
-"""The lengths that --tune tries where it names none."""
+"""Lengths that --tune tries by default."""
 _EPILOG = f"""\
 examples:
   mars-jax benchmark --task arithmetic --chat --problems 100 --output evidence
@@ -191,7 +191,7 @@ def _check_tuned(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     return command(parse, _run, argv)
 
 

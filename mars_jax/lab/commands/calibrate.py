@@ -1,4 +1,4 @@
-"""`mars-jax calibrate`: a threshold, or a strict prefix, whose risk stays below a bound, from held-out prompts."""
+"""`mars-jax calibrate`: choose a threshold, or a strict prefix, whose risk stays below a bound on held-out prompts."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _judge(spec: str) -> str:
     """Import the judge that a spec names, and return the spec.
 
     Raises:
-      MarsError: the spec names no judge.
+      MarsError: the spec does not name a judge.
     """
     if not specs.is_own(spec):
         raise MarsError(f"--risk is {spec}: expected regret, accuracy, or a judge as FILE.py:NAME.")
@@ -152,7 +152,7 @@ def _prefixes(args: argparse.Namespace) -> list[int]:
 def _thetas(args: argparse.Namespace) -> list[float]:
     """Return the thresholds to try, by default the rule's grid, which is fixed in advance as the test requires.
 
-    They go from strict to loose, which for a user's rule may be either direction.
+    They are ordered from strict to loose. A user's rule may order them in either direction.
     """
     setting, structure = args.rule.setting("theta")
     grid = setting.range(**structure).grid
@@ -175,7 +175,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     return command(parse, _run, argv)
 
 

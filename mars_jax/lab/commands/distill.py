@@ -1,4 +1,4 @@
-"""`mars-jax distill KIND`: train a drafter for a target from the command line. Nothing here imports jax."""
+"""`mars-jax distill KIND`: train a drafter for a target from the command line. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ _GROUPS = {
         *("--mesh", "--dtype"),
     ),
 }
-"""Flags by their group in the help. All others are in the group `method`."""
+"""Flags by help group. All other flags are in the group `method`."""
 
 
 class Kind(NamedTuple):
-    """A kind of result of `distill`, and its flags, of `_FLAGS`."""
+    """A kind of result of `distill`, and its flags, which are keys of `_FLAGS`."""
 
     help: str
     flags: Sequence[str]
@@ -153,7 +153,7 @@ KINDS = {
 
 
 def parser() -> Parser:
-    """Make the parser, with a subparser for each kind. Flags that a kind does not have are None."""
+    """Return the parser, with a subparser for each kind. Flags that a kind does not have are None."""
     made = Parser(
         prog="mars-jax distill",
         usage="%(prog)s KIND [flags]",
@@ -188,7 +188,7 @@ _POSITIVE = (
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise MarsError for values out of range, and for flags of a kind that do not go together."""
+    """Raise MarsError for values out of range and for incompatible flags of a kind."""
     if args.data is None and args.features is None and "--data" in KINDS[args.kind].flags:
         either = " or --features" if args.kind == "eagle3" else ""
         raise MarsError(f"there is no text to learn from: give --data{either}.")
@@ -213,7 +213,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
-    for name in ("heads", "steps_ahead"):  # each drafts one more token in a row
+    for name in ("heads", "steps_ahead"):  # each is a number of consecutive drafted tokens
         if getattr(args, name) is not None:
             specs.REQUEST["num_draft_tokens"].check(getattr(args, name), shown=f"--{name.replace('_', '-')}")
     specs.REQUEST["seed"].check(args.seed, shown="--seed")
@@ -229,7 +229,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _unused(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
-    """Raise MarsError for flags that do not apply but are set."""
+    """Raise MarsError if a flag that does not apply is set."""
     defaults = parser().kinds()[args.kind]
     for name in names:
         if getattr(args, name) != defaults.get_default(name):
@@ -237,13 +237,13 @@ def _unused(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check(args)
-    # jax loads from here on, so that wrong flags are refused at once.
+    # jax loads only after the checks, so that wrong flags are refused at once.
     keep_compilations()
     if args.kind == "features":
         from mars_jax.lab.commands.distill_features import write_features

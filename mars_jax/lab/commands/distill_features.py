@@ -1,4 +1,4 @@
-"""`mars-jax distill features`: write a target's features of texts, or of its own answers, to disk."""
+"""`mars-jax distill features`: write a target's features on documents, or on its own answers, to disk."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.generation import generate
 
 SHARD = 128
-"""Documents of a shard."""
+"""Documents per shard."""
 FORWARD = 2048
-"""Tokens of a forward."""
+"""Tokens per forward."""
 
 
 def write_features(args: argparse.Namespace) -> None:
     """Write the shards that are missing in `args.output`.
 
     Raises:
-      MarsError: a file cannot be read, the output is of another run, or no document is short enough to be answered.
+      MarsError: a file cannot be read, the output belongs to another run, or every document is too long for an answer.
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
@@ -75,7 +75,7 @@ def dump_settings(dump: Path) -> dict[str, Any]:
     """Return the settings of a folder of features.
 
     Raises:
-      MarsError: it is no such folder.
+      MarsError: the folder does not contain features.
     """
     try:
         return json.loads((dump / SETTINGS).read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
     """Return a digest of the settings and the shards of a folder of features.
 
     Raises:
-      MarsError: the features are of other layers or of another target.
+      MarsError: the features are from other layers or another target.
     """
     settings = dump_settings(dump)
     if settings.get("layers") != list(layers):
@@ -140,7 +140,7 @@ def _texts(
 
 
 def _write(folder: Path, record: Any, target: Pretrained, rows: tuple[np.ndarray, np.ndarray]) -> None:
-    """Compute the features of rows, a padded batch at a time, and write them as a shard."""
+    """Compute the features of rows, one padded batch at a time, and write them as a shard."""
     tokens = rows[0]
     size = max(1, FORWARD // tokens.shape[1])
     parts = []

@@ -54,18 +54,18 @@ from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, plain
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
-"""Flags that do not change the training: paths, devices, and the dtype of the result. The contents of files count."""
+"""Flags that do not identify a training run: paths, devices, and the dtype of the result. File contents do."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
-"""Texts that the target writes at a time, and texts between two writes to the file: rows refill within a group."""
+"""Completions that the target decodes at a time, and completions between two writes; rows refill within a group."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
-"""Share of the sublayers that VIA-SD leaves out by default, and masks that its search tries."""
+"""Default share of the sublayers that VIA-SD leaves out, and number of masks that its search tries."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
     """Train a drafter of `args.kind` and write it to `args.output`.
 
     Raises:
-      MarsError: flags that do not fit the models or this machine, or --work is of another run.
+      MarsError: flags do not fit the models or this machine, or --work belongs to another run.
     """
     work = args.work or args.output.with_name(args.output.name + "-training")
     with joined_with_folder(args, work, out, without=CHECKPOINTS) as folder:
@@ -91,7 +91,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.first not in (None, NGRAM):
         resolve(args.first, weights=False)
     with busy("loading"):
-        # Features are those of the target in bfloat16, and its fingerprint too.
+        # Stored features were computed by the target in bfloat16, and so was their fingerprint.
         mesh = None if args.mesh is None else open_mesh(args.mesh, hub.outline(args.target).config)
         target = hub.load(args.target, dtype=None if args.features is None else "bfloat16", mesh=mesh)
         first = None
@@ -158,12 +158,13 @@ def _train(
 
 
 def _write(args: argparse.Namespace, config: Any, params: Any, first: Any) -> None:
-    """Write the drafter in the layout of its kind, complete or not at all: a kill leaves no half of it at --output."""
+    """Write the drafter in the layout of its kind, atomically: a kill leaves no partial result at --output."""
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
     folder = args.output.with_name(f".{args.output.name}.distilling")
-    shutil.rmtree(folder, ignore_errors=True)  # of a killed run; this process has locked --work
+    # A killed run may have left this folder. No other run uses it, because this process has locked --work.
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         with writing(args.output):
             if args.kind == "model":
@@ -192,7 +193,7 @@ def _copy_tokenizer(source: Path, output: Path) -> None:
 def _draft_vocabulary(
     args: argparse.Namespace, target: Pretrained, streams: Sequence[data.Stream]
 ) -> np.ndarray | None:
-    """Choose the draft vocabulary of `--draft-vocab`, ids i32[W], from texts and dumps; None: all tokens."""
+    """Choose the draft vocabulary of `--draft-vocab`, ids i32[W], from documents and features. None: all tokens."""
     size = target.config.vocab_size
     if args.draft_vocab in (None, size):
         return None
@@ -208,11 +209,11 @@ def _draft_vocabulary(
 def _write_texts(
     args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
 ) -> list[str]:
-    """Return --write texts, in which the target continues the first 16 tokens of documents.
+    """Return --write completions, in which the target continues the first 16 tokens of documents.
 
-    They are kept in --work, so that a killed run continues.
+    They are stored in --work, so that a killed run can continue.
     """
-    # Cut long documents before they are tokenized: 16 tokens have fewer than 2,000 characters.
+    # Cut long documents before tokenizing: 16 tokens have fewer than 2,000 characters.
     begun = (target.encode(text[:2000])[:16] for text in documents)
     prompts = [ids for ids in begun if len(ids) == 16][: args.write]
     if not prompts:
@@ -250,7 +251,7 @@ def _write_texts(
 
 
 def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndarray | None) -> Apprentice:
-    """Make the apprentice of a kind; `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
+    """Create the apprentice of a kind. `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
     loss = divergence(args.loss)
     if args.kind == "model":
         check_same_vocabulary(target, first)
@@ -292,7 +293,7 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
 
 
 def draft_name(name: str, output: Path) -> str:
-    """Return the name of a model in config.json of `output`: the given one, or a path relative to the output."""
+    """Return the name of a model for config.json in `output`: `name` itself, or a path relative to the output."""
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name
@@ -397,15 +398,15 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str],
 """Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
 
 Raises:
-  MarsError: the small model has another vocabulary, there is too little text, or a task without rewards.
+  MarsError: the small model has another vocabulary, there is too little text, or the task has no rewards.
 """
 
 
 def rewarded(task: str | None) -> list[Problem]:
-    """Return the problems of `--task`, by default those of arithmetic.
+    """Return the problems of `--task`, by default the arithmetic problems.
 
     Raises:
-      MarsError: there is no such task or file, or its answers have no rewards.
+      MarsError: the task or file does not exist, or its answers have no rewards.
     """
     name, _, path = (task or "arithmetic").partition("=")
     if name == "arithmetic" and not path:

@@ -1,4 +1,4 @@
-"""Open the problems, target and drafter that the flags of `commands.pair` name. The cheap checks come first."""
+"""Open the problems, target and drafter that the flags of `commands.pair` name. Cheap checks come first."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def open_study(
     Prompts, rule and vocabularies are checked with configs and tokenizers before any weights are loaded.
 
     Args:
-      args: of a parser of `pair.make_parser`, after `pair.check`.
-      folder: that the rows go to.
+      args: from a parser of `pair.make_parser`, after `pair.check`.
+      folder: output folder of the rows.
       check: raises MarsError for problems that the command cannot use.
 
     Raises:
-      MarsError: the folder holds something else, as `check`, or anything is wrong with problems or checkpoints.
+      MarsError: the folder holds other files, `check` failed, or problems or checkpoints are invalid.
     """
     keep_compilations()
     if hosts.is_first():

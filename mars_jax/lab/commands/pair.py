@@ -1,4 +1,4 @@
-"""The flags shared by commands that evaluate a pair of models on tasks. Nothing here imports jax."""
+"""Flags shared by commands that evaluate a pair of models on tasks. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
 
     Args:
-      prog, description, epilog: texts of the command's help.
+      prog, description, epilog: strings of the command's help.
       instead: settings of the rule for which the command has other flags; see `add_rule_flags`.
     """
     made = Parser(
@@ -104,14 +104,14 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
 
 
 def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleChoice:
-    """The rule that the flags choose, by default mars, its settings in range.
+    """Return the rule that the flags choose, by default mars, with validated settings.
 
     Args:
-      args: of a parser with `add_rule_flags`.
+      args: from a parser with `add_rule_flags`.
       instead: as for `add_rule_flags`.
 
     Raises:
-      MarsError: as `choose`; a setting given twice; weights that are missing.
+      MarsError: as for `choose`; also for a setting that is set twice or for missing weights.
     """
     given = given_settings(args)
     for name in given.keys() & set(instead):
@@ -133,7 +133,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags for the computation of the target and the size of drafts, without those at their defaults."""
+    """Return the flags for the target's computation and the draft size that are not at their defaults."""
     return {
         name: getattr(args, name)
         for name in ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
@@ -142,12 +142,12 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
-    """Raise MarsError if shared flags contradict each other, or if a required one is missing.
+    """Raise MarsError if shared flags contradict each other or a required one is missing.
 
     Args:
       args: after `convert`.
-      rule: that the flags choose.
-      output: what to do where there is no --output.
+      rule: the rule that the flags choose.
+      output: the fix to suggest if --output is missing.
     """
     try:
         draft = specs.parse_draft(args.draft, shown="--draft", among=DRAFTS)

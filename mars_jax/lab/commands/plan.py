@@ -1,4 +1,4 @@
-"""`mars-jax plan`: which TPU slice a pair of models needs, without a TPU and without weights."""
+"""`mars-jax plan`: find the TPU slice that a pair of models needs, without a TPU and without weights."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; f
 experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
 """
 TAUS = (2, 3, 4)
-"""Tokens per step for which the table shows the speed."""
+"""Values of tau, tokens per step, whose speed the table lists."""
 _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
-    """Return the parser. It leaves numbers as strings."""
+    """Return the parser. Numbers remain strings."""
     plan_parser = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     group = plan_parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
@@ -98,7 +98,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     fits = True
 
     def run(args: argparse.Namespace, out: IO[str]) -> None:
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
-    # JAX loads from here on. The checks above answer at once.
+    # JAX loads only after the checks above, which therefore fail fast.
     from mars_jax import verify
     from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable
@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         return advice.try_fit(pair(slice_, dtype), slice_)
 
     def step(shape: advice.Shape) -> Any:
-        """Return the time of a step with a draft of another shape, None if it does not fit."""
+        """Return the time of a step with a draft of another shape, or None if it does not fit."""
         programs_ = pair(place, args.dtype, length=shape.length, tree=shape.tree)
         is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
         if not is_planned and not advice.try_fit(programs_, place).fits:
@@ -229,7 +229,7 @@ def _draft(spec: str, target: Any) -> Any:
 
 
 def _step_rows(plan: Any, batch: int) -> list[tuple[str, str]]:
-    """Return the rows of the estimates."""
+    """Return the table rows of the estimates."""
     step, alone = plan.step, plan.autoregressive_step
     rows = []
     if step is not None:
@@ -265,7 +265,7 @@ def _print_table(
         return f"{count / 2**30:.2f} GiB"
 
     def memory(tried: Any) -> str:
-        # The compiler does not always report how much a program needs that does not fit.
+        # If a program does not fit, the compiler does not always report how much memory it needs.
         if not tried.held_bytes:
             return "more than there is"
         return f"{gib(tried.held_bytes)} of {gib(tried.hbm_bytes)}"

@@ -1,1 +1,1 @@
-"""Evaluation: tasks with scores, arms with controls, figures with intervals; `mars-jax benchmark`."""
+"""Evaluation: tasks with scores, arms with controls, figures with confidence intervals; `mars-jax benchmark`."""

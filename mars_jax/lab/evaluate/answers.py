@@ -17,9 +17,9 @@ from mars_jax.serve.requests import Completion
 from mars_jax.serve.session import Session
 
 UPDATES = 8
-"""Updates of a refined draft after every group of problems."""
+"""Number of updates of a refined draft after every group of problems."""
 GROUP = 4
-"""Batches of an arm before the next arm has its turn."""
+"""Number of batches that an arm decodes before the next arm takes over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,22 +27,20 @@ class Answer:
     """The answer to one problem, over all of its turns."""
 
     texts: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]  # new ones of each turn
-    finish_reason: (
-        str  # "stop" or "length" of the last turn; "context" where a turn did not fit after the others
-    )
+    tokens: tuple[tuple[int, ...], ...]  # new tokens of each turn
+    finish_reason: str  # "stop" or "length" of the last turn; "context" if a follow-up turn did not fit
     metrics: Metrics
-    seconds: float  # wall time of its groups, prefill included, divided by the problems in each
+    seconds: float  # wall time of its groups, including prefill, divided by the number of problems in each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
     """The settings that all arms share: the pair of models, and how prompts become requests."""
 
-    session: Session  # whose rule is each arm's own
+    session: Session  # each arm replaces its rule
     chat: bool = False
     max_new_tokens: int = 256
-    refiner: Refiner | None = None  # of the draft, for the arm that refines it
+    refiner: Refiner | None = None  # refiner of the draft, for the arm that refines it
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -52,16 +50,21 @@ class Decoding:
 
     @property
     def group(self) -> int:
-        """Problems that an arm decodes before the next arm has its turn: some batches of them, so that a row that ends
-        is begun again with the next problem, and few enough that a slow spell of the machine strikes all arms alike."""
+        """Number of problems that an arm decodes before the next arm takes over.
+
+        A group is a few batches: enough that a finished row refills with the next problem, and few enough that a slow
+        spell of the machine affects all arms alike.
+        """
         size = self.session.batch_size
         return size if size == 1 else GROUP * size
 
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode some problems, such as a `group`, in `session.batch_size` rows that refill. A follow-up turn sees the
-        arm's own answers."""
+        """Decode some problems, such as a `group`, in `session.batch_size` rows that refill.
+
+        A follow-up turn contains the arm's own earlier answers.
+        """
         target = self.session.target
         said: list[list[Completion]] = [[] for _ in problems]
         seconds = [0.0] * len(problems)
@@ -99,7 +102,7 @@ class Decoding:
     def requests(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, *, top_k: int = 0
     ) -> list[request.Request]:
-        """Prompts as the requests that are decoded."""
+        """Return the prompts as decoding requests."""
         return request.make_requests(
             self.session.target,
             prompts,
@@ -111,14 +114,14 @@ class Decoding:
         )
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
-        """Completions, and the seconds that all of them took."""
+        """Return the completions and the total seconds they took."""
         pair = (self.session if arm.drafts else self.session.autoregressive).using(arm.rule)
         if arm.refines:
             return self._run_refined(pair, requests)
         return _decoded(pair, requests)
 
     def _run_refined(self, pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
-        """With the draft as it has learned to be, which then learns from these."""
+        """Decode with the current weights of the refined draft, then train it on these completions."""
         refiner, params = self.refiner, pair.target.params
         assert refiner is not None
         drafter = pair.drafter._replace(params=refiner.params)
@@ -131,25 +134,25 @@ class Decoding:
 
 
 def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
-    """Completions, and the seconds that all of them took."""
+    """Return the completions and the total seconds they took."""
     if len(requests) <= pair.batch_size:
         done = pair.run(requests)
         return done, done[0].seconds
-    queue = pair.queue(requests)  # compiles what is not compiled yet
+    queue = pair.queue(requests)  # triggers any compilation before the clock starts
     began = time.perf_counter()
     found = dict(queue)
     return [found[i] for i in range(len(requests))], time.perf_counter() - began
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
-    """The turns that are asked: without a chat template the first alone."""
+    """Return the turns to ask. Without a chat template, these are only the first turn."""
     return problem.turns if chat and not problem.continues else problem.turns[:1]
 
 
 def prompt_tokens(
     target: Pretrained, problem: Problem, answers: Sequence[str] = (), *, chat: bool
 ) -> list[int]:
-    """Token ids of the turn after `answers`, the earlier turns in front of it.
+    """Return the token ids of the turn that follows `answers`, preceded by the earlier turns.
 
     Raises:
       MarsError: there is no chat template, or the prompt is empty.
@@ -163,7 +166,7 @@ def prompt_tokens(
 
 
 def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:
-    """Raise MarsError, by its id, for a problem that the target cannot take. An outline of the target is enough."""
+    """Raise MarsError, with the problem's id, if the target cannot take a problem. `target` may be an outline."""
     for problem in problems:
         context = target.config.max_positions
         try:

@@ -1,6 +1,6 @@
-"""Figures of one arm from its rows, beside those of the target alone.
+"""Figures of one arm from its rows, compared with the target without a draft.
 
-R resamples. Oracles: recounts by hand, and the coverage of simulated intervals, in
+R resamples. Oracles: recounts by hand and the coverage of simulated intervals, in
 tests/lab/evaluate/test_figures.py.
 """
 
@@ -22,12 +22,12 @@ RESAMPLES = 2000
 
 
 def loops(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
-    """True where a text ends in a loop: its tail is some phrase of up to 90 tokens, at least three times over.
+    """Return whether a completion ends in a loop: a phrase of up to 90 tokens, repeated at least three times.
 
-    Holtzman et al. 1904.09751 count a text as repetitive if a phrase at its end is there three times, with phrases of
-    up to 90 tokens in their code. Here the repeated tail has 12 tokens at least, so that "!!!" or "ha ha ha" is no
-    loop. A text cut off inside of its phrase ends in that phrase rotated, which counts as well. A stop token at the
-    end is not part of the text.
+    Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
+    allows phrases of up to 90 tokens. Here the repeated tail must also have at least 12 tokens, so that "!!!" or "ha ha
+    ha" is not a loop. A completion cut off inside the phrase ends in a rotation of the phrase, which counts as well. A
+    final stop token is ignored.
 
     Source: 1904.09751. Raises: nothing.
 
@@ -44,10 +44,11 @@ def loops(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
 
 
 def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:
-    """Conditional acceptance rate at each depth: of the steps that accepted d draft tokens the share that accepted one
-    more, for d = 0, 1, ...; None where no step reached d.
+    """Return the conditional acceptance rate at each depth.
 
-    A step that drafted no further, or was cut off there by a stop token, counts among those that did not.
+    Entry d = 0, 1, ... is the share of the steps with at least d accepted draft tokens that accepted one more, or None
+    if no step reached d. A step whose draft ended at depth d, or that a stop token cut off there, counts as not
+    accepting.
 
     >>> acceptance_by_depth([2, 1, 1])
     [0.5, 0.5]
@@ -70,14 +71,14 @@ def summarize(
     metric: str,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The figures of one arm on one task at one temperature.
+    """Return the figures of one arm on one task at one temperature.
 
     Args:
-      rows: of the arm, see `rows.make_row`.
-      alone: of the target alone, on the same problems in the same order.
-      strict: of the strict rule, likewise; None where it was not decoded.
-      metric: of the task.
-      seed: of the bootstrap.
+      rows: rows of the arm, see `arm_rows.make_row`.
+      alone: rows of the target without a draft, on the same problems in the same order.
+      strict: rows of the strict rule, in the same order; None if it was not decoded.
+      metric: metric of the task.
+      seed: seed of the bootstrap.
     """
     metrics = _metrics(rows)
     seconds, tokens = sum(row["seconds"] for row in rows), metrics.emitted
@@ -123,15 +124,16 @@ def intervals(
 ) -> dict[str, Any]:
     """Compute 95% intervals of an arm's figures by the paired bootstrap over problems, with the same resamples for all.
 
-    They measure the choice of problems, not that of seeds, and of a machine's speed only what differs between problems.
+    The intervals cover the choice of problems, not the choice of seeds. For speed, they cover only the variation
+    between problems.
 
     Args:
       rows, alone, metric, seed: as for `summarize`.
       resamples: R.
 
     Returns:
-      [low, high] by the names of `summarize`, None where there is none, as for a single problem; for
-      `acceptance_by_depth` one for each depth.
+      [low, high] by the names of `summarize`; None if there is no interval, for example for a single problem.
+      `acceptance_by_depth` has one interval for each depth.
 
     Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
     """
@@ -165,7 +167,7 @@ def intervals(
 
 
 def _bounds(resampled: np.ndarray) -> list[float] | None:
-    """The middle 95% of resamples, those left out that are no number; None of none."""
+    """Return the middle 95% of the finite resamples, or None if there are none."""
     finite = resampled[np.isfinite(resampled)]
     return np.quantile(finite, [0.025, 0.975]).tolist() if len(finite) else None
 

@@ -1,4 +1,4 @@
-"""Which slice a model needs: the decode step compiled ahead of time for TPUs, without a TPU and without weights."""
+"""Planning of TPU slices: compile the decode step ahead of time, without a TPU and without weights."""
 
 from mars_jax.lab.planning.fit import Plan, make_plan
 

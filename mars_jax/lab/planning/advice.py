@@ -1,4 +1,4 @@
-"""Advice for pairs that do not fit on a slice, and on the draft that pays. Only compiled programs are recommended."""
+"""Advice on slices for pairs that do not fit, and on the draft that pays. Every recommendation has been compiled."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mars_jax.specs import BITS, Dynamic
 
 
 class Attempt(NamedTuple):
-    """An attempt to fit a pair of models on a slice. Bytes are of one device."""
+    """An attempt to fit a pair of models on a slice. Bytes are per device."""
 
     topology: str
     dtype: str
     mesh: dict[str, int]
     fits: bool
-    # By the compiler, or only the weights if they already exceed the memory.
+    # Reported by the compiler, or the size of the weights if they already exceed the memory.
     held_bytes: int
     hbm_bytes: int
 
 
 def try_fit(pair: Programs, topology: Topology) -> Attempt:
-    """Compile the decode loop, unless its weights alone exceed the memory, and return whether it fits."""
+    """Compile the decode loop, unless its weights already exceed the memory, and return whether it fits."""
     held, fits = local_bytes(pair.params), False
     if held <= topology.hbm_bytes:
         state, lowered = pair.lower()
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """The flags of the commands.
+        """Command-line flags that select this shape.
 
         >>> Shape(3, None).flags, Shape(None, Dynamic()).flags
         ('--num-draft-tokens 3', '--tree dynamic:10-7-60')
@@ -58,9 +58,9 @@ class Shape(NamedTuple):
         return f"--tree dynamic:{self.tree.top_k}-{self.tree.depth}-{self.tree.nodes}"
 
     def tau(self, acceptance: Sequence[float]) -> float:
-        """Return the expected tokens per step, from the probability that a drafted token is accepted at each depth.
+        """Return the expected tokens per step, given the acceptance probability of a drafted token at each depth.
 
-        The last probability holds for all deeper levels. A chain gives `1 + a + ... + a^length` (Leviathan et al.
+        The last probability applies to all deeper levels. A chain gives `1 + a + ... + a^length` (Leviathan et al.
         2211.17192, equation 1). A level of a tree is accepted if one of its two likeliest children is, so its `a` is
         `1 - (1 - a)^2`.
 
@@ -80,13 +80,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(3, None), Shape(5, None), Shape(None, Dynamic()))
-"""Drafts to compare for a mixture of experts, for which a large draft is expensive."""
+"""Drafts to compare for a mixture of experts, where large drafts are expensive."""
 DEEPER = (Shape(5, None), Shape(None, Dynamic()), Shape(None, Dynamic(depth=10)))
-"""Drafts to compare for other targets, whose steps take little longer with more nodes or levels."""
+"""Drafts to compare for other targets, whose steps slow down little with more nodes or levels."""
 
 
 class Draft(NamedTuple):
-    """A step with a draft: its time, and its tokens at the assumed acceptance."""
+    """The time of a step with a draft, and its tokens at the assumed acceptance."""
 
     flags: str
     low_seconds: float
@@ -95,7 +95,7 @@ class Draft(NamedTuple):
     pays_above: tuple[float, float]
     # Expected tokens per step.
     tau: float
-    # Tokens per second over those without a draft.
+    # Tokens per second relative to decoding without a draft.
     gain: float
 
 
@@ -105,13 +105,13 @@ def compare(
     acceptance: Sequence[float],
     shapes: Sequence[Shape] = SHAPES,
 ) -> list[Draft]:
-    """Return the drafts that fit, the one with the most tokens per second first.
+    """Return the drafts that fit, fastest in tokens per second first.
 
     Args:
-      step: returns the time of a step with a draft, None if it does not fit.
+      step: returns the time of a step with a draft, or None if it does not fit.
       alone: the time of a step without a draft.
       acceptance: probability that a drafted token is accepted, by depth; see `Shape.tau`.
-      shapes: of the drafts.
+      shapes: shapes of the drafts.
     """
     drafts = []
     for shape in shapes:
@@ -132,12 +132,12 @@ def compare(
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Try fewer bits on the same slice, then larger slices with the same dtype, each until one fits.
+    """Try fewer bits on the same slice, then larger slices with the same dtype, until one of each fits.
 
     Args:
-      attempt: from a slice, None for the same, and a dtype.
-      dtype: which does not fit.
-      larger: slices in the order in which they are tried.
+      attempt: maps a slice (None for the same) and a dtype to an attempt.
+      dtype: the dtype that does not fit.
+      larger: larger slices in the order to try.
 
     Returns:
       All attempts, successful or not.
@@ -153,7 +153,7 @@ def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Se
         try:
             attempts.append(attempt(name, dtype))
         except MarsError:
-            # The models do not divide over so many chips.
+            # The models cannot be divided over this number of chips.
             continue
         if attempts[-1].fits:
             break

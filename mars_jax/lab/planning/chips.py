@@ -1,7 +1,7 @@
 """Published figures of TPU chips, and the topologies that libtpu compiles for.
 
-Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. They list the
-memory, bandwidth and peak of a chip, the bandwidth of its links, and the shapes of slices by their accelerator types.
+Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. They list
+memory, bandwidth and peak of a chip, the bandwidth of its links, and the shapes of slices by accelerator type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mars_jax.core.errors import MarsError
 
 
 class Chip(NamedTuple):
-    """One chip. The compiler treats a chip of v4 or tpu7x as two devices, which share its memory and its units."""
+    """One chip. The compiler treats a chip of v4 or tpu7x as two devices that share its memory and its units."""
 
     hbm_bytes: int
     # Bytes per second between HBM and the cores.
@@ -23,7 +23,7 @@ class Chip(NamedTuple):
     peak_flops: float
     # Bytes per second of one link between chips, both directions together.
     link: float
-    # Dimensions of a topology's name.
+    # Number of dimensions in a topology's name.
     dims: int
 
 
@@ -43,16 +43,16 @@ SHAPES = {
         1024: "8x8x16", 2048: "8x16x16",
     },
 }  # fmt: skip
-"""Shapes of slices in Google Cloud, by the dimensions of a generation and the number of chips."""
+"""Shapes of slices in Google Cloud, by number of dimensions and number of chips."""
 
 
 def slice_of(name: str) -> str:
-    """Return the generation and shape of an accelerator type, and any other name unchanged.
+    """Return the generation and shape of an accelerator type. Return any other name unchanged.
 
-    Accelerator types count chips, or cores for generations with two cores a chip, whose slices have three dimensions.
+    Accelerator types count chips, or cores for generations with two cores per chip, whose slices have three dimensions.
 
     Raises:
-      MarsError: the type has no slice of that size.
+      MarsError: the accelerator type has no slice of that size.
 
     >>> slice_of("v5litepod-8"), slice_of("v5p-8"), slice_of("v6e:2x2")
     ('v5e:2x4', 'v5p:2x2x1', 'v6e:2x2')
@@ -74,7 +74,7 @@ def slice_of(name: str) -> str:
 
 
 def larger(name: str) -> list[str]:
-    """List the slices of the same generation with more chips, the smallest first.
+    """Return the slices of the same generation with more chips, smallest first.
 
     >>> larger("v5e:4x8")
     ['v5e:8x8', 'v5e:8x16', 'v5e:16x16']
@@ -118,7 +118,7 @@ def topology(name: str) -> Topology:
     """Look up a slice, such as "v5e:4x4", "v5p:2x2x2" or "v5litepod-16". No TPU is needed.
 
     Raises:
-      MarsError: no such generation or shape, or libtpu is not installed.
+      MarsError: the generation or shape does not exist, or libtpu is not installed.
 
     >>> topology("v5e:2x4").chips  # doctest: +SKIP
     8
@@ -127,14 +127,14 @@ def topology(name: str) -> Topology:
     generation, _, shape = name.partition(":")
     sizes = shape.split("x")
     chip = CHIPS.get(generation)
-    # At most 9 digits: Python converts no text of more than 4,300.
+    # Limit sizes to 9 digits, since Python refuses to convert strings of more than 4,300.
     whole = all(size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in sizes)
     if chip is None or len(sizes) != chip.dims or not whole:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
         )
-    # Before libtpu is loaded: it must not look for a TPU host, and several processes may load it side by side.
+    # Set these before loading libtpu: it must not look for a TPU host, and several processes may load it at once.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

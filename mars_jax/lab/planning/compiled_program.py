@@ -1,4 +1,4 @@
-"""Compile a program for absent devices, and read the compiler's report."""
+"""Compilation of programs for devices that are not attached, and the compiler's report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 class OutOfMemory(Exception):
-    """The program does not fit: `used` and `capacity` are bytes of one device, 0 if unknown."""
+    """The program does not fit. `used` and `capacity` are bytes per device, 0 if unknown."""
 
     def __init__(self, used: int, capacity: int):
         super().__init__(f"{used} of {capacity} bytes")
@@ -27,14 +27,14 @@ class OutOfMemory(Exception):
 def compile_program(
     lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None
 ) -> dict[str, Any]:
-    """Compile and report the seconds, the counts of the compiler, and the collectives of the program.
+    """Compile a program and report the compile time, the compiler's counts and the collectives.
 
     Args:
-      lowered: for abstract arguments that carry shardings of the devices to compile for.
-      read: of the program's text, for the report's entry "read".
+      lowered: program lowered for abstract arguments with shardings on the devices to compile for.
+      read: maps the program's text to the report's entry "read".
 
     Raises:
-      OutOfMemory: it does not fit.
+      OutOfMemory: the program does not fit.
     """
     started = time.perf_counter()
     try:
@@ -71,14 +71,14 @@ def _out_of_memory(text: str) -> OutOfMemory:
 
 
 def collectives(program: str) -> dict[str, int]:
-    """Count the collectives of an HLO text, by kind and shape of the result."""
+    """Count the collectives of an HLO program, by kind and shape of the result."""
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
     found = (pattern.search(line) for line in program.splitlines())
     return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in found if hit))
 
 
 def held_bytes(report: dict[str, Any]) -> int:
-    """Return the peak bytes of a program on a device: arguments, results that reuse none of them, and temporaries."""
+    """Return the peak bytes of a program on a device: arguments, results that do not alias them, and temporaries."""
     return (
         report["argument_bytes"]
         + report["output_bytes"]

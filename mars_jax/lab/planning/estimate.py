@@ -1,8 +1,8 @@
 """Estimates of a step's time on a TPU, from counted bytes and a table of measured overheads.
 
-`overheads.json` lists for each generation what a step takes beyond the bytes that it has to read: launches,
-collectives, and computation that is slower than its bytes. `python -m scripts.tpu_schedule --overheads` measures them
-on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
+`overheads.json` lists for each generation the time of a step beyond reading its bytes: launches, collectives, and
+computation that is slower than its bytes. `python -m scripts.tpu_schedule --overheads` measures these overheads on the
+schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("overheads.json")
 LAUNCH_SECONDS = (0.2e-6, 1.5e-6)
-"""Time of one launched instruction: with all operands in fast memory, and an upper bound."""
+"""Time to launch one instruction: the lower bound has all operands in fast memory; the other is an upper bound."""
 HOP_SECONDS = 1e-6
 """Latency between neighbouring chips. How to Scale Your Model (2025), chapter 3: "about 1 us"."""
 MAX_CONTEXT = 8192
-"""The longest context for which the table was checked."""
+"""Longest context checked against the table."""
 LAYER_COLLECTIVES = 2
-"""All-reduces of a layer: after attention and after the MLP."""
+"""Number of all-reduces in a layer: after attention and after the MLP."""
 
 
 class StepBytes(NamedTuple):
-    """Bytes that one device has to read in a step."""
+    """Bytes that one device must read in a step."""
 
     # The target's layers and its live cache.
     layers: int
-    # The target's last norm and its matrix of logits.
+    # The target's final norm and unembedding matrix.
     unembed: int
     # The draft, over all of its passes.
     draft: int
@@ -39,21 +39,21 @@ class StepBytes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One step on one device."""
+    """The work of one step on one device."""
 
     bytes: StepBytes
     # Operations of the target's products.
     flops: float
     dtype: str
-    # Tokens that the target scores, of all rows of the device.
+    # Tokens that the target scores, over all rows of the device.
     tokens: int
     context: int
     num_layers: int
     hidden_size: int
     num_experts: int
-    # Devices over which a layer is divided.
+    # Number of devices that share a layer.
     devices: int
-    # Key of the table's "drafts", or the name of an unmeasured drafter.
+    # Key of the table's "drafts", or the name of a drafter that was not measured.
     draft: str
     # Passes of the draft, and transformer layers of each.
     passes: int
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 class StepTime(NamedTuple):
     """Seconds of a step: the roofline of bytes and operations, and the range of the estimate.
 
-    If the table does not cover the step, `missing` says why, and both ends of the range are the roofline.
+    If the table does not cover the step, `missing` is the reason, and both ends of the range are the roofline.
     """
 
     floor_seconds: float
@@ -74,7 +74,7 @@ class StepTime(NamedTuple):
 
 @functools.cache
 def overheads() -> dict[str, Any]:
-    """Load the table by generation."""
+    """Load the table of overheads by generation."""
     return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
 
 
@@ -83,7 +83,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
 
     Args:
       work: from `fit.count_work`.
-      generation: of the chip, such as "v5e".
+      generation: generation of the chip, such as "v5e".
       bandwidth: HBM bandwidth of a device in bytes per second.
       peak_flops: peak of a device in operations per second.
       link: bytes per second of a link between chips, both directions together.
@@ -116,12 +116,12 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
 
 
 def _layer_row(rows: dict[str, Any], tokens: int) -> dict[str, float]:
-    """Return the row of the smallest measured number of tokens that is not below `tokens`."""
+    """Return the row of the smallest measured number of tokens that is at least `tokens`."""
     return rows[str(min(int(count) for count in rows if int(count) >= tokens))]
 
 
 def _missing(work: Work, generation: str) -> str:
-    """Return why the table does not cover a step, "" if it does."""
+    """Return why the table does not cover a step, or "" if it does."""
     table = overheads().get(generation)
     if table is None or work.dtype not in table["layers"]:
         return f"{work.dtype} on {generation} was not measured"
@@ -138,9 +138,9 @@ def _missing(work: Work, generation: str) -> str:
 
 
 def collective_seconds(kind: str, sent: int, received: int, devices: int, link: float) -> float:
-    """Return the seconds of a collective over a ring that passes both ways: its hops, and its bytes over one link.
+    """Return the seconds of a collective over a bidirectional ring: its hops, plus its bytes over one link.
 
-    An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute is one hop.
+    An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute takes one hop.
 
     Args:
       kind: the opcode.

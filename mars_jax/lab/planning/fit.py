@@ -1,4 +1,4 @@
-"""The decode step of a pair of models on a TPU slice that is not there: whether it fits, and how long it takes.
+"""The decode step of a pair of models on an absent TPU slice: whether it fits, and how long it takes.
 
 Oracle: the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
 """
@@ -25,7 +25,7 @@ from mars_jax.placement.shardings import AnyConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The compiler's report and the estimates of a step. Bytes are of one device."""
+    """The compiler's report and the estimates of a step. Bytes are per device."""
 
     topology: str
     chips: int
@@ -39,19 +39,19 @@ class Plan:
     weight_bytes: int
     # Caches of both models, and the rest of the state.
     cache_bytes: int
-    # Least bytes that a step reads, with full contexts.
+    # Least number of bytes that a step reads, with full contexts.
     read_bytes: int
-    # The longer of the read bytes over the bandwidth and the operations over the peak.
+    # The larger of (bytes read / bandwidth) and (operations / peak).
     floor_seconds: float
     # The same for a step without a draft.
     autoregressive_floor_seconds: float
     # Number of collectives in the loop, by kind and shape.
     collectives: dict[str, int]
     compile_seconds: float
-    # low_seconds and high_seconds, None if the table of overheads does not cover the step.
+    # low_seconds and high_seconds; None if the table of overheads does not cover the step.
     step: dict[str, float] | None
     autoregressive_step: dict[str, float] | None
-    # Arrays that every device stores whole, and why there is no estimate.
+    # Arrays that every device stores unsharded, and the reason if there is no estimate.
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
       pair: from `pair_programs.programs`, for the slice's devices.
       alone: the same target without a draft.
       topology: from `topology(name)`.
-      dump: called with a file's name and the text of the program, before XLA compiles it and after.
+      dump: called with a file name and the text of the program, before and after XLA compiles it.
     """
     _, lowered = pair.lower()
     dump("decode.stablehlo.txt", lowered.as_text())
@@ -108,7 +108,7 @@ def _range(time: StepTime) -> dict[str, float] | None:
 
 
 def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
-    """Return the work of a step with full contexts and its time. Nothing is compiled."""
+    """Return the work of a step with full contexts, and its time, without compiling."""
     work = count_work(pair)
     time = step_time(
         work,
@@ -156,7 +156,7 @@ def product_weights(config: ModelConfig) -> float:
     for row in weights(config):
         size = math.prod(row.shape)
         if isinstance(row.path[-1], int):
-            # One of the experts of a layer.
+            # Weights of one expert of a layer.
             size *= config.experts_per_token / config.num_experts
         if row.path != ("embed",) or config.tie_embeddings:
             total += size
@@ -173,10 +173,10 @@ def step_bytes(
     cache: int,
     drafted: int,
 ) -> StepBytes:
-    """Return the bytes that one device reads in a step: in each pass the weights and the live cache once.
+    """Return the bytes that one device reads in a step: the weights and the live cache, once per pass.
 
     Args:
-      target, draft, drafter, params: of the pair.
+      target, draft, drafter, params: those of the pair.
       batch: B.
       cache: bytes of the target's live cache.
       drafted: bytes of the drafter's live cache.
@@ -203,10 +203,10 @@ def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
 
 
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
-    """Return the bytes of weights that one device reads in a forward of so many tokens.
+    """Return the bytes of weights that one device reads in a forward of `tokens` tokens.
 
-    An embedding that is not also the unembedding is not read, since only a few of its rows are looked up. Tokens that
-    choose k of E experts uniformly and independently need the share 1 - (1 - k / E) ** tokens of them.
+    An untied embedding is not counted, since only a few of its rows are looked up. Tokens that choose k of E experts
+    uniformly and independently need the share 1 - (1 - k / E) ** tokens of the experts.
     """
     total = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):

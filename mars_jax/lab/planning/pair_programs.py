@@ -1,4 +1,4 @@
-"""A pair of models on a mesh without devices: abstract weights and state, and the decode loop lowered for them.
+"""A pair of models on a mesh of absent devices: abstract weights and state, and the lowered decode loop.
 
 Oracle: the byte counts of tests/lab/planning.
 """
@@ -33,7 +33,7 @@ from mars_jax.specs import BITS, DRAFTERS, Dynamic, factory
 class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
-    # Name of its row of `specs.DRAFTERS`.
+    # Name of its row in `specs.DRAFTERS`.
     kind: str
     # (target's LanguageModel) -> drafter
     make: Callable[[LanguageModel], Drafter]
@@ -48,13 +48,13 @@ def draft_of(
     dtype: str = "bfloat16",
     mixture: bool = False,
 ) -> PlannedDraft:
-    """Return the drafter of a config, or of "none" or "ngram", with the defaults of `drafters.load`.
+    """Return the drafter for a config, "none" or "ngram", with the defaults of `drafters.load`.
 
     Args:
-      config: of a small model or of a head.
+      config: config of a small model or of a head, "none" or "ngram".
       num_draft_tokens: length of a chain.
       tree: children per node at each depth, or `drafters.Dynamic(...)`.
-      dtype: of the weights and the cache.
+      dtype: dtype of the weights and the cache.
       mixture: whether the target is a mixture of experts, for which the default is a short chain.
     """
     dtype = "bfloat16" if dtype in BITS else dtype
@@ -87,7 +87,7 @@ def draft_of(
 
 
 def kind_of(config: AnyConfig | str) -> str:
-    """Return the name in `specs.DRAFTERS` of the first argument of `draft_of`.
+    """Return the name in `specs.DRAFTERS` for the first argument of `draft_of`.
 
     >>> kind_of("ngram")
     'ngram'
@@ -100,8 +100,8 @@ def kind_of(config: AnyConfig | str) -> str:
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     """Return the axes of a mesh of `count` devices.
 
-    `model` gets as many devices as the key-value heads divide over. The others go to `data` if the batch divides over
-    them, and otherwise to `model` too.
+    `model` gets the largest divisor of `count` that also divides the number of key-value heads. The remaining devices
+    go to `data` if the batch divides over them, and otherwise to `model` too.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
@@ -127,7 +127,7 @@ class Programs:
     dtype: str
     model: LanguageModel
     drafter: Drafter
-    # Abstract, with shardings.
+    # Abstract arrays with shardings.
     params: Params
 
     def state(self) -> DecodeState:
@@ -157,8 +157,8 @@ def programs(
 ) -> Programs:
     """Return the programs of a target and its draft on a mesh, for `batch` rows of `context` tokens.
 
-    `dtype` is the dtype of the weights, one of `specs.DTYPES`. With int8 and int4 only the target's matrices have fewer
-    bits, and everything else is bfloat16.
+    `dtype` is the dtype of the weights, one of `specs.DTYPES`. int8 and int4 apply only to the target's matrices;
+    everything else is bfloat16.
     """
     wide = "bfloat16" if dtype in BITS else dtype
     model = transformer.language_model(target, dtype=wide)

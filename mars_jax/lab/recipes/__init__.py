@@ -1,7 +1,7 @@
-"""Recipes: with what a published table was measured, as flags of `mars-jax benchmark`, one file for each pair.
+"""Recipes: the flags of `mars-jax benchmark` that reproduce a published table, in one file per pair of models.
 
-A recipe is measured twice: as its table was, with the rule beside the strict one at the same draft, and with every arm
-at the draft length that is best for it. Nothing here imports jax.
+A recipe is measured twice: as in its table, with the rule and the strict rule at the same draft, and with every arm at
+its best draft length. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mars_jax.core.home import check_path
 
 FOLDER = Path(__file__).parent
 PARTS = ("paper", "tuned")
-"""The folders that a run makes: the table as it was published, and arms at their own best lengths."""
+"""The folders that a run creates: the table as published, and the arms at their best lengths."""
 TASKS = (
     "mt_bench=HuggingFaceH4/mt_bench_prompts",
     "humaneval=openai/openai_humaneval",
@@ -33,31 +33,31 @@ TASKS = (
 )
 """The question sets of the MARS paper (arXiv 2601.15498), on the Hugging Face hub."""
 FLAGS: Mapping[str, Any] = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
-"""Flags of a recipe that names no others: 80 problems of a task, as many as MT-Bench has."""
+"""Default flags of a recipe: 80 problems per task, the size of MT-Bench."""
 SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
 OWN = {
     "paper": ("--controls", "--refine", *SHAPES),
     "tuned": ("--tune", "--draft-cost"),
 }
-"""Flags of one part alone."""
+"""Flags that apply to only one part."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One file."""
+    """The contents of a recipe file."""
 
     name: str
     about: str = ""
-    source: str = ""  # of the figures that were published
-    flags: Mapping[str, Any]  # of both parts
-    paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the first part
+    source: str = ""  # source of the published figures
+    flags: Mapping[str, Any]  # flags of both parts
+    paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further flags of the first part
     slice: Mapping[str, str] = dataclasses.field(
         default_factory=dict
-    )  # a TPU slice that holds it, and its mesh
+    )  # a TPU slice that fits the pair, and its mesh
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
 
     def argv(self, part: str, given: Sequence[str]) -> list[str]:
-        """The flags of a part of `PARTS`, those that were given last.
+        """Return the flags of a part of `PARTS`, with the user's flags last.
 
         >>> read("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']
@@ -67,14 +67,15 @@ class Recipe:
         chosen |= {"tune": lengths} if part == "tuned" else self.paper
         given = without(given, [flag for other, flags in OWN.items() if other != part for flag in flags])
         names = {word.partition("=")[0] for word in given}
-        # A draft of one's own has a shape of its own.
+        # If the user chooses a draft or a shape, drop the recipe's tree.
         names |= {"--tree"} if names & {"--draft", *SHAPES} else set()
         own = (_words(name, value) for name, value in chosen.items() if f"--{name}" not in names)
         return [*itertools.chain(*own), *given]
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """
+    """Return a flag with its values as command-line words.
+
     >>> _words("task", ["a", "b"]), _words("chat", True), _words("tune", ()), _words("temperatures", ["0", "1"])
     (['--task', 'a', '--task', 'b'], ['--chat'], ['--tune'], ['--temperatures', '0', '1'])
     """
@@ -86,15 +87,15 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def names() -> list[str]:
-    """The recipes that come with the package."""
+    """Return the names of the recipes in the package."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
 def read(name: str) -> Recipe:
-    """A recipe by its name, or by the path of a file of one's own.
+    """Read a recipe by its name, or a user's recipe by its path.
 
     Raises:
-      MarsError: there is none of that name, or the file is no recipe.
+      MarsError: there is no recipe with that name, or the file is not a recipe.
 
     >>> read("llama-3.1-8b").published["tau"]
     [4.82, 6.61]
@@ -117,8 +118,9 @@ def read(name: str) -> Recipe:
 
 
 def measured(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Means over the tables of summary.json, as papers have them: speed and tau of the strict rule and the relaxed one,
-    and the share of the score that is kept, where there is one.
+    """Return means over the tables of summary.json, as papers report them.
+
+    These are speed and tau of the strict rule and the relaxed one, and the share of the score that is kept, if any.
 
     >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
     >>> measured({"tables": [{"arms": arms}]})
@@ -131,14 +133,14 @@ def measured(summary: Mapping[str, Any]) -> dict[str, float]:
             found.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
             found.setdefault(f"{role} tau", []).append(arms[role]["tau"])
         kept = arms["rule"]["recovered"]
-        # A likelihood above the target's own is no gain.
+        # A likelihood above that of the target's own samples is not an improvement.
         if kept is not None and math.isfinite(kept) and table.get("metric") != "likelihood":
             found.setdefault("recovered", []).append(kept)
     return {name: fmean(values) for name, values in found.items()}
 
 
 def table(recipe: Recipe, output: Path) -> str:
-    """The published figures beside the measured ones, in Markdown, of a run's folder."""
+    """Return a Markdown table of the published and the measured figures in a run's folder."""
     ours = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
     lines = [
         f"# {recipe.name}: {recipe.about}",

@@ -1,4 +1,4 @@
-"""The memory that a recipe takes on the devices at hand, from configs alone, before any weights are read.
+"""The memory that a recipe needs on the local devices, computed from configs before any weights are read.
 
 Oracle: the arrays of loaded models, in tests/lab/evaluate/test_recipes.py.
 """
@@ -18,19 +18,19 @@ from mars_jax.models.quantize import num_bytes
 from mars_jax.placement.shardings import AnyConfig, abstract_params, parse_mesh
 
 ROOM = 0.85
-"""Share of the memory that weights may fill; the rest is for caches and temporaries."""
+"""Share of the memory that weights may fill. The remainder is for caches and temporaries."""
 
 
 def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str:
-    """Return how much memory the weights of a pair take and how much there is.
+    """Return a message with the memory that the weights of a pair need and the memory available.
 
     Args:
       args: flags of `mars-jax benchmark`.
-      name: of the recipe, for the message.
+      name: name of the recipe, for the message.
       topology: a TPU slice that the pair fits, if one is known.
 
     Raises:
-      MarsError: the devices have no room for the weights; or as `hub.outline`.
+      MarsError: the weights do not fit on the devices; or as for `hub.outline`.
     """
     weights = weight_bytes(args)
     devices = 1 if args.mesh is None else parse_mesh(args.mesh).size
@@ -48,7 +48,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
 
 
 def weight_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of the weights of target and draft. An EAGLE head counts in its published shape."""
+    """Return the bytes of the weights of target and draft. An EAGLE head is assumed to have its published shape."""
     draft = specs.parse_draft(args.draft)
     target = hub.outline(args.target).config
     configs: dict[str, AnyConfig] = {args.target: target}
@@ -56,7 +56,7 @@ def weight_bytes(args: argparse.Namespace) -> int:
         configs[draft.path] = hub.outline(draft.path).config
     elif draft.kind == "eagle":
         configs[draft.path] = EagleConfig.outline(target)
-    # A checkpoint's own dtype has two bytes a number.
+    # Assume two bytes per number for the checkpoint's own dtype.
     wide = "bfloat16" if args.dtype is None or args.dtype in specs.BITS else args.dtype
     params = [abstract_params(one, wide, bits=specs.BITS.get(args.dtype or "")) for one in configs.values()]
     return sum(map(num_bytes, jax.tree.leaves(params)))

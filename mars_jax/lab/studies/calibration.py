@@ -1,7 +1,7 @@
-"""Choose a threshold, or a strict prefix, whose risk stays below a bound with a stated confidence.
+"""Calibration of a threshold, or a strict prefix, whose risk stays below a bound with a stated confidence.
 
-The risk compares with the strict rule on the same prompts and seeds; the test is `studies.certify`'s.
-Oracle: 200 resamplings of a known population in tests/lab/evaluate/test_calibration.py.
+The risk compares a rule with the strict rule on the same prompts and seeds. The statistical test is in
+`studies.certify`. Oracle: 200 resamplings of a known population in tests/lab/evaluate/test_calibration.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RISKS = {
     "accuracy": "what the rule takes from the score of a text, from 0 to 1, mean over texts",
     "judge": "what the rule takes from a judge's number for a text, from 0 to 1, mean over texts",
 }
-"""Risks by name. Both compare with the strict rule on the same prompt and seed."""
+"""Risks by name. All compare with the strict rule on the same prompt and seed."""
 Judge = Callable[[str, str], float]
-"""(prompt, answer) -> a number from 0 to 1; higher is better."""
+"""`(prompt, answer) -> score` from 0 to 1; higher is better."""
 CLIP = 1.0
-"""Nats per token at which the loss of one text is clipped: a test needs bounded losses."""
+"""Clip value of a completion's loss, in nats per token: the test needs bounded losses."""
 
 
 def calibrate(
@@ -53,24 +53,24 @@ def calibrate(
     seed: int,
     progress: Show,
 ) -> dict[str, Any]:
-    """Decode held-out problems with looser and looser settings, as long as the risk is certified.
+    """Decode held-out problems with ever looser settings, as long as the risk is certified.
 
     Args:
       decoding: the pair of models and the settings of its answers.
       problems: held-out problems. The bound holds for problems from the same distribution.
-      rows: file that keeps the rows, so that a run with the same arguments continues after a kill.
+      rows: file that stores the rows, so that a run with the same arguments can continue after a kill.
       risk: one of `RISKS`.
       bound: bound of the risk, in nats per token or as a share.
       confidence: confidence with which the bound holds.
-      rule: the rule that is calibrated, with its other settings.
+      rule: the rule to calibrate, with its other settings.
       setting: "theta", or "exact_prefix", the number of strict first tokens.
       values: values of the setting from strict to loose, fixed in advance.
-      judge: the judge of the risk "judge".
+      judge: the judge, for the risk "judge".
       temperature, seed: problem i draws with seed + i under every rule.
       progress: `(done, total, text)`, called after every batch.
 
     Returns:
-      `value`, the loosest certified value, or inf if none is; its `tau`, the `strict_tau`, and `trials`.
+      `value`, the loosest certified value, or inf if there is none; its `tau`, the `strict_tau`, and `trials`.
     """
     rules = {
         value: verify.load(rule.spec, decoding.session.target, **{**rule.settings, setting: value})
@@ -79,7 +79,7 @@ def calibrate(
     strict = base_of(rules[values[0]])
 
     def worth(problem: Problem, answer: Answer) -> float | None:
-        """Return the negated regret per token, or the score: more is better."""
+        """Return the negated regret per token, or the score. Higher is better."""
         if risk == "regret":
             return -answer.metrics.regret_per_token
         if judge is not None:
@@ -136,10 +136,10 @@ def _tau(rows: Sequence[Row]) -> float:
 
 
 def judged(judge: Judge, problem: Problem, answer: str) -> float:
-    """Return a judge's number for an answer.
+    """Return a judge's score of an answer.
 
     Raises:
-      MarsError: it is not a number from 0 to 1.
+      MarsError: the result is not a number from 0 to 1.
 
     >>> judged(lambda prompt, answer: "no" in answer, Problem(task="t", id="0", turns=("?",), metric="none"), "no")
     1.0

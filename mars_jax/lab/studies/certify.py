@@ -1,13 +1,16 @@
 """The statistics of calibration: the loosest threshold whose risk is below a bound with a stated confidence.
 
-n problems, each with one loss per threshold. Learn then Test (Angelopoulos et al. 2110.01052): a threshold is taken
-only if the hypothesis that its risk exceeds the bound is rejected; thresholds are tested from the strictest to the
-loosest, and testing stops at the first that is not rejected, so that all tests together err with probability 1 -
-confidence at most (fixed-sequence testing, section 2.3 there). Conformal risk control (2208.02814) promises the mean
-over calibrations only, and needs a loss that grows with looseness; answers under two thresholds are two texts, and
-their loss need not grow. The test is a bet against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in
-2101.02703, section 3.1): valid for any bounded loss and any n, and sharp where losses are mostly zero, as here.
-Oracle: 200 resamplings of a known population in tests/lab/evaluate/test_calibration.py.
+There are n problems, each with one loss per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a
+threshold only if it rejects the hypothesis that its risk exceeds the bound. Thresholds are tested from strict to loose,
+and testing stops at the first hypothesis that is not rejected, so that all tests together err with probability at most
+1 - confidence (fixed-sequence testing, section 2.3 there).
+
+Conformal risk control (2208.02814) bounds only the mean over calibrations and needs a loss that grows with looseness.
+Here two thresholds give two different completions, so the loss need not grow.
+
+The test is a bet against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in 2101.02703, section 3.1). It
+is valid for any bounded loss and any n, and sharp if losses are mostly zero, as here. Oracle: 200 resamplings of a
+known population in tests/lab/evaluate/test_calibration.py.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 BET = 0.75
-"""Share of the largest bet that cannot go bankrupt; Waudby-Smith and Ramdas advise 1/2 or 3/4."""
+"""Bet size as a share of the largest bet that cannot go bankrupt. Waudby-Smith and Ramdas advise 1/2 or 3/4."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One threshold, or another setting of a rule, that was tested."""
+    """A tested value of the threshold, or of another setting of a rule."""
 
     value: float
     risk: float  # mean loss of the calibration problems
@@ -37,15 +40,15 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     """Return the p-value of the hypothesis that the mean loss is above `bound`.
 
     It is the inverse of the largest capital of a gambler who starts with 1 and bets on each loss that the mean is below
-    the bound. Under the hypothesis this capital is a supermartingale, so Ville's inequality bounds how often it grows
-    large.
+    the bound. Under the hypothesis this capital is a supermartingale, so Ville's inequality bounds the probability that
+    it grows large.
 
     Args:
       losses: f64[n] in [-1, 1], in an order that does not depend on them.
-      bound: in (-1, 1).
-      confidence: for which the bets are sized; the p-value is valid whatever it is.
+      bound: bound of the mean loss, in (-1, 1).
+      confidence: determines the size of the bets. The p-value is valid for any confidence.
 
-    Source: 2010.09686, section 3.2, by way of 2101.02703, equation 12. Raises: nothing.
+    Source: 2010.09686, section 3.2, via 2101.02703, equation 12. Raises: nothing.
 
     >>> p_value(np.zeros(400), 0.02, 0.95) < 0.05, p_value(np.full(400, 0.02), 0.02, 0.95)
     (True, 1.0)
@@ -54,7 +57,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     count = np.arange(1, len(x) + 1)
     mean = (0.5 + np.cumsum(x)) / (1 + count)
     variance = (0.25 + np.cumsum((x - mean) ** 2)) / (1 + count)
-    # A bet on a loss depends only on earlier losses.
+    # Each bet depends only on earlier losses.
     before = np.concatenate([[0.25], variance[:-1]])
     bets = np.minimum(np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * before)), BET / (1 - r))
     capital = np.cumsum(np.log1p(-bets * (x - r)))

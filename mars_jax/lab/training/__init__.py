@@ -1,1 +1,1 @@
-"""Train small models: text into blocks of tokens, objectives, and a loop that a kill does not harm."""
+"""Training of small models: blocks of tokens from text, objectives, and a loop that can be killed and resumed."""

@@ -1,4 +1,4 @@
-"""Text files into streams of tokens, and grain datasets of batches over them."""
+"""Streams of tokens from text files, and grain datasets of batches over them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import unpacked
 
 SEPARATOR = "<|endoftext|>"
-"""Separates the documents of a text file, and is the token that starts and ends a document."""
+"""Separator of the documents in a text file, which is also the token that starts and ends a document."""
 
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""Exceptions of reading a file, plain or compressed; EOFError if it was cut short."""
+"""Exceptions raised when reading a plain or compressed file; EOFError if the file is truncated."""
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the documents of a text file, plain or compressed (.xz, .gz), without blank lines around them.
+    """Yield the documents of a text file, plain or compressed (.xz, .gz), without leading and trailing blank lines.
 
     Raises:
       MarsError: the file cannot be read as text.
@@ -47,7 +47,7 @@ class Stream(NamedTuple):
     """Documents in sequence, each beginning with the separator."""
 
     tokens: np.ndarray  # u16[n] or u32[n]
-    segments: np.ndarray  # i32[n]; number of the document of each token
+    segments: np.ndarray  # i32[n]; document number of each token
     weight: float  # share of the training tokens, relative to other streams
 
 
@@ -55,12 +55,12 @@ def stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stre
     """Tokenize documents into one stream.
 
     Args:
-      texts: documents. A separator inside one is the token itself, and does not end the document.
-      tokenizer: of the `tokenizers` library; it puts the separator at the front of a text.
+      texts: documents. A separator inside a document becomes its token, and does not end the document.
+      tokenizer: from the `tokenizers` library; it prepends the separator to each document.
       weight: see `Stream`.
 
     Raises:
-      MarsError: there is no text.
+      MarsError: there are no documents.
     """
     with activity.doing("tokenizing"):
         encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]
@@ -90,12 +90,12 @@ class _Rows:
 
 
 def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> Any:
-    """Return an endless `grain.MapDataset` of batches: rows of all streams by weight, shuffled again every epoch.
+    """Return an endless `grain.MapDataset` of batches: rows of all streams by weight, reshuffled every epoch.
 
     Args:
-      streams: each at least `length + 1` tokens long.
-      rows, length: a batch is `rows` rows of `length` tokens, and one more to predict.
-      seed: of the order.
+      streams: streams of at least `length + 1` tokens.
+      rows, length: a batch has `rows` rows of `length` tokens, plus one more token per row to predict.
+      seed: seed of the order.
 
     Raises:
       MarsError: a stream is shorter than one row.
@@ -116,20 +116,20 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
         dataset = grain.MapDataset.source(_Rows(one, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
     mixed = grain.MapDataset.mix(datasets, weights=[one.weight for one in streams])
-    # With a remainder, batches of one row have a length above sys.maxsize, which grain cannot handle.
+    # Keeping the remainder of batches of one row gives a length above sys.maxsize, which grain cannot handle.
     return mixed.batch(rows, drop_remainder=True)
 
 
 def draft_vocabulary(
     streams: Sequence[Stream], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> np.ndarray:
-    """Return the `size` most frequent tokens of a text and those of `always`: i32[size], ascending.
+    """Return the tokens of `always` and the most frequent tokens of some streams: i32[size], ascending.
 
     Args:
-      streams: the text; each counts by its weight.
+      streams: the streams, which count by their weights.
       size: W.
       vocab_size: V of the target.
-      always: stop tokens, which a drafter should be able to draft.
+      always: tokens to include, such as stop tokens, which a drafter should be able to draft.
 
     Raises:
       MarsError: size is not in 1..vocab_size.

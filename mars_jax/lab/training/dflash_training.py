@@ -1,9 +1,9 @@
-"""Training of block drafters: masked blocks at many places of a text at once.
+"""Training of block drafters: masked blocks at many positions of a row at once.
 
-Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the places of a block); DSpark
+Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the positions of a block); DSpark
 (deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's
-distribution with the target's). B rows, L tokens of a row, A blocks of a row, K tokens of a block, D of them drafted, V
-vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens (tests/lab/training/test_blocks.py).
+distribution with the target's). B rows, L tokens per row, A blocks per row, K tokens per block, of which D are drafted,
+V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens (tests/lab/training/test_blocks.py).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 
 SPACING = 8
-"""Tokens of a row per block, by default."""
+"""Default number of tokens of a row per block."""
 
 
 def decay_of(block_size: int) -> float:
-    """Return the published decay (DFlash, section 3.3): place i weighs exp(-i / decay).
+    """Return the published decay (DFlash, section 3.3): position i has weight exp(-i / decay).
 
     >>> decay_of(16), decay_of(8)
     (7.0, 4.0)
@@ -43,7 +43,7 @@ def decay_of(block_size: int) -> float:
 
 
 def anchors(tokens: Array, count: int) -> Array:
-    """Draw the places of A blocks in each row, i32[B, A]: one in each of A equal parts.
+    """Draw the start positions of A blocks in each row, i32[B, A]: one in each of A equal parts.
 
     They are a function of the tokens i32[B, L], so that a killed run continues bit for bit.
     """
@@ -63,15 +63,15 @@ def dflash(
     divergence: Divergence = forward_kl,
     dtype: Any = "bfloat16",
 ) -> Loss:
-    """Return the loss of a head: a place of a block learns the target's distribution after the true tokens before it.
+    """Return the loss of a head: each block position learns the target's distribution given the true tokens before it.
 
     Args:
-      config: of the head.
+      config: config of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller.
       blocks: A; default: one per `SPACING` tokens of a row.
-      divergence: of the head's distribution from the target's.
-      dtype: of the computation.
+      divergence: divergence of the head's distribution from the target's.
+      dtype: dtype of the computation.
     """
     fade = math.exp(-1 / decay_of(config.block_size))
 
@@ -82,7 +82,7 @@ def dflash(
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
 
-        # Drafted place i learns the target's distribution after token `after[..., i]`.
+        # Drafted position i learns the target's distribution after token `after[..., i]`.
         length = tokens.shape[1]
         after = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
         inside = jnp.minimum(after, length - 1)
@@ -108,7 +108,7 @@ def dflash(
             sure = head.confidence(config, both.draft, flat, before.reshape(rows, -1))
             sure = sure.reshape(rows, count, drafts)
             overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, drafted))
-            entropy = jax.nn.softplus(sure) - overlap * sure  # cross-entropy of a chance and its logit
+            entropy = jax.nn.softplus(sure) - overlap * sure  # cross entropy of a probability and its logit
             figures["confidence"] = objectives.chain_mean(
                 objectives.masked_mean(entropy, valid, axis=(0, 1)), fade
             )
@@ -127,15 +127,15 @@ def block_hidden(
     segments: Array,
     places: Array,
 ) -> Array:
-    """Return hidden states [B, A, D, E] of the drafted places of blocks that begin at `places`.
+    """Return hidden states [B, A, D, E] of the drafted positions of blocks that begin at `places`.
 
-    They are computed by the functions that draft. A block attends to the earlier tokens of its document and to itself.
+    They are computed by the drafter's functions. A block attends to the earlier tokens of its document and to itself.
 
     Args:
-      config, target, params: of the head and its target.
-      output: of the target for the tokens, [B, L, ...].
+      config, target, params: those of the head and its target.
+      output: the target's output for the tokens, [B, L, ...].
       tokens, segments: i32[B, L].
-      places: i32[B, A]; of the blocks' first tokens.
+      places: i32[B, A]; positions of the blocks' first tokens.
     """
     (rows, length), count, size = tokens.shape, places.shape[1], config.block_size
     draft = params.draft
@@ -193,18 +193,18 @@ def new_dflash(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Make a DFlash head that starts from its target; see `eagle_training.from_target`.
+    """Return an apprentice of a DFlash head that starts from its target; see `eagle_training.from_target`.
 
     Args:
       target, params, ids, seed: as for `eagle_training.new_eagle3`.
-      layers: of the target, default: `block_layers`.
-      depth: layers of the head.
+      layers: target layers to read; default: `block_layers`.
+      depth: number of layers of the head.
       block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
-      intermediate_size: of the layers' MLPs, default: the target's.
+      intermediate_size: width of the layers' MLPs; default: the target's.
       divergence: see `dflash`.
     """
     layers = tuple(block_layers(target) if layers is None else layers)
-    # The token that begins or ends a text.
+    # Use the token that begins or ends a document.
     special_tokens = (target.bos_token_id, *target.eos_token_ids)
     mask_token = next((token for token in special_tokens if token is not None), 0)
     config = DFlashConfig(
@@ -226,7 +226,7 @@ def new_dflash(
     def init() -> PyTree:
         first = from_target(config, target, params, vocabulary, seed)
         if markov_rank:
-            # The correction starts at zero.
+            # The Markov correction starts at zero.
             first["markov_out"] = jnp.zeros_like(first["markov_out"])
         return first
 

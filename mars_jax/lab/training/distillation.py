@@ -1,4 +1,4 @@
-"""Distil a drafter from a target: train it on text, or on features that the target wrote before.
+"""Distillation of a drafter from a target, on text or on stored features of the target.
 
 Oracle: the acceptance of a decode with the exported drafter (tests/lab/commands/test_distill.py).
 """
@@ -32,12 +32,12 @@ from mars_jax.placement import hosts
 def small_model(
     target: ModelConfig, draft: ModelConfig, params: PyTree, *, divergence: Divergence
 ) -> Apprentice:
-    """Make an apprentice of a small language model that learns the target's distributions (DistillSpec 2310.08461).
+    """Return an apprentice of a small language model that learns the target's distributions (DistillSpec 2310.08461).
 
     Args:
-      target, draft: the configs; one vocabulary.
-      params: of the small model.
-      divergence: of the draft's distribution from the target's.
+      target, draft: configs with the same vocabulary.
+      params: params of the small model.
+      divergence: divergence of the draft's distribution from the target's.
 
     Raises:
       MarsError: the vocabularies differ.
@@ -57,7 +57,7 @@ def small_model(
         return jnp.mean(divergence(p, q)), {"accept_1": jnp.mean(same)}
 
     def init() -> PyTree:
-        # Copies, because the optimizer overwrites them.
+        # Copy the params, because the optimizer overwrites them.
         return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
 
     return Apprentice(config=draft, init=init, loss=loss)
@@ -83,11 +83,11 @@ def train(
       teacher: the target's params, on the mesh if there is one.
       streams: the text.
       work: directory of checkpoints and log.jsonl.
-      tokens: to train on.
-      step_tokens, length: rows of `length` tokens, `step_tokens` in all.
-      learning_rate: the peak; see `loop.muon`.
-      seed: of the order of the text.
-      mesh: divides the target over its axis `model` and the rows of a step over `data`. The apprentice is whole on
+      tokens: number of tokens to train on.
+      step_tokens, length: a step has rows of `length` tokens, `step_tokens` in total.
+      learning_rate: peak learning rate; see `loop.muon`.
+      seed: seed of the order of the text.
+      mesh: divides the target over its axis `model` and the rows of a step over `data`. The apprentice is replicated on
         every device.
 
     Returns:
@@ -120,7 +120,7 @@ def train(
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     def place(x: Any) -> Array:
         if isinstance(x, Array) and not x.is_fully_addressable:
-            # A part of the target's weights, which several processes share.
+            # This is part of the target's weights, which is sharded over several processes.
             return jax.jit(lambda whole: whole, out_shardings=sharding)(x)
         return hosts.put(x, sharding)
 
@@ -145,14 +145,14 @@ def train_on_features(
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> PyTree:
-    """Train a head on features of its target; `held_out.jsonl` has the figures of rows that are not trained on.
+    """Train a head on features of its target. Figures of held-out rows go to `held_out.jsonl`.
 
     Args:
-      apprentice: whose loss takes `Recorded` rows.
-      teacher: the target's params; only the embedding is read.
+      apprentice: its loss takes `Recorded` rows.
+      teacher: the target's params, of which only the embedding is read.
       dumps: folders of features.
       work, step_tokens, learning_rate, seed: as for `train`.
-      tokens: to train on, padding included.
+      tokens: number of tokens to train on, including padding.
 
     Raises:
       MarsError: there are too few features.
@@ -172,7 +172,7 @@ def train_on_features(
 
 
 def tau(figures: Mapping[str, float]) -> float:
-    """Return the expected tokens per step of a chain, whose draft i is accepted with probability `accept_i` if reached.
+    """Return the expected tokens per step of a chain; draft i, if reached, is accepted with probability `accept_i`.
 
     >>> tau({"accept_1": 0.5, "accept_2": 0.5, "loss": 3.0})
     1.75

@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads by training-time test and of EAGLE-1 heads by regression.
+"""Training of EAGLE-3 heads by training-time test, and of EAGLE-1 heads by regression.
 
 Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens of a row, n = L - 1 entries, E
 hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens
@@ -29,20 +29,20 @@ from mars_jax.models.heads import LayeredHead, init_params, layers_like
 from mars_jax.models.transformer import language_model
 
 NOISE, TOKEN_WEIGHT = 0.1, 0.1
-"""EAGLE-1: half the width of the uniform noise on features, and weight of the divergence (the published recipe)."""
+"""EAGLE-1: half-width of the uniform noise on features, and weight of the divergence (the published recipe)."""
 
 
 class Labels(NamedTuple):
     """The labels of an EAGLE-3 head at its n entries."""
 
-    output: ForwardOutput  # [B, n, ...]; the target's, with the features that the head reads
-    logits: Array  # f32[B, n, W]; of token t + 2 in the draft vocabulary
-    choice: Array  # i32[B, n]; the target's likeliest token t + 2
-    known: Array  # bool[B, n]; whether it is in the draft vocabulary
+    output: ForwardOutput  # [B, n, ...]; the target's output, with the features that the head reads
+    logits: Array  # f32[B, n, W]; logits of token t + 2 in the draft vocabulary
+    choice: Array  # i32[B, n]; the target's most likely token t + 2
+    known: Array  # bool[B, n]; whether `choice` is in the draft vocabulary
 
 
 def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | None) -> Labels:
-    """Compute labels by a forward pass of the target."""
+    """Compute labels with a forward pass of the target."""
     lesson = teach(target, teacher, batch)
     wanted = lesson.logits[:, 1:]
     logits = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
@@ -51,7 +51,7 @@ def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | N
 
 
 def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Labels:
-    """Read labels from features on disk. All tokens but the likeliest share the rest of the probability equally."""
+    """Read labels from features on disk. Tokens outside `top` share the remaining probability equally."""
     rows, length, _ = record.features.shape
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
     top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
@@ -59,7 +59,7 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     size = vocab_size if ids is None else len(ids)
     place = top
     if ids is not None:
-        # Tokens outside of the draft vocabulary map past its end, where the scatter drops them.
+        # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
         place = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))[top]
     logits = jnp.broadcast_to(jnp.log(rest / (vocab_size - top.shape[-1])), (rows, length - 1, size))
     row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
@@ -76,7 +76,7 @@ def entries(output: ForwardOutput, count: int) -> ForwardOutput:
 
 
 def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
-    """Return the share of the valid entries whose likeliest token is the target's choice i32[B, n]."""
+    """Return the share of the valid entries whose most likely token is the target's choice i32[B, n]."""
     token = config.to_target(params, jnp.argmax(drafted, axis=-1))
     return objectives.masked_mean((token == choice).astype(jnp.float32), valid)
 
@@ -92,21 +92,22 @@ def eagle3(
 ) -> Loss:
     """Return the loss of training-time test: the head drafts `steps` tokens from every position at once.
 
-    At step j entry t stands for the j-th token that is drafted after position t - j: its feature is the head's own
-    output at entry t - 1 of the step before, and it attends to the target's features up to t - j and to its own chain,
-    as in decoding. Every entry learns the target's distribution of token t + 2, within the draft vocabulary and only
-    if the target's choice is in it.
+    At step j, entry t is the j-th token drafted after position t - j. Its feature is the head's own output at entry
+    t - 1 of the previous step. It attends to the target's features up to t - j and to its own chain, as in decoding.
+    Every entry learns the target's distribution of token t + 2, within the draft vocabulary and only if the target's
+    choice is in it.
 
-    The batch is a `Batch`, over which the target runs here, or `Recorded` rows, for which the target's params need
+    The batch is a `Batch`, for which the loss runs the target, or `Recorded` rows, for which the target's params need
     only the embedding.
 
     Args:
-      config: of the head.
+      config: config of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
-      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are no params.
-      steps: tokens to draft.
-      divergence: of the head's distribution from the target's.
-      dtype: of the computation.
+      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are no
+        params.
+      steps: number of tokens to draft.
+      divergence: divergence of the head's distribution from the target's.
+      dtype: dtype of the computation.
     """
 
     def loss(params: PyTree, batch: Any, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
@@ -140,14 +141,14 @@ def drafted_ahead(
     """Yield the drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
 
     Args:
-      config, target, both: the head, its target and the weights of the two.
-      output: the target's at the n entries, [B, n, ...].
+      config, target, both: the head, its target, and the weights of both.
+      output: the target's output at the n entries, [B, n, ...].
       tokens, segments: i32[B, L + 1] with L = n + 1; the last column is not read.
       steps, dtype: as for `eagle3`.
 
     Yields:
-      Step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and bool[B, n],
-      whether that chain lies inside one document.
+      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and
+      bool[B, n], whether that chain lies inside one document.
     """
     feature = head.fuse(config, both.draft, output)
     rows, n = feature.shape[:2]
@@ -157,7 +158,7 @@ def drafted_ahead(
     together = document_mask(segments[:, :n])
     cache = config.init_cache(rows, steps * n, dtype)
     for j in range(steps):
-        distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
+        distance = (entry[:, None] - entry[None, :])[None]  # from the attended entry
         blocks = [together & (distance >= j)]
         blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
         blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
@@ -176,7 +177,7 @@ def drafted_ahead(
             ),
             cache,
         )
-        # One document from the last of the target's features to the embedded token.
+        # Valid if the last target feature and the embedded token belong to one document.
         valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
         yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
         feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
@@ -189,9 +190,9 @@ def eagle1(
     divergence: Divergence = forward_kl,
     dtype: Any = "bfloat16",
 ) -> Loss:
-    """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1), and of the token it predicts.
+    """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1) and divergence of its token.
 
-    Noise on the features counters errors that accumulate in decoding.
+    Noise on the features makes the head robust to errors that accumulate in decoding.
 
     Args:
       config, target, divergence, dtype: as for `eagle3`.
@@ -233,7 +234,7 @@ def eagle1(
 
 
 def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers whose outputs an EAGLE-3 head reads: the published choice, or the thirds of a shallow target.
+    """Return the layers that an EAGLE-3 head reads: the published choice, or the thirds of a shallow target.
 
     >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
     (1, 15, 28)
@@ -252,10 +253,10 @@ def unembedding(target: ModelConfig, params: PyTree) -> Array:
 def from_target(
     config: LayeredHead, target: ModelConfig, params: PyTree, ids: Array | None, seed: int
 ) -> PyTree:
-    """Make the first params of a head, in float32.
+    """Return the initial params of a head, in float32.
 
-    The last norm and the unembedding are the target's if the head has its own, the target's last feature passes
-    through, and all other weights are random. `ids` i32[W] is the draft vocabulary, None: all tokens.
+    The last norm and the unembedding are copied from the target if the head has its own. The target's last feature
+    passes through, and all other weights are random. `ids` i32[W] is the draft vocabulary; None: all tokens.
     """
     first = init_params(config, jax.random.key(seed))
     first.pop("ids", None)
@@ -281,22 +282,22 @@ def new_eagle3(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Make an apprentice of an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
+    """Return an apprentice of an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
 
     Args:
       target, params: the model and its weights.
-      ids: i32[W]; tokens of the draft vocabulary, default: all.
+      ids: i32[W]; tokens of the draft vocabulary; default: all.
       layers: see `feature_layers`.
-      intermediate_size: of the head's MLP, default: the target's.
-      trained: a head as `hub.load_eagle` returns it, which has its own `ids`, `layers` and `intermediate_size`.
+      intermediate_size: width of the head's MLP; default: the target's.
+      trained: a head from `hub.load_eagle`, which determines `ids`, `layers` and `intermediate_size`.
       steps, divergence: see `eagle3`.
-      seed: of the random weights.
+      seed: seed of the random weights.
     """
     if trained is not None:
         config, head_params = trained
         vocabulary = head_params.get("ids")
         weights = {name: part for name, part in head_params.items() if name != "ids"}
-        # Copies, because the optimizer overwrites them.
+        # Copy the params, because the optimizer overwrites them.
         init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), weights)
     else:
         config = EagleConfig(
@@ -316,7 +317,7 @@ def new_eagle3(
 def new_eagle1(
     target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Make an EAGLE-1 head; the arguments are those of `new_eagle3`."""
+    """Return an apprentice of an EAGLE-1 head. The arguments are those of `new_eagle3`."""
     config = EagleConfig(
         version=1,
         layer=layers_like(target, intermediate_size),

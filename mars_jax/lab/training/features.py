@@ -1,4 +1,4 @@
-"""Features of a text by a frozen target, kept on disk: epochs of a head's training then cost only the head.
+"""Stored features of a frozen target, so that an epoch of training a head costs no forward of the target.
 
 A dump is a folder of shards, and a shard is a folder of arrays: R rows of L tokens, E hidden size of the target, K
 layers. Oracle: the loss on the target's own forward (tests/lab/training/test_features.py).
@@ -24,25 +24,25 @@ from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.durable import sync
 
 TOP = 64
-"""Number of likeliest tokens of each position whose log-probabilities are kept."""
+"""Number of most likely tokens of each position whose log-probabilities are stored."""
 PADDING = -1
-"""Segment of the padding of a row."""
+"""Segment number of padding."""
 
 
 class Recorded(NamedTuple):
-    """Rows of a text and the target's output for every token."""
+    """Rows of tokens and the target's output for every token."""
 
     tokens: Any  # i32[R, L]
-    segments: Any  # i32[R, L]; a token attends within its document; PADDING at a row's end
-    features: Any  # bf16[R, L, K * E]; outputs of the layers, joined
-    top: Any  # i32[R, L, TOP]; the likeliest next tokens, likeliest first
-    log_probs: Any  # f16[R, L, TOP]; of those, in nats, over the whole vocabulary
+    segments: Any  # i32[R, L]; a token attends within its document; PADDING at the end of a row
+    features: Any  # bf16[R, L, K * E]; concatenated outputs of the layers
+    top: Any  # i32[R, L, TOP]; the most likely next tokens, in falling order
+    log_probs: Any  # f16[R, L, TOP]; their log-probabilities in nats, over the whole vocabulary
 
 
 def pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack whole documents into rows: tokens i32[R, L] and segments i32[R, L].
 
-    Each document goes into the first row with enough room, the longest first. Longer ones than a row are cut.
+    Documents go, longest first, into the first row with enough room. Documents longer than a row are truncated.
 
     >>> tokens, segments = pack([[5, 6], [1, 2, 3], [7, 8, 9, 9, 9]], 4)
     >>> tokens.tolist(), segments.tolist()
@@ -75,7 +75,7 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
         output = read(target, params, tokens, segments)
 
-        # Row by row: the logits of one row are a hundred megabytes.
+        # Run row by row: the logits of one row take a hundred megabytes.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
             logits = target.unembed(params, hidden[None])[0]
             top, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))
@@ -89,7 +89,7 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
 
 
 def write_shard(folder: Path, recorded: Recorded) -> None:
-    """Write a shard, complete or not at all."""
+    """Write a shard atomically."""
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -107,7 +107,7 @@ def read_shard(folder: Path) -> Recorded:
     """Map a shard into memory.
 
     Raises:
-      MarsError: it is damaged.
+      MarsError: the shard is damaged.
     """
     try:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in Recorded._fields}
@@ -119,12 +119,12 @@ def read_shard(folder: Path) -> Recorded:
 
 
 def shards(dump: str | os.PathLike[str]) -> list[Path]:
-    """List the shards of a dump in order."""
+    """Return the shards of a dump in order."""
     return sorted(p for p in Path(dump).glob("[0-9]*") if p.is_dir())
 
 
 class _Rows:
-    """The rows of several shards of one length."""
+    """The rows of several shards with one row length."""
 
     def __init__(self, folders: Sequence[Path]):
         self._shards = [read_shard(folder) for folder in folders]
@@ -142,8 +142,8 @@ class _Rows:
 def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
     """Return the batches of dumps, held-out batches, and the mean number of tokens of a batch, padding included.
 
-    The batches are an endless `grain.MapDataset`. A batch holds rows of one dump, whole rows of about `step_tokens`
-    tokens. The first shard of every dump is held out.
+    The batches are an endless `grain.MapDataset`. A batch holds whole rows of one dump, about `step_tokens` tokens in
+    total. The first shard of every dump is held out.
 
     Raises:
       MarsError: a dump has fewer than two shards, or one is damaged.
@@ -161,7 +161,7 @@ def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any,
         length = rows[0].tokens.shape[-1]
         size = max(1, step_tokens // length)
         dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()
-        # With a remainder, batches of one row have a length above sys.maxsize, which grain cannot handle.
+        # Keeping the remainder of batches of one row gives a length above sys.maxsize, which grain cannot handle.
         datasets.append(dataset.batch(size, drop_remainder=True))
         counts.append(len(rows) / size)
         sizes.append(size * length)

@@ -1,6 +1,6 @@
 """The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints and a log.
 
-Oracle: a killed run against one that was not (tests/lab/training/test_loop.py, tests/cli/test_hosts.py).
+Oracle: a killed run compared with an uninterrupted one (tests/lab/training/test_loop.py, tests/cli/test_hosts.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mars_jax.core.types import PyTree
 from mars_jax.placement import hosts
 
 CHECKPOINTS = "orbax"
-"""Directory of the checkpoints, inside the directory of a training."""
+"""Directory of the checkpoints, inside the directory of a training run."""
 WARMUP, DECAY = 50, 0.35
-"""Steps over which the learning rate rises, and share of the steps, at the end, over which it falls to zero."""
+"""Number of steps over which the learning rate rises, and share of final steps over which it falls to zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Apprentice:
     """A drafter in training."""
 
     config: Any
-    init: Callable[[], PyTree]  # makes the first params, in float32
+    init: Callable[[], PyTree]  # returns the initial params, in float32
     loss: Loss
-    ids: Array | None = None  # i32[W]; of a head with a draft vocabulary
+    ids: Array | None = None  # i32[W]; draft vocabulary of the head, if it has one
 
 
 def muon(peak: float, steps: int) -> optax.GradientTransformation:
-    """Make the project's optimizer: Muon for matrices inside the layers and Adam for all other params.
+    """Return the project's optimizer: Muon for matrices inside the layers and Adam for all other params.
 
     Embeddings and unembeddings use Adam, as Muon's author advises (Jordan 2024). Updates of both kinds have the same
     root mean square (arXiv 2502.16982, section 2.2), so that they share one learning rate. The rate rises linearly,
@@ -48,7 +48,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
     Args:
       peak: learning rate of the plateau.
-      steps: of the whole training.
+      steps: number of steps of the whole training.
 
     >>> muon(1e-3, 100).init({"q": jax.numpy.ones((4, 4))}) is not None
     True
@@ -109,15 +109,15 @@ def fit(
 
     Args:
       training: see `Training`.
-      directory: of the checkpoints, and of `log.jsonl` with one line of figures per step.
+      directory: holds the checkpoints, and `log.jsonl` with one line of figures per step.
       teacher: frozen params, passed to the loss.
-      prepare: (params, batch) -> the batch for the loss, such as placing it on devices.
+      prepare: (params, batch) -> the batch for the loss, for example placed on devices.
       save_every: steps between checkpoints.
       held_out: params -> figures, logged in `held_out.jsonl` with each checkpoint.
       description: label of the progress bar.
 
     Raises:
-      MarsError: `directory` holds the checkpoint of another training.
+      MarsError: `directory` holds a checkpoint of another training run.
     """
     import grain
 
@@ -125,8 +125,8 @@ def fit(
     refuse_version_0_1(directory)
     directory.mkdir(parents=True, exist_ok=True)
     params = training.init()
-    opt_state = jax.jit(training.optimizer.init)(params)  # placed as the params are
-    # Batches are small and come from memory, so that threads which read ahead would not pay.
+    opt_state = jax.jit(training.optimizer.init)(params)  # same placement as params
+    # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     with progress(description) as show, Checkpoints(directory, training.steps) as checkpoints:
@@ -156,7 +156,7 @@ def fit(
 
 
 def refuse_version_0_1(directory: Path) -> None:
-    """Raise MarsError if the training in a directory was begun by mars-jax 0.1."""
+    """Raise MarsError if a directory holds a training run of mars-jax 0.1."""
     if (directory / "checkpoints").exists():
         raise MarsError(
             f"'{directory}' holds a training of mars-jax 0.1, which this version cannot continue: train in another "
@@ -165,7 +165,7 @@ def refuse_version_0_1(directory: Path) -> None:
 
 
 class Checkpoints:
-    """The last two states of a training on disk. The first of several processes reads and writes them."""
+    """The last two states of a training run on disk. The first of several processes reads and writes them."""
 
     def __init__(self, directory: Path, steps: int):
         import orbax.checkpoint as ocp
@@ -190,10 +190,10 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the number of steps done and the state after them, placed as `state` is, or 0 and `state` itself.
+        """Return the number of completed steps and the state after them, placed like `state`; or 0 and `state` itself.
 
         Raises:
-          MarsError: the checkpoint is damaged or of another training.
+          MarsError: the checkpoint is damaged or belongs to another training run.
         """
         step = None if self._manager is None else self._manager.latest_step()
         done = hosts.broadcast(step or 0)
@@ -239,8 +239,8 @@ class Checkpoints:
         return {name: restored[name] for name in state}
 
     def save(self, step: int, state: PyTree) -> None:
-        """Write the state. Return when it is on disk, because the next step overwrites its buffers."""
-        host_state = hosts.fetch(state)  # all processes take part
+        """Write the state. Return only when it is on disk, because the next step overwrites its buffers."""
+        host_state = hosts.fetch(state)  # collective: every process calls it
         if self._manager is not None:
             import orbax.checkpoint as ocp
 
@@ -250,7 +250,10 @@ class Checkpoints:
 
 
 def _log(path: Path, lines: int) -> Any:
-    """Open a log for appending, cut to its first lines: a killed run may have logged steps after its checkpoint."""
+    """Open a log for appending, truncated to its first `lines` lines.
+
+    A killed run may have logged steps after its last checkpoint.
+    """
     with path.open("ab+") as file:
         file.seek(0)
         for _ in range(lines):

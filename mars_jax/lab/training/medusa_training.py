@@ -28,7 +28,7 @@ from mars_jax.models.transformer import language_model
 def medusa(
     count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
 ) -> Loss:
-    """Return the loss of `count` heads: head i learns the token i + 2 after the one that it reads.
+    """Return the loss of `count` heads: head i learns the token i + 2 positions after the one that it reads.
 
     Args:
       count: H.
@@ -44,7 +44,7 @@ def medusa(
         for i in range(count):
             n = length - 1 - i
             logits, wanted = drafted[:, :n, i], lesson.logits[:, 1 + i :]
-            # The target predicts token t + 2 + i from one document up to t + 1 + i.
+            # The target predicts token t + 2 + i given one document up to t + 1 + i.
             valid = segments[:, :n] == segments[:, 1 + i : length]
             same = (jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)).astype(jnp.float32)
             losses.append(objectives.masked_mean(divergence(wanted, logits), valid))
@@ -57,7 +57,7 @@ def medusa(
 def new_medusa(
     target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Make `count` heads of one block each that start as the target's own unembedding (2401.10774, section 2.2)."""
+    """Return `count` heads of one block each, initialized to the target's unembedding (2401.10774, section 2.2)."""
     config = MedusaConfig(
         num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
     )

@@ -1,4 +1,4 @@
-"""Divergences of a drafter's distribution from its target's, and shared parts of the losses of heads.
+"""Divergences of a drafter's distribution from its target's, and shared parts of head losses.
 
 B rows, L tokens of a row, V vocabulary, W draft vocabulary.
 """
@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 
 FADE = 0.8
-"""Weight of a draft token relative to the one before it (the EAGLE-3 and Medusa recipes)."""
+"""Weight of a draft token relative to the previous one (the EAGLE-3 and Medusa recipes)."""
 
 
 def forward_kl(target_logits: Array, draft_logits: Array) -> Array:
@@ -43,16 +43,16 @@ def total_variation(target_logits: Array, draft_logits: Array) -> Array:
 
 
 Divergence = Callable[[Array, Array], Array]
-"""(target logits, draft logits) f32[B, L, V] -> f32[B, L]."""
+"""Maps (target logits, draft logits), both f32[B, L, V], to f32[B, L]."""
 
 DIVERGENCES: dict[str, Divergence] = {"kl": forward_kl, "reverse_kl": reverse_kl, "tv": total_variation}
 
 
 def divergence(names: str) -> Divergence:
-    """Return a sum of divergences from names joined with `+`, such as `kl+tv` or `kl+0.5*tv`.
+    """Return the sum of divergences named in a string such as `kl+tv` or `kl+0.5*tv`.
 
     Raises:
-      MarsError: an unknown name, or a weight that is not a positive number.
+      MarsError: a name is unknown, or a weight is not a positive number.
 
     >>> z = jnp.zeros((1, 1, 2)), jnp.asarray([[[jnp.log(3.0), 0.0]]])
     >>> round((divergence("kl+2*tv")(*z) - divergence("kl")(*z)).item(), 5)
@@ -85,13 +85,13 @@ def cast(params: PyTree, dtype: Any, ids: Array | None = None) -> PyTree:
 
 
 def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None) -> Array:
-    """Return the mean of the valid values over some axes, by default all; 0 if none is valid."""
+    """Return the mean of the valid values over some axes, by default all; 0 if no value is valid."""
     total = jnp.sum(jnp.where(valid, values, 0.0), axis=axis)
     return total / jnp.maximum(jnp.sum(valid, axis=axis, dtype=jnp.float32), 1.0)
 
 
 def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
-    """Return the mean of a value f32[] of each token of a chain, in which token j weighs fade**j.
+    """Return the weighted mean of one value f32[] per token of a chain, in which token j has weight fade**j.
 
     >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
     2.0

@@ -1,7 +1,7 @@
 """Online refinement: a draft model or an EAGLE-3 head learns from its rejected drafts between batches.
 
-Source: OSD (2310.07177): cross-entropy to the target's distribution at the positions where drafts were rejected. An
-EAGLE-3 head learns there at every step of its chain. B texts, T tokens, n positions, K draft tokens, V vocabulary.
+Source: OSD (2310.07177): cross entropy to the target's distribution at positions where drafts were rejected. An EAGLE-3
+head learns there at every step of its chain. B rows, T tokens, n positions, K draft tokens, V vocabulary.
 Oracle: a count by hand of the steps of a run (tests/lab/training/test_online.py).
 """
 
@@ -33,37 +33,37 @@ from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
 
 BATCH = 8
-"""Texts of a gradient step, and old texts next to them."""
+"""Number of new documents, and also of old ones, in a gradient step."""
 EVERY, STEPS = 32, 8
-"""Completions between two updates of `--refine`, by default, and gradient steps of an update."""
+"""Default number of completions between two updates of `--refine`, and number of gradient steps of an update."""
 HELD_OUT, WIDTH = 16, 256
-"""Held-out texts of `--refine`, at most, and tokens of a text."""
+"""Maximum number of held-out documents of `--refine`, and maximum number of tokens of a document."""
 
 
 class Refined(NamedTuple):
     """The result of a refinement."""
 
-    params: PyTree  # of the draft: the new ones, or the old ones after a rollback
+    params: PyTree  # params of the draft: new, or old after a rollback
     kept: bool
     loss: float  # nats per rejected token, at the last step
-    before: float  # expected tau on the held-out texts
-    after: float
+    before: float  # expected tau on the held-out documents before the update
+    after: float  # the same after the update, before any rollback
 
 
 class Learner(NamedTuple):
-    """The loss and the measured acceptance of a kind of draft."""
+    """Loss and acceptance measurement for a kind of draft."""
 
     loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], wanted bool[B, T]) -> f32[]
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
     acceptance: Callable[..., Sequence[Array]]
-    ahead: int  # position t of these arrays is about token t + ahead
+    ahead: int  # position t of these arrays refers to token t + ahead
 
 
 def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
     """Return which tokens replaced a rejected draft, given the kind of each (`LogProbs.kind`) and K = `depth`.
 
     A token that ends a step is a bonus if K drafts were accepted before it, and otherwise a correction. A position
-    without a draft counts as a correction too.
+    without a draft also counts as a correction.
 
     >>> rejected_places(["exact", "corrected", "exact", "exact", "corrected", "corrected"], 2)
     [False, True, False, False, False, True]
@@ -79,9 +79,10 @@ def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
 class Refiner:
     """Updates of a draft model or an EAGLE-3 head from its rejected drafts, with a guard against forgetting.
 
-    Updates may not lower the expected tau on held-out texts below a share of its first value, however many they are:
-    otherwise weights and optimizer are rolled back. If a change of the target has already lowered it that far, updates
-    may not lower it further. Old texts, trained on at every position next to the failures, preserve earlier knowledge.
+    Any number of updates together may not lower the expected tau on held-out documents below a share of its first
+    value. Otherwise weights and optimizer are rolled back. If a change of the target has already lowered it that far,
+    an update may not lower it further. Old documents, trained on at every position in addition to the failures,
+    preserve earlier knowledge.
     """
 
     def __init__(
@@ -103,25 +104,26 @@ class Refiner:
     ):
         """
         Args:
-          target, draft: of one vocabulary; for an EAGLE-3 head its config, as `hub.load_eagle` returns it.
-          params: of the draft; `refine` returns params of the same dtypes, so that no decoding program compiles again.
+          target, draft: models with the same vocabulary. For an EAGLE-3 head, `draft` is its config from
+            `hub.load_eagle`.
+          params: params of the draft. `refine` returns the same dtypes, so that decoding programs are not recompiled.
           depth: K of the drafted chain.
-          held_out: token ids of texts that are never trained on.
-          target_params: the current ones; pass later ones to `refine`.
-          old: token ids of texts that the draft should remember.
-          optimizer: of optax; default: adamw(3e-4) with gradients clipped at norm 1.
-          rows, width: the latest `rows` texts are kept, each cut to `width` tokens.
+          held_out: token ids of documents that are never trained on.
+          target_params: the current target params; pass later ones to `refine`.
+          old: token ids of documents that the draft should remember.
+          optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped at norm 1.
+          rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
           fall: share of the first held-out tau that may be lost.
-          temperature: of the expected tau: 0 compares best tokens, above it distributions.
-          seed: of the order of the texts.
+          temperature: temperature of the expected tau: 0 compares best tokens, a positive one compares distributions.
+          seed: seed of the order of the documents.
 
         Raises:
-          MarsError: vocabularies differ, there are no held-out texts, or it is an EAGLE-1 head.
+          MarsError: the vocabularies differ, there are no held-out documents, or the draft is an EAGLE-1 head.
         """
         if not len(held_out):
             raise MarsError("there are no held-out texts: give some, or nothing guards against forgetting.")
         if isinstance(draft, EagleConfig):
-            # Token ids are no weights: they have no gradient.
+            # Exclude token ids, which are integers without a gradient, from the params.
             self._ids = {name: params[name] for name in params if name == "ids"}
             params = {name: params[name] for name in params if name != "ids"}
             learner = _head_learner(target, draft, self._ids, depth, temperature)
@@ -132,7 +134,7 @@ class Refiner:
         self._depth, self._width, self._fall = depth, width, fall
         self._random = np.random.default_rng(seed)
         self._dtypes = jax.tree.map(lambda x: x.dtype, params)
-        # Updates smaller than a step of bfloat16 accumulate in float32.
+        # Keep float32 params, so that updates smaller than a bfloat16 step accumulate.
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
@@ -143,12 +145,12 @@ class Refiner:
 
     @property
     def params(self) -> PyTree:
-        """The weights of the draft, in its dtypes."""
+        """The weights of the draft, in its original dtypes."""
         trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
         return trained | self._ids if self._ids else trained
 
     def expected_tau(self, target_params: PyTree) -> float:
-        """Return the expected tau of a chain of K on the held-out texts, with the current weights."""
+        """Return the expected tau of a chain of K on the held-out documents, with the current weights."""
         tokens, lengths = self._padded(self._held_out)
         total = count = 0.0
         for first in range(0, len(tokens), BATCH):
@@ -158,10 +160,10 @@ class Refiner:
         return total / max(count, 1)
 
     def see_completions(self, completions: Iterable[Completion]) -> None:
-        """Keep completions that were decoded with `log_probs=True`.
+        """Store completions that were decoded with `log_probs=True`.
 
         Raises:
-          MarsError: they have no log-probabilities.
+          MarsError: the completions have no log-probabilities.
         """
         for completion in completions:
             if completion.log_probs is None:
@@ -173,11 +175,12 @@ class Refiner:
             self._texts.append(([*prompt, *completion.tokens], [False] * len(prompt) + rejected))
 
     def refine(self, target_params: PyTree, steps: int = 8) -> Refined:
-        """Update the draft, and roll back if the held-out tau fell; see the class.
+        """Update the draft, and roll back if the held-out tau fell too far; see the class.
 
         Args:
-          target_params: the ones that decode now.
-          steps: updates, each from `BATCH` texts and as many old ones. Without any text nothing changes.
+          target_params: the params that currently decode.
+          steps: number of updates, each on `BATCH` completions and as many old documents. No update without
+            completions.
         """
         old_params, old_state = self._params, self._state
         before = self.expected_tau(target_params)
@@ -199,7 +202,7 @@ class Refiner:
         jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, wanted))
 
     def _lessons(self) -> tuple[Array, Array]:
-        """Draw texts to learn: (tokens i32[2 * BATCH, T], wanted bool[2 * BATCH, T])."""
+        """Draw rows to learn: (tokens i32[2 * BATCH, T], wanted bool[2 * BATCH, T])."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))] if self._old else []
@@ -209,7 +212,7 @@ class Refiner:
         return jnp.asarray(tokens), jnp.asarray(wanted, bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (i32[B, T], lengths i32[B]) of texts, cut to T. Padding comes last, so that no token attends to it."""
+        """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. Padding is last: no token attends to it."""
         tokens, lengths = np.zeros((len(texts), self._width), np.int32), np.zeros(len(texts), np.int32)
         for row, text in enumerate(texts):
             lengths[row] = min(len(text), self._width)
@@ -227,7 +230,7 @@ def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Calla
 
 
 def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
-    """Return (sum over positions of the expected tau of a chain that begins there, number of positions)."""
+    """Return a function that computes the sum of the expected tau of chains from each position, and their number."""
 
     def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
         acceptance = learner.acceptance(params, teacher, tokens)
@@ -236,7 +239,7 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
             # Draft j of the chain that begins at t is at position t + j.
             reach = reach * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
             tau = tau + reach
-        # Only chains that lie inside the text count.
+        # Count only chains that lie inside the document.
         place = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
         begins = place + len(acceptance) + learner.ahead - 1 < lengths[:, None]
         return jnp.sum(jnp.where(begins, tau, 0.0)), jnp.sum(begins)
@@ -282,7 +285,7 @@ def _head_learner(
         )
     assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
-    # Updates are small and of few texts: compute them in float32.
+    # Updates are small and use few rows, so compute them in float32.
     train = eagle3(config, model, ids=ids.get("ids"), steps=depth, dtype="float32")
 
     def loss(params: PyTree, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
@@ -306,14 +309,14 @@ def open_refiner(
     """Open the refiner of `--refine`.
 
     Args:
-      file: texts with lines of <|endoftext|> between them; some are held out.
+      file: documents separated by lines of <|endoftext|>, some of which are held out.
       target, drafter: the loaded pair.
-      draft: the spec of the drafter, of `specs.REFINED`.
-      dtype: that the drafter was loaded with.
-      samples: whether some text is drawn at a temperature above 0.
+      draft: the spec of the drafter, one of `specs.REFINED`.
+      dtype: dtype that the drafter was loaded with.
+      samples: whether any request has a temperature above 0.
 
     Raises:
-      MarsError: the file holds fewer than two texts, or the draft has another tokenizer.
+      MarsError: the file holds fewer than two documents, or the draft has another tokenizer.
     """
     width = min(WIDTH, target.config.max_positions)
     texts = [target.encode(text)[:width] for text in documents(file)]
@@ -356,7 +359,7 @@ def open_refining(
 
 
 class Refining:
-    """Refinement of the draft of a queue after every `every` completions; `keeps` their log-probabilities or not."""
+    """Refinement of a queue's draft after every `every` completions. `keeps` is whether to return log-probabilities."""
 
     def __init__(self, refiner: Refiner, target: Pretrained, *, every: int, keeps: bool):
         self._refiner, self._target, self._every, self._keeps = refiner, target, every, keeps
@@ -364,7 +367,7 @@ class Refining:
         self._updates: list[Refined] = []
 
     def see(self, completion: Completion, queue: Queue) -> Completion:
-        """Take a completion. If enough have accumulated, refine the draft that the queue uses."""
+        """Accept a completion. If enough have accumulated, refine the draft that the queue uses."""
         self._waiting.append(completion)
         if len(self._waiting) >= self._every:
             self._refiner.see_completions(self._waiting)
@@ -374,7 +377,7 @@ class Refining:
         return completion if self._keeps else dataclasses.replace(completion, log_probs=None)
 
     def describe(self) -> str:
-        """Describe the updates, for the statistics."""
+        """Return a description of the updates, for the statistics."""
         if not self._updates:
             return f"the draft was not refined: {self._every} completions are an update (--refine-every)"
         kept = sum(update.kept for update in self._updates)

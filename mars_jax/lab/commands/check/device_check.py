@@ -1,4 +1,4 @@
-"""The command `mars-jax check`: kernels, tokens and the times of a large model on this device."""
+"""The command `mars-jax check`: check kernels, tokens and the speed of a large model on this device."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _SETTINGS = (
     "LIBTPU_INIT_ARGS",
     "JAX_DEFAULT_MATMUL_PRECISION",
 )
-"""Environment variables that change what is compiled."""
+"""Environment variables that affect compilation."""
 
 
 def parser() -> Parser:
-    """Return the command's parser."""
+    """Return the parser of the command."""
     found = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
     found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     found.add_argument("--output", type=Path, metavar="FILE", help="write that object into a file as well")
@@ -50,13 +50,13 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command line and return the exit code."""
     correct = True
 
     def run(args: argparse.Namespace, out: IO[str]) -> None:
         nonlocal correct
         keep_compilations()
-        _save({}, args.output)  # refuses a bad path before minutes of work
+        _save({}, args.output)  # refuse a bad path before minutes of work
         report = make_report(lambda report: _save(report, args.output))
         print(json.dumps(report) if args.json else _tables(report), file=out)
         correct = not report["wrong"]
@@ -76,7 +76,7 @@ def _save(report: dict[str, Any], output: Path | None) -> None:
 
 
 def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) -> dict[str, Any]:
-    """Run all checks; "wrong" lists the failures, one sentence each.
+    """Run all checks and return the report. "wrong" lists the failures, one sentence each.
 
     Args:
       save: called with the report after each section.
@@ -129,7 +129,7 @@ def device() -> dict[str, Any]:
 
 
 def wrong_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each row that differs by more than ties, or that failed."""
+    """Return a sentence for each row that failed or that differs by more than ties."""
     sentences = []
     for row in rows:
         if not row["status"].startswith("equal"):

@@ -1,6 +1,6 @@
-"""Every operation of the kernels, compared with its reference on this device.
+"""Comparison of every kernel operation with its reference on this device.
 
-B batch, N nodes, D depth, V vocabulary. The reference runs on the CPU, where this process has one.
+B batch, N nodes, D depth, V vocabulary. The reference runs on the CPU if this process has one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
 
 INTERPRETED = 1500
-"""V for the interpreter, not a multiple of a register's width."""
+"""V for the interpreter; not a multiple of a register's width."""
 COMPILED = 32000
-"""V for a device."""
+"""V for compiled kernels."""
 ROUNDS = 7
 """Timed runs of each compiled operation."""
 LOOPED = 50
-"""Calls per timed run on an accelerator, since one call is shorter than its dispatch."""
+"""Calls per timed run on an accelerator, because one call is shorter than its dispatch."""
 ROWS = 12
 """B."""
 _SUMS = ("logsumexp", "result")
-"""Results that are sums. Their rounding depends on the order; all other results are equal bit by bit."""
+"""Names of results that are sums, whose rounding depends on the order. All other results must be equal bit by bit."""
 
 
 class Case(NamedTuple):
@@ -43,15 +43,15 @@ class Case(NamedTuple):
     operation: str
     shape: str
     dtype: str
-    call: Callable[..., Any]  # (*operands, **options of a form)
+    call: Callable[..., Any]  # takes (*operands, **options of a form)
     operands: Any
-    tolerance: float = 1e-5  # of `_SUMS`, relative to the largest number
-    expected: Any = None  # None: the operation's own reference computes it
-    has_shards: bool = True  # whether there is a partitioned form
+    tolerance: float = 1e-5  # tolerance of `_SUMS`, relative to the largest number
+    expected: Any = None  # None: use the operation's own reference
+    has_shards: bool = True  # whether a partitioned form exists
 
 
 def forms(platform: str) -> dict[str, bool]:
-    """Return the forms to check on a platform, and whether each is interpreted: a CPU interprets the TPU kernel.
+    """Return the forms to check on a platform, and whether each is interpreted. A CPU interprets the TPU kernel.
 
     >>> forms("gpu"), forms("cpu")["pallas_tpu"]
     ({'xla': False, 'partitioned': False}, True)
@@ -81,7 +81,7 @@ def check_kernels(tick: Callable[[str], None] = lambda what: None) -> list[dict[
 
 
 def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> dict[str, Any]:
-    """Run a case in one form; return its row."""
+    """Run a case in one form and return its row."""
     row = {
         "operation": case.operation,
         "implementation": form,
@@ -120,7 +120,7 @@ def _reference(case: Case) -> Any:
 
 
 def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
-    """Return the names of the results that differ, each with the number of its wrong entries.
+    """Return the names of the results that differ, each with its number of wrong entries.
 
     >>> from kernels_pallas import MarginStats
     >>> one, two = (MarginStats(*np.full((5, 3), value, np.float32)) for value in (1, 2))
@@ -145,7 +145,7 @@ def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
 
 @functools.cache
 def cases(vocab: int) -> list[Case]:
-    """Return chains and trees, greedy and sampled, with both margins and both dtypes."""
+    """Return the cases: chains and trees, greedy and sampled, with both margins and both dtypes."""
     stats = functools.partial(api.margin_stats, logsumexp=True)
     chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
     found = []
@@ -164,7 +164,7 @@ def cases(vocab: int) -> list[Case]:
 
 
 def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
-    """Return [B, N, V] above 0. Two nodes of three have a runner-up near the best token: a tie in bfloat16."""
+    """Return positive logits [B, N, V]. In 2 of 3 nodes the runner-up is near the best token: a tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
     best = np.argmax(logits, axis=-1)
@@ -178,10 +178,10 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
 def _accept(
     name: str, parents: np.ndarray, depth: int, vocab: int, dtype: str, margin: str, *, sampled: bool
 ) -> Case:
-    """Return acceptance over rows of four kinds: free, strict, with relaxed runs of one, and with a stop token that is
-    the runner-up.
+    """Return a case of acceptance, with rows of four kinds.
 
-    A node drafts the token of its parent's target, its runner-up, a random token, or none.
+    The rows are free, strict, limited to relaxed runs of one, or have the runner-up as stop token. A node drafts the
+    best token of its parent's target, its runner-up, a random token, or no token.
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
@@ -214,7 +214,7 @@ def _normal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> 
 
 
 def _attention(dtype: str, window: int | None) -> Case:
-    """Return attention of trees of seven nodes after texts of different lengths."""
+    """Return a case of attention by trees of seven nodes, after contexts of different lengths."""
     slots, heads, group, dim = 512, 2, 4, 128
     parents, depths = static_topology((2, 2))
     nodes, random = len(parents), np.random.default_rng(0)
@@ -231,12 +231,12 @@ def _attention(dtype: str, window: int | None) -> Case:
     if window is not None:
         shape += f", window {window}"
     operands = (q, k, v, first, seen, depths.astype(np.int32))
-    # A TPU multiplies in bfloat16 also if the operands are wider.
+    # A TPU multiplies in bfloat16 even if the operands are wider.
     return Case("tree_attention", shape, dtype, call, operands, tolerance=0.01, has_shards=False)
 
 
 def _experts() -> Case:
-    """Return the products of a mixture of experts, and numpy's."""
+    """Return a case of the products in a mixture of experts, with numpy's result."""
     random = np.random.default_rng(0)
     x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
@@ -255,17 +255,17 @@ def _experts() -> Case:
 
 
 def _attention_of_a_model() -> Case:
-    """Return attention as the transformer calls it, which on a GPU is cuDNN's, and numpy's."""
+    """Return a case of attention as the transformer calls it (cuDNN's on a GPU), with numpy's result."""
     random, nodes, heads, group, dim, slots = np.random.default_rng(0), 60, 2, 4, 128, 512
     shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
     q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
     live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
-    mask[0, 0] = False  # a node that sees nothing gets zeros
+    mask[0, 0] = False  # a fully masked node outputs zeros
     scores = np.einsum("bnkgd,bskd->bnkgs", *(x.astype(np.float32) for x in (q, k))) * dim**-0.5
     weights = np.exp(scores) * mask[:, :, None, None]
     mixed = np.einsum("bnkgs,bskd->bnkgd", weights, v.astype(np.float32))
-    # Weights, values and results are rounded to bfloat16, by 2^-8 of numbers near 1.
+    # Weights, values and results are rounded to bfloat16, with an error of 2^-8 for numbers near 1.
     return Case(
         "attend",
         f"[{ROWS}, {nodes}, {heads}, {group}, {dim}] over {slots}",
@@ -278,7 +278,7 @@ def _attention_of_a_model() -> Case:
 
 
 def _int4(rows: int, group: int) -> Case:
-    """Return a product with 4-bit weights in groups of so many inputs, and numpy's."""
+    """Return a case of a product with 4-bit weights in groups of `group` inputs, with numpy's result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
     x = _normal(random, (rows, inputs), "bfloat16")
     w = Int4(
@@ -287,7 +287,7 @@ def _int4(rows: int, group: int) -> Case:
         offset=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float32),
         dtype=jnp.bfloat16,
     )
-    # A weight may be rounded to bfloat16, by 2^-8 of itself; over 512 inputs the errors cancel in part.
+    # Rounding a weight to bfloat16 may change it by 2^-8 of itself; over 512 inputs the errors partly cancel.
     return Case(
         "dense",
         f"[{rows}, {inputs}], groups of {group}",

@@ -1,7 +1,7 @@
-"""Times of a model with 8 billion weights on this device: steps, a batch and a prompt, next to a copy and a product.
+"""Times of an 8B model on this device: steps, a batch and a prompt, compared with a copy and a matrix product.
 
-Weights and caches are random, and acceptance is simulated at a published tau. So nothing is read from disk, the times
-are those of a real model, and the text is meaningless. B batch.
+Weights and caches are random, and acceptance is simulated at a published tau. This reads no files and gives the times
+of a real model, though the generated text is meaningless. B batch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from mars_jax.specs import BITS
 TARGET = "llama-3.1-8b"
 GIB = 2**30
 DTYPES = ((24 * GIB, "bfloat16"), (12 * GIB, "int4"))
-"""(least memory of a device in bytes, dtype of the weights)"""
+"""Pairs of (minimum memory of a device in bytes, dtype of the weights)."""
 ROWS = ((56 * GIB, 32), (12 * GIB, 8))
-"""(least memory of a device in bytes, rows of the batch)"""
+"""Pairs of (minimum memory of a device in bytes, rows of the batch)."""
 CONTEXT = 4096
 STEPS, ROUNDS = 16, 3
 PEAK = 8.0
@@ -49,16 +49,16 @@ COPIED, SIDE = GIB, 8192
 
 
 class Arm(NamedTuple):
-    """Draft of an EAGLE-3 head."""
+    """A draft of an EAGLE-3 head to measure."""
 
     name: str
-    options: dict[str, Any] | None  # of `draft_of`; None drafts nothing
+    options: dict[str, Any] | None  # options of `draft_of`; None: no draft
     tau: float = 1.0
 
 
 PLAIN = Arm("plain", None)
 CHAIN = Arm("chain of 5", {"num_draft_tokens": 5}, 3.5)
-# Tokens a step of an 8B with EAGLE-3 and MARS: 2601.15498, table 1.
+# Tokens per step of an 8B model with EAGLE-3 and MARS: 2601.15498, table 1.
 TREE = Arm("tree 10-7-60", {}, 6.61)
 
 
@@ -68,8 +68,8 @@ class Program(NamedTuple):
     lowered: Any
     params: Params
     start: Callable[[], DecodeState]
-    bytes: int  # read by one step at least
-    flops: int  # of the target's products in one step
+    bytes: int  # least bytes that one step reads
+    flops: int  # operations of the target's products in one step
 
 
 class Pair(NamedTuple):
@@ -89,7 +89,7 @@ class Pair(NamedTuple):
         drafter = draft.make(self.model)
         rule = contrib.simulated(arm.tau)
         decoder = decode.speculative_decoder(self.model, drafter, rule)
-        # The buffer has room for the warm-up round and the timed ones.
+        # Allocate room for the warm-up round and the timed rounds.
         width = self.context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
         prompts = _prompts(self.config.vocab_size, rule, batch, self.context, width)
         shapes = decode.shapes(decoder, params, prompts)
@@ -105,7 +105,7 @@ class Pair(NamedTuple):
         )
 
     def prompt(self) -> tuple[Any, Prompts]:
-        """Lower the prefill of one prompt of `context` tokens; return it with the prompt."""
+        """Lower the prefill of one prompt of `context` tokens, and return it with the prompt."""
         rule = contrib.simulated(PLAIN.tau)
         decoder = decode.speculative_decoder(self.model, draft_of("none").make(self.model), rule)
         prompts = _prompts(self.config.vocab_size, rule, 1, self.context, self.context)
@@ -113,7 +113,7 @@ class Pair(NamedTuple):
 
     @property
     def num_weights(self) -> int:
-        """Weights that take part in a product."""
+        """Number of weights that take part in a product."""
         rows = leaves(self.config)
         return sum(
             math.prod(row.shape) for row in rows if row.path != ("embed",) or self.config.tie_embeddings
@@ -124,10 +124,10 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
     """Return a `Pair` with weights drawn on the device.
 
     Args:
-      config: of the target.
-      dtype: of the target's weights, one of `specs.DTYPES`; the head's stay wide.
-      context: tokens in each row before its first step, and of the prompt.
-      options: of `transformer.language_model`.
+      config: config of the target.
+      dtype: dtype of the target's weights, one of `specs.DTYPES`. The head keeps the wide dtype.
+      context: tokens in each row before its first step, and in the prompt.
+      options: options of `transformer.language_model`.
     """
     wide = "bfloat16" if dtype in BITS else dtype
     model = transformer.language_model(config, dtype=wide, **options)
@@ -139,7 +139,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 
 
 def check_large(tick: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Return the times of `TARGET` on this device as `measure` returns them, or why there are none."""
+    """Return the times of `TARGET` on this device, as `measure` does, or the reason why it cannot be measured."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
     if jax.default_backend() == "cpu" or dtype is None:
@@ -156,13 +156,13 @@ def measure(
     context: int,
     tick: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Return milliseconds of steps with one row and with many, and of a prompt.
+    """Return times in milliseconds of steps with one row and with `rows`, and of a prompt.
 
     Args:
-      config: of the target.
-      dtype: of the target's weights, one of `specs.DTYPES`; the EAGLE-3 head of its size stays wide.
+      config: config of the target.
+      dtype: dtype of the target's weights, one of `specs.DTYPES`. The EAGLE-3 head of its size keeps the wide dtype.
       rows: B of the batch.
-      context: tokens of each row before its first step, and of the prompt.
+      context: tokens in each row before its first step, and in the prompt.
       tick: called with the name of each part before it runs.
     """
     tick("weights")
@@ -191,7 +191,7 @@ def measure(
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that a context fills in caches with one slot per token or more."""
+    """Return the bytes that a context fills, in caches with at least one slot per token."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
@@ -203,7 +203,7 @@ def failure(error: Exception) -> str:
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `measure`, or why it failed, so that one program without memory does not end the report."""
+    """Return the figures of `measure`, or its error, so that one program without memory does not abort the report."""
     try:
         return measure()
     except Exception as error:  # compilers and drivers raise errors of many types
@@ -211,7 +211,7 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def seconds_of(call: Callable[[], Any], rounds: int) -> list[float]:
-    """Return the seconds of each of so many calls, after one that is not counted."""
+    """Return the seconds of each of `rounds` calls, after a warm-up call."""
     seconds = []
     for _ in range(1 + rounds):
         began = time.perf_counter()
@@ -221,9 +221,9 @@ def seconds_of(call: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], Any]:
-    """Return a function that calls `call(*operands)` so many times in one loop on the device.
+    """Return a function that calls `call(*operands)` `times` times in one loop on the device.
 
-    One call from the host would take longer than a short operation.
+    Dispatching a call from the host would take longer than a short operation.
 
     >>> looped(lambda x: x + 1, 3, (jnp.ones(2),))().tolist()
     [2.0, 2.0]
@@ -232,7 +232,7 @@ def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], 
     @functools.partial(jax.jit, static_argnums=0)
     def run(times: int, operands: Any) -> Any:
         def body(_: Any, carry: Any) -> Any:
-            # Without a barrier XLA would move the call out of the loop.
+            # Without a barrier XLA would hoist the call out of the loop.
             operands, _ = lax.optimization_barrier(carry)
             return operands, call(*operands)
 
@@ -244,7 +244,7 @@ def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], 
 
 
 def step_times(program: Program, compiled: Any) -> dict[str, Any]:
-    """Time a step in `ROUNDS` loops of `STEPS` steps, after one loop that is not counted."""
+    """Time a step in `ROUNDS` loops of `STEPS` steps, after a warm-up loop."""
     state, most = program.start(), jnp.asarray(STEPS, jnp.int32)
     times, tokens = [], 0
     for i in range(1 + ROUNDS):
@@ -259,27 +259,27 @@ def step_times(program: Program, compiled: Any) -> dict[str, Any]:
 
 
 def prompt_times(compiled: Any, params: Params, prompts: Prompts) -> dict[str, Any]:
-    """Time a prefill in `ROUNDS` calls, after one that is not counted."""
+    """Time a prefill in `ROUNDS` calls, after a warm-up call."""
     times = [1e3 * seconds for seconds in seconds_of(lambda: compiled(params, prompts), ROUNDS)]
     return {"milliseconds": statistics.median(times), "all": times}
 
 
 def copy_rate(size: int, times: int = 16) -> float:
-    """Return the bytes per second with which an array of so many bytes is read and written."""
+    """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
     call = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
     return 2 * size * times / min(seconds_of(call, ROUNDS))
 
 
 def product_rate(side: int, times: int = 8) -> float:
-    """Return the floating-point operations per second of a product of square bfloat16 matrices."""
+    """Return the rate of multiplying square bfloat16 matrices, in floating-point operations per second."""
     operands = tuple(jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
     return 2 * side**3 * times / min(seconds_of(looped(jnp.matmul, times, operands), ROUNDS))
 
 
 def drawn(shapes: PyTree) -> PyTree:
-    """Return random arrays of these shapes: floats as small as weights, and integers with random bits.
+    """Return random arrays of these shapes: floats on the scale of weights, and integers with random bits.
 
-    Vectors of floats are ones, since they scale norms. Vectors of integers are ids in order.
+    Float vectors are ones, since they scale norms. Integer vectors are consecutive ids.
     """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])

@@ -1,4 +1,4 @@
-"""Greedy tokens of the lossless rules, compared with the target's own choices on this device."""
+"""Comparison of the lossless rules' greedy tokens with the target's own choices on this device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TOKENS = 48
 """New tokens per prompt."""
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
-"""Nats. The number of nodes in a forward changes the order of sums, which decides between tokens that are this close;
-in float32 it changes the logits of these models by about 1e-5."""
+"""Nats. Logits this close count as tied: the number of nodes in a forward changes the order of summation. In float32
+this changes the logits of these models by about 1e-5."""
 
 
 def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
     """Decode with and without drafts, and compare every token with the target's best one.
 
-    Matrix products have full float32 precision, which some devices would round to fewer bits.
+    Matrix products use full float32 precision, because some devices round them to fewer bits by default.
 
     Args:
       tick: called with the name of each way to decode before it runs.
@@ -46,7 +46,7 @@ def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[s
             )
             for widths in (None, TREE)
         )
-        # `exact` decides in core, `mars` in the kernel of acceptance; without relaxation they agree.
+        # `exact` decides in core, `mars` in the acceptance kernel. Without relaxation they agree.
         mars = LoadedRule(verify.mars(theta=float("inf")))
         sessions = {
             "autoregression": chain.autoregressive,
@@ -67,10 +67,10 @@ def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[s
 
 
 def compare(target: Pretrained, prompts: Sequence[list[int]], tokens: Sequence[list[int]]) -> dict[str, Any]:
-    """Check that each token is the target's best one after the text before it, or tied with it.
+    """Check that each token is the target's best one given the preceding text, or tied with it.
 
     Args:
-      target: the model that scores the texts in one forward each.
+      target: the model that scores each text in one forward.
       prompts: token ids of each prompt.
       tokens: token ids decoded for each prompt.
     """

@@ -18,7 +18,7 @@ from mars_jax.specs import RuleChoice
 
 TEXTS = "texts.json"
 SHOWN = 8
-"""Number of problems of a task whose texts are kept with the kind of every token, for the page."""
+"""Problems per task whose completions are stored for the report, with the kind of every token."""
 
 
 class Evaluation:
@@ -56,7 +56,7 @@ class Evaluation:
             for task, group in by_task(problems).items()
             for i, p in enumerate(group)
         }
-        # Without rows, the folder may hold the texts of a run with other settings.
+        # Without rows, the folder may hold the completions of a run with other settings.
         self.texts = (read_json(folder / TEXTS) or {}) if file.rows else {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
@@ -79,7 +79,7 @@ class Evaluation:
                 self._keep_texts(task, temperature)
 
     def _shown(self, temperature: float) -> list[Arm]:
-        """Return the arms whose texts the page shows: the strict rule, and the first arm of the measured rule."""
+        """Return the arms whose completions the page shows: the strict rule, and the first arm of the measured rule."""
         if self._settings["controls"] == "none":
             return []
         arms = {arm.role: arm for arm in reversed(self.arms[temperature])}

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: one line of JSON for every problem and arm, on disk before the next batch begins."""
+"""The rows of an evaluation: one JSON line for every problem and arm, written before the next batch begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mars_jax.serve.rows import Row, RowFile
 
 @dataclasses.dataclass
 class Recorder:
-    """Decodes groups of problems, keeps their rows in a file, and shows the progress."""
+    """Decodes groups of problems, stores their rows in a file, and reports progress."""
 
     file: RowFile
     show: Show
@@ -39,14 +39,14 @@ class Recorder:
         *,
         length: int | None = None,
     ) -> list[Row]:
-        """Return the rows of an arm for one group of problems of a task. Decode those that are not on file.
+        """Return an arm's rows for one group of problems of a task. Decode those that are not on file.
 
         Args:
           decoding: the pair of models.
           arm: the arm.
-          temperature: of all requests.
-          problems, seeds: of the group.
-          length: of the draft, if it identifies a row.
+          temperature: temperature of all requests.
+          problems, seeds: the problems of the group and their seeds.
+          length: draft length, if it is part of a row's key.
         """
         key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
         if length is not None:
@@ -83,7 +83,7 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def turns_of(problems: Sequence[Problem], chat: bool) -> int:
-    """Return the number of turns that the problems ask."""
+    """Return the total number of turns of the problems."""
     return sum(len(turns_asked(problem, chat)) for problem in problems)
 
 
@@ -124,7 +124,7 @@ def scored(
     """Score the last turn of each problem of a task by the task's metric. A likelihood covers all turns.
 
     Args:
-      decoding: the decoding that gave the answers.
+      decoding: the decoding that produced the answers.
       problems, answers: in the same order.
     """
     if problems[0].metric != "likelihood":

@@ -36,10 +36,10 @@ class Arm:
     name: str
     rule: LoadedRule
     role: str = ""  # "rule" for the measured rule; "alone", "strict", "control" or "refined" for the others
-    drafts: bool  # False: a target forward for every token
+    drafts: bool  # False: one target forward per token
     refines: bool = False  # the draft is trained on its rejected tokens during the run
     top_k: int = 0
-    theta: float | None = None  # the threshold, or None for a rule that has none
+    theta: float | None = None  # the threshold; None for a rule without one
     meaning: str  # for the legend of a table
 
     def legend(self) -> dict[str, str]:
@@ -62,7 +62,7 @@ class LowMarginSampling(verify.Lossy):
         free = tree.depths >= self.strict_edges(evidence)[:, None]
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
-        # Of the runner-up, among the two.
+        # Probability of the runner-up among the two best tokens.
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
         second = node_uniforms(evidence.keys, evidence.positions) < share
         y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
@@ -76,18 +76,18 @@ class LowMarginSampling(verify.Lossy):
 def low_margin_sampling(
     margin: str = "ratio", *, theta: float = 0.9, exact_prefix: Any = 0
 ) -> LowMarginSampling:
-    """Control: the target itself draws from the set that `verify.mars` lets a draft choose from.
+    """Return a control in which the target itself samples from the set that `verify.mars` lets a draft choose from.
 
-    Where the margin of its two best tokens is low, y is one of these two, drawn by the target's own odds (at the
-    row's temperature, at 1 in a greedy row); elsewhere, wherever one of the two is a stop token, and among the first
-    `exact_prefix` tokens, y is what `verify.exact` would name. So a quality that mars has and this has not comes from
-    the draft, and the other way round. For a tree of any size, though its use is without a draft.
+    If the margin of the two best tokens is low, y is one of these two, drawn by the target's odds at the row's
+    temperature (1 in a greedy row). Otherwise, and if one of the two is a stop token, and among the first
+    `exact_prefix` tokens, y is the token of `verify.exact`. A difference in quality between mars and this control is
+    therefore due to the draft. It accepts any tree, though it is meant to run without a draft.
 
     Args:
-      margin, theta, exact_prefix: as for `verify.mars`, which checks them.
+      margin, theta, exact_prefix: as for `verify.mars`, which validates them.
 
     Raises:
-      MarsError: unknown margin, or a number out of its range.
+      MarsError: the margin is unknown or a number is out of range.
 
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 9.99, 10.0]], [[0.0, 5.0, 10.0]]])
@@ -101,7 +101,7 @@ def low_margin_sampling(
 
 
 def margin_of(choice: RuleChoice) -> str | None:
-    """The margin that the threshold of a rule bounds; None for a rule that bounds no margin.
+    """Return the margin that a rule's threshold bounds, or None if it does not bound a margin.
 
     >>> margin_of(RuleChoice("mars", {})), margin_of(RuleChoice("learned:PATH", {}))
     ('ratio', None)
@@ -111,7 +111,7 @@ def margin_of(choice: RuleChoice) -> str | None:
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:
-    """The threshold of a rule of the table, by its settings or by default; none for a rule that has none.
+    """Return the threshold of a built-in rule, from its settings or by default; empty for a rule without one.
 
     >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
     ([0.9], [])
@@ -130,21 +130,21 @@ def make_arms(
     refined: bool = False,
     controls: str = "all",
 ) -> list[Arm]:
-    """Return all arms at one temperature: autoregression first, the strict rule second, then the rule and its controls.
+    """Return all arms at one temperature: autoregression, the strict rule, then the rule and its controls.
 
     Args:
       choice: the rule to measure.
       thetas: thresholds of the rule, one arm each; the first also sets the threshold of the controls. Empty for a rule
-        without a threshold, which is one arm.
+        without a threshold, which gets one arm.
       temperature: at 0, the control that samples from the two best tokens everywhere equals autoregression and is
         omitted.
       target: from `mars_jax.load`, for a rule with weights.
-      refined: add the strict rule with a draft that is trained during the run, as the last arm.
-      controls: "none" for the target alone and the rule; "paper" adds the strict rule; "all" adds the target sampling
-        from the tokens that a relaxed rule lets a draft choose from.
+      refined: append an arm of the strict rule whose draft is trained during the run.
+      controls: "none" for the target without a draft and the rule; "paper" adds the strict rule; "all" adds the target
+        sampling from the tokens that a relaxed rule lets a draft choose from.
 
     Raises:
-      MarsError: as `verify.load`.
+      MarsError: as for `verify.load`.
 
     >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0)]
     ['autoregressive', 'exact', 'mars theta=0.9', 'low-margin sampling']
@@ -203,7 +203,7 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
 
 
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
-    """Return the controls that separate the merit of a rule from that of sampling among the two best tokens."""
+    """Return the controls that separate the benefit of a rule from that of sampling among the two best tokens."""
     arms = []
     if temperature > 0:
         arms.append(

@@ -1,4 +1,4 @@
-"""The plots of a benchmark, with a panel for every task and temperature."""
+"""The plots of a benchmark, with one panel per task and temperature."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PICTURES = {
     "tau_theta": "tau against theta",
     "depth": "share accepted at each depth",
 }
-"""The plots by the stem of their files, and what each shows."""
+"""The plots by the stem of their file names, with their captions."""
 LEAST_POINTS = 10
-"""Smallest range of an axis of scores, in points of 100: differences of one or two points are noise."""
+"""Minimum range of a score axis, in points of 100: differences of one or two points are noise."""
 
 
 def draw(summary: Mapping[str, Any], folder: Path, caption: str, formats: Sequence[str] = FORMATS) -> None:
@@ -37,7 +37,7 @@ def draw(summary: Mapping[str, Any], folder: Path, caption: str, formats: Sequen
 
 
 def _strict(arms: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the strict rule, or the target alone if the run has no such arm."""
+    """Return the strict arm, or the autoregressive arm if the run has no strict one."""
     return next((arm for arm in arms if arm["role"] == "strict"), arms[0])
 
 
@@ -91,7 +91,7 @@ def _speed_quality(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _speed(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a bar for every arm, with the number next to it."""
+    """Draw a bar for every arm, labelled with its value."""
     rates = [arm["tokens_per_second"] for arm in arms]
     bars = axis.barh(
         [arm["arm"] for arm in arms],
@@ -108,7 +108,7 @@ def _speed(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _tau_theta(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
-    """Plot tau over the threshold of the rule; a rule without a threshold is a line."""
+    """Plot tau over the rule's threshold. A rule without a threshold is a horizontal line."""
     strict = _strict(arms)
     level(axis, strict["tau"], strict["intervals"]["tau"], label=strict["arm"], colour=BLACK)
     for family, members in _families([arm for arm in arms if arm["role"] == "rule"]).items():

@@ -1,6 +1,6 @@
-"""The files of a benchmark besides its rows: summary.json, table.md, the plots, and report.html.
+"""The files of a benchmark other than its rows: summary.json, table.md, the plots, and report.html.
 
-The page needs no network, no script and no other file.
+The page is self-contained: it needs no network, script or other file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEGEND = {
     "trusted": "drafted, and accepted without a test",
     "corrected": "the target's own",
 }
-"""The kinds of tokens."""
+"""Descriptions of the kinds of tokens."""
 # Replace control characters, which HTML does not allow.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
@@ -40,11 +40,11 @@ def summarize(
     rows: Sequence[Row],
     arms: Mapping[float, Sequence[Arm]],
 ) -> dict[str, Any]:
-    """Return the content of summary.json.
+    """Return the contents of summary.json.
 
     Args:
-      settings, environment, problems, rows: of the run.
-      arms: by temperature.
+      settings, environment, problems, rows: those of the run.
+      arms: arms by temperature.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
@@ -84,7 +84,7 @@ def _days(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
-    """Return facts about settings, problems and rows that the figures do not show."""
+    """Return notes on settings, problems and rows that the figures do not show."""
     sentences = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         sentences.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
@@ -113,7 +113,7 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
 
 
 def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
-    """Write summary.json, table.md, the plots and report.html. `texts` is the content of texts.json."""
+    """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
     write_json(folder / SUMMARY, summary)
     write_whole(folder / TABLE, tables.markdown(summary))
     plots.draw(summary, folder, "; ".join([tables.title(summary["settings"]), *tables.facts(summary)]) + ".")
@@ -125,8 +125,8 @@ def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping
     """Return the HTML report.
 
     Args:
-      summary: content of summary.json.
-      texts: content of texts.json.
+      summary: contents of summary.json.
+      texts: contents of texts.json.
       pictures: PNG files, by the names of `plots.PICTURES`.
     """
     import jinja2

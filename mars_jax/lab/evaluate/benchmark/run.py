@@ -36,7 +36,7 @@ class Study:
 
     target: Pretrained
     problems: Sequence[Problem]
-    rule: RuleChoice  # that is measured
+    rule: RuleChoice  # the rule to measure
     thetas: Sequence[float]  # thresholds of the rule, one arm each; empty for a rule without one
     temperatures: Sequence[float]  # all arms run at each
     max_new_tokens: int  # of each turn
@@ -46,7 +46,7 @@ class Study:
     names: Mapping[str, Any]  # other settings that identify the run, such as the draft's name
 
     def settings(self, *draft_params: Any) -> dict[str, Any]:
-        """Return everything that decides the rows. `draft_params` are the weights of the drafters."""
+        """Return all settings that determine the rows. `draft_params` are the weights of the drafters."""
         loaded_rule = verify.load(self.rule.spec, self.target, **self.rule.settings)
         return {
             "target": self.target.name,
@@ -68,7 +68,7 @@ class Study:
         }
 
     def decoding(self, drafter: drafters.LoadedDrafter, refiner: Refiner | None = None) -> Decoding:
-        """Return the decoding with a drafter."""
+        """Return the decoding settings with a drafter."""
         largest = max(len(group) for group in by_task(self.problems).values())
         session = Session(target=self.target, drafter=drafter, batch_size=min(self.batch_size, largest))
         return Decoding(session=session, chat=self.chat, max_new_tokens=self.max_new_tokens, refiner=refiner)
@@ -86,25 +86,25 @@ def evaluate(
 ) -> dict[str, Any]:
     """Decode and score every arm, and write rows, summary, table and plots.
 
-    Call it again with the same arguments to continue after a kill. The files are then those of an uninterrupted run,
+    After a kill, call it again with the same arguments to continue. The files then equal those of an uninterrupted run,
     except for times.
 
     Args:
       study: what to measure.
-      drafter: from `mars_jax.drafters.load`, with `sample=True` if the rule is based on `rejection` and it has weights.
-      folder: new, empty, or of the run to continue.
+      drafter: from `mars_jax.drafters.load`, with `sample=True` if it has weights and the rule is based on `rejection`.
+      folder: new, empty, or from the run to continue.
       controls: as for `make_arms`.
       refiner: adds an arm whose draft learns from its rejected tokens. After a kill, the draft learns only from the
-        remaining problems, and the tokens stay the same.
-      part: decode only `problems[part]`, and write only their rows. A run without a part then takes them from the
-        rows.jsonl of all parts, one after the other. It takes no refiner, whose updates depend on all problems.
+        remaining problems; the tokens stay the same.
+      part: decode only `problems[part]` and write only their rows. A later run without a part reuses them if its
+        rows.jsonl is the concatenation of all parts. Not allowed with a refiner, whose updates depend on all problems.
       progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:
-      The content of summary.json, or {} for a part.
+      The contents of summary.json, or {} for a part.
 
     Raises:
-      MarsError: the folder has an output of another run.
+      MarsError: the folder holds the output of another run.
     """
     settings = study.settings(drafter.params)
     settings |= {"drafter": drafter.drafter.name, "controls": controls}

@@ -52,7 +52,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, whose first column is aligned to the left.
+    """Return the lines of a Markdown table whose first column is left-aligned.
 
     >>> markdown_table(["arm", "tau"], [["exact", "3.00"]])
     ['| arm | tau |', '|---|---:|', '| exact | 3.00 |']
@@ -75,7 +75,7 @@ def key(table: Mapping[str, Any]) -> list[str]:
 
 
 def title(settings: Mapping[str, Any]) -> str:
-    """Return the names of the two models, without folders of this machine.
+    """Return the names of the two models, without local folders.
 
     >>> title({"target": "/data/models/qwen", "draft": "eagle:owner/head"})
     'qwen drafted by eagle:owner/head'
@@ -89,7 +89,7 @@ def title(settings: Mapping[str, Any]) -> str:
 
 
 def facts(summary: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a run, its device, and the days of its rows."""
+    """Return the settings of a run, its device, and the dates of its rows."""
     settings = summary["settings"]
     rule = ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items())
     days = summary["days"]
@@ -117,7 +117,7 @@ def about(table: Mapping[str, Any]) -> str:
 
 
 def change(arm: Mapping[str, Any], metric: str) -> str:
-    """Return how far the score of an arm is from that of the target alone, with a word for the difference.
+    """Return an arm's change in score from the target without a draft, with a word for the difference.
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
     >>> change(arm, "final_answer"), change(arm, "likelihood")
@@ -144,7 +144,7 @@ def change(arm: Mapping[str, Any], metric: str) -> str:
 
 
 def cells(arm: Mapping[str, Any], metric: str) -> dict[str, str]:
-    """Return the row of an arm, by the names of `COLUMNS`."""
+    """Return the table row of an arm, keyed by the names of `COLUMNS`."""
     is_drafting = bool(arm["acceptance_by_depth"])
     return {
         "arm": arm["arm"],

@@ -1,7 +1,7 @@
 """Each arm at its own best draft length: a lossy rule compared with the best lossless one.
 
-A longer draft gives more tokens per step too, and it changes no text. The first quarter of the problems of a task
-chooses the lengths, and the others are scored. Source of the comparison: arXiv 2607.08690.
+A longer draft also yields more tokens per step, without changing the output. The first quarter of a task's problems
+selects the lengths, and the others are scored. Source of the comparison: arXiv 2607.08690.
 
 Oracle: recounts from rows, and decodes of the same pair (tests/lab/evaluate/test_tuned.py).
 """
@@ -40,22 +40,22 @@ from mars_jax.serve.rows import Row
 from mars_jax.specs import RuleChoice
 
 ENOUGH = 30
-"""Problems below which the table has a warning."""
+"""Number of problems below which the table shows a warning."""
 SHARE = 4
-"""One problem in `SHARE` chooses lengths."""
+"""One problem in `SHARE` is used to choose lengths."""
 FILE, TABLE = "tuned.json", "table.md"
 
 
 def arms_at(
     rule: RuleChoice, thetas: Sequence[float], temperature: float, target: Pretrained, *, samples: bool
 ) -> list[Arm]:
-    """Return the lossless arms, then those of the rule, without the target alone.
+    """Return the lossless arms, then those of the rule, without the autoregressive arm.
 
     Args:
       rule: the measured rule.
       thetas: its thresholds, one arm each.
-      temperature: above 0, `rejection` by tokens and by blocks can verify a sampled draft, and a rule over `exact` also
-        runs over `rejection`.
+      temperature: above 0, token-level and block-level `rejection` can verify a sampled draft, and a rule over `exact`
+        also runs over `rejection`.
       target: for a rule with weights.
       samples: whether the drafter can sample.
 
@@ -90,17 +90,18 @@ def tuned(
 
     Args:
       study: what to measure.
-      drafters: the drafter by whether it samples, from `mars_jax.drafters.load`, with a chain of the longest length.
-      folder: new, empty, or of the run to continue.
-      lengths: rising lengths of the chains to try.
-      cost: cost of drafting a token in forwards of the target. None: use the clock of this machine.
+      drafters: the drafter, keyed by whether it samples, from `mars_jax.drafters.load`, with a chain of the longest
+        length.
+      folder: new, empty, or from the run to continue.
+      lengths: chain lengths to try, in rising order.
+      cost: cost of drafting a token, in target forwards. None: use measured wall time.
       progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:
-      The content of tuned.json.
+      The contents of tuned.json.
 
     Raises:
-      MarsError: a task of one problem, an output of another run.
+      MarsError: a task has only one problem, or the folder holds the output of another run.
     """
     tasks = by_task(study.problems)
     for task, group in tasks.items():
@@ -136,10 +137,10 @@ def tuned(
 
 @dataclasses.dataclass
 class _Run:
-    """The decodes of a run. Arms take turns within a group of problems, so that a slow spell affects all alike."""
+    """The decodes of a run. Arms alternate within a group of problems, so that a slow spell affects all arms alike."""
 
     study: Study
-    drafters: Mapping[bool, LoadedDrafter]  # by whether the draft is sampled; each can be resized
+    drafters: Mapping[bool, LoadedDrafter]  # keyed by whether the draft is sampled; each can be resized
     recorder: Recorder
     folder: Path
     lengths: Sequence[int]
@@ -192,7 +193,7 @@ class _Run:
         }
 
     def _counts(self, rows: Sequence[Row], length: int) -> np.ndarray:
-        """Return the tokens and the time of each row, f64[n, 2]: seconds, or forwards of the target."""
+        """Return the tokens and the time of each row, f64[n, 2]. The unit of time is seconds, or target forwards."""
         if self.cost is None:
             times = [row["seconds"] for row in rows]
         else:
@@ -204,7 +205,7 @@ class _Run:
         return float(tokens / time)
 
     def _decoding(self, arm: Arm, length: int) -> Decoding:
-        """Return the decoding with drafts of a length, which keeps its compiled programs."""
+        """Return the decoding for drafts of a length. It is cached because it holds the compiled programs."""
         key = (verify.needs_q(arm.rule.rule), length)
         if key not in self.decodings:
             drafter = self.drafters[key[0]]
@@ -216,14 +217,14 @@ class _Run:
     def _decode(
         self, problems: Sequence[Problem], begin: int, temperature: float, arms: Sequence[tuple[Arm, int]]
     ) -> dict[tuple[str, int], list[Row]]:
-        """Return the rows of every arm and length. `begin` is the number of the first problem in its task."""
+        """Return the rows of every arm and length. `begin` is the index of the first problem in its task."""
         all_rows: dict[tuple[str, int], list[Row]] = {(arm.name, n): [] for arm, n in arms}
         size = self._decoding(*arms[-1]).group
         for first in range(0, len(problems), size):
             group = problems[first : first + size]
             seeds = [(self.study.seed + begin + first + i) % 2**32 for i in range(len(group))]
             for arm, length in arms:
-                # The target alone has length 0, and runs with any draft.
+                # The autoregressive arm has length 0 and ignores its drafter.
                 decoding = self._decoding(arm, length or self.lengths[0])
                 all_rows[arm.name, length] += self.recorder.rows(
                     decoding, arm, temperature, group, seeds, length=length
@@ -232,7 +233,7 @@ class _Run:
 
 
 def _split(problems: Sequence[Problem]) -> int:
-    """Return the number of problems that choose lengths."""
+    """Return the number of problems used to choose lengths."""
     return math.ceil(len(problems) / SHARE)
 
 

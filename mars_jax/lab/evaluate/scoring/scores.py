@@ -1,8 +1,8 @@
 """Scores of single answers, from 0 to 1, and of tasks.
 
-A metric maps an answer to a row of numbers, and a task's score is a function of the sum of these rows, so that
-the bootstrap resamples sums. R resamples, n answers, k numbers of an answer. Oracles: `rouge-score` and `sacrebleu`
-themselves, and hand-made cases, in tests/lab/evaluate/test_scores.py.
+A metric maps an answer to a row of numbers. A task's score is a function of the sum of these rows, so that the
+bootstrap resamples sums. R resamples, n answers, k numbers per answer. Oracles: `rouge-score`, `sacrebleu`, and
+hand-made cases, in tests/lab/evaluate/test_scores.py.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ BLEU_ORDER = 4
 
 
 def score(problem: Problem, text: str) -> list[float] | None:
-    """Score one answer: one number, the counts of BLEU, or None if it is not scored here.
+    """Score one answer: a single number, the BLEU counts, or None if it is not scored here.
 
     Args:
-      problem: its metric and references; for the likelihood see `arm_loops.score_answers`, for programs `samples`.
+      problem: gives metric and references. For the likelihood see `arm_loops.score_answers`, for programs `samples`.
       text: the answer.
 
     >>> score(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
@@ -66,8 +66,8 @@ def check_metrics(problems: Sequence[Problem]) -> None:
 def total(metric: str, counts: np.ndarray) -> np.ndarray:
     """Return the score of a task, f64[R] in [0, 1], from summed rows of `score`, f64[R, k + 1].
 
-    The last column is the number of answers. The score is their mean, except that BLEU pools counts and the likelihood
-    is a mean over tokens.
+    The last column is the number of answers. The score is the mean over answers, except that BLEU pools counts and the
+    likelihood is a mean over tokens.
 
     >>> total("pass@1", np.asarray([[3.0, 4.0]])).tolist()
     [0.75]
@@ -78,7 +78,7 @@ def total(metric: str, counts: np.ndarray) -> np.ndarray:
 
 
 def final_answer(text: str) -> int | None:
-    """Return the integer after the first `####` of a text, or None. Text after it is ignored.
+    """Return the integer after the first `####`, or None. Any text after the integer is ignored.
 
     Source: GSM8K 2110.14168.
 
@@ -93,7 +93,7 @@ def final_answer(text: str) -> int | None:
 
 
 def last_number(text: str) -> int | None:
-    """Return the number after `####` if there is one, else the last whole number of a text, or None.
+    """Return the number after `####` if there is one, else the last whole number, or None.
 
     Source: "flexible-extract" of lm-evaluation-harness, for prompts that do not ask for a format.
 
@@ -121,7 +121,7 @@ def _rouge() -> Any:
 def rouge_l(text: str, references: Sequence[str]) -> float:
     """Return the F1 of the longest common subsequence of words, against the best reference.
 
-    Source: Lin 2004, by `rouge-score`. Raises: MarsError where that is not installed.
+    Source: Lin 2004, by `rouge-score`. Raises: MarsError if that package is not installed.
     """
     return max(float(_rouge().score(reference, text)["rougeL"].fmeasure) for reference in references)
 
@@ -136,16 +136,17 @@ def _bleu_metric() -> Any:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
-    """Counts that an answer adds to corpus BLEU: matches of 1 to 4 words, the n-grams there are, both lengths in words.
+    """Return an answer's contribution to corpus BLEU: matches of 1 to 4 words, numbers of n-grams, and both lengths.
 
-    Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError where that is not installed.
+    Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError if that package is not
+    installed.
     """
     found = _bleu_metric().sentence_score(text, list(references))
     return [float(n) for n in (*found.counts, *found.totals, found.sys_len, found.ref_len)]
 
 
 def _bleu(counts: np.ndarray) -> np.ndarray:
-    """counts f64[R, 10] -> f64[R]; precisions of no match are smoothed as sacrebleu does by default."""
+    """Return corpus BLEU f64[R] of counts f64[R, 10]. Zero matches are smoothed with sacrebleu's default method."""
     matches, ngrams = counts[:, :BLEU_ORDER], counts[:, BLEU_ORDER : 2 * BLEU_ORDER]
     length, reference = counts[:, -2], counts[:, -1]
     halvings = np.cumsum(matches == 0, axis=1)

@@ -1,4 +1,4 @@
-"""Arithmetic word problems with worked answers, from the files that scripts/arithmetic/generator.py wrote."""
+"""Arithmetic word problems with worked answers, from files written by scripts/arithmetic/generator.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 
 
 def read_arithmetic(split: str, limit: int | None = None) -> list[Problem]:
-    """Return the first `limit` problems of the split "train", which has 4,096, or "eval", which has 1,300.
+    """Return the first `limit` problems of the split "train" (4,096 problems) or "eval" (1,300 problems).
 
     >>> [problem] = read_arithmetic("eval", 1)
     >>> problem.metric, problem.references

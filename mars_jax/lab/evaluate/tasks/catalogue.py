@@ -1,4 +1,4 @@
-"""The tasks: problems to evaluate on, from the package, local files or the Hub."""
+"""Catalogue of tasks: problems from the package, local files or the Hub."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mars_jax.lab.training.data import documents
 ARITHMETIC_PROBLEMS = 200
 """Default number of arithmetic problems."""
 STORY_WORDS = 24
-"""Words of a document that are given; it must have as many again to go on with."""
+"""Length of a prompt in words. A document must have more than twice as many words."""
 
 
 def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = None) -> list[Problem]:
-    """The first `limit` problems of a task, and of each part of Spec-Bench.
+    """Return the first `limit` problems of a task, or of each part of Spec-Bench.
 
     Args:
       name: one of `TASKS`.
-      path: of its file, or but for stories a dataset of the Hub as OWNER/NAME[:CONFIG[:SPLIT]]; none for arithmetic,
-        whose problems are in the package.
-      chat: whether the prompts will go through a chat template; plain prompts say in their own words what is wanted.
-      limit: None for all.
+      path: path of the task's file, or (except for stories) a Hub dataset as OWNER/NAME[:CONFIG[:SPLIT]]; None for
+        arithmetic, whose problems are in the package.
+      chat: whether the prompts will be formatted by a chat template. Plain prompts contain their own instructions.
+      limit: maximum number of problems; None for all.
 
     Raises:
-      MarsError: unknown task, a file that cannot be read, a line that is no problem of the task.
+      MarsError: the task is unknown, the file cannot be read, or a line is not a problem of the task.
 
     >>> [problem] = read("arithmetic", chat=True, limit=1)
     >>> problem.metric, problem.references
@@ -55,7 +55,7 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
         return list(itertools.islice(_stories(path), limit))
     problems, seen = [], Counter[str]()
     rows = read_hub(path, name) if is_hub_name(path) else read_jsonl(path)
-    if name != "spec_bench":  # whose parts have limits of their own
+    if name != "spec_bench":  # limited per part below
         rows = itertools.islice(rows, limit)
     for number, fields in enumerate(rows):
         problem = READERS[name](fields, str(_id(fields, number)), chat)
@@ -65,7 +65,7 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
     if not problems:
         raise MarsError(f"'{path}' holds no problems: give one object a line.")
     _check(problems, path)
-    # The parts of Spec-Bench one after another, each in the order of the file.
+    # List the parts of Spec-Bench one after another, each in file order.
     return [p for task in seen for p in problems if p.task == task]
 
 
@@ -86,7 +86,7 @@ def _check(problems: Sequence[Problem], path: str) -> None:
 
 
 def _stories(path: str) -> Iterator[Problem]:
-    """The beginnings of documents. They are cut between words, so any tokenizer gets the same prompts."""
+    """Yield the beginnings of documents. They are cut between words, so that prompts do not depend on the tokenizer."""
     opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     found = False
     for number, document in enumerate(documents(path)):
@@ -105,4 +105,4 @@ def _stories(path: str) -> Iterator[Problem]:
 
 
 TASKS = ("stories", "arithmetic", *READERS)
-"""Names that `read` takes."""
+"""Names that `read` accepts."""

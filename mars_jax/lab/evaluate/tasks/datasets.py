@@ -1,6 +1,6 @@
-"""Rows of a dataset on the Hugging Face Hub, or of a folder in its layout, by the `datasets` library.
+"""Rows of a dataset on the Hugging Face Hub, or of a local folder in its layout, read with the `datasets` library.
 
-Oracle: folders that `datasets` reads by the same call, in tests/lab/evaluate/test_datasets.py.
+Oracle: folders read directly with `datasets`, in tests/lab/evaluate/test_datasets.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mars_jax.lab.evaluate.tasks.jsonl import Fields
 
 
 class Part(NamedTuple):
-    """Which rows of a dataset a task takes where the name does not say it."""
+    """The default config and split of a task's dataset."""
 
     config: str | None
     split: str
@@ -33,18 +33,19 @@ PARTS = {
     "wmt19": Part("zh-en", "validation"),
     "prompts": Part(None, "train"),
 }
-"""Configs and splits of datasets, by their cards: openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
-abisee/cnn_dailymail and wmt/wmt19. Others have no config and a test split, as openai/openai_humaneval and
-google-research-datasets/mbpp. "prompts" are those of `mars-jax generate`, which mostly have that split alone."""
+"""Default configs and splits, from the dataset cards of openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
+abisee/cnn_dailymail and wmt/wmt19. Other datasets use no config and the split test, for example
+openai/openai_humaneval and google-research-datasets/mbpp. "prompts" is for the datasets of `mars-jax generate`; most of
+these have only a train split."""
 
 
 def is_hub_name(path: str) -> bool:
-    """True where a path is no file, but a folder, or the form OWNER/NAME[:CONFIG[:SPLIT]].
+    """Return whether a path is an existing folder, or is not a file and has the form OWNER/NAME[:CONFIG[:SPLIT]].
 
     >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
     (True, True, False)
     """
-    # A file that is not there, where its folder is, is a slip and no name: it is not asked for elsewhere.
+    # A missing file in an existing folder is a typo, not a Hub name: do not look for it on the Hub.
     check_path(path)
     ending = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
     if Path(path).is_file() or ending:
@@ -55,14 +56,14 @@ def is_hub_name(path: str) -> bool:
 
 
 def read_hub(path: str, task: str) -> Iterator[Fields]:
-    """The rows of OWNER/NAME[:CONFIG[:SPLIT]] or of a folder, streamed: no more is downloaded than is read.
+    """Stream the rows of OWNER/NAME[:CONFIG[:SPLIT]] or of a folder. Only the rows that are read are downloaded.
 
     Args:
-      path: as above.
-      task: says config and split where the name does not.
+      path: dataset name or folder, as above.
+      task: sets config and split if the name omits them.
 
     Raises:
-      MarsError: `datasets` is not installed, or does not find this.
+      MarsError: `datasets` is not installed or cannot read the dataset.
     """
     try:
         import datasets
@@ -87,7 +88,7 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
 
 
 def _check_entries(folder: str) -> None:
-    """Raise MarsError for a folder of more files than a dataset has, such as a home folder: `datasets` lists all."""
+    """Raise MarsError for a folder with too many files, such as a home folder: `datasets` would list them all."""
     count, folders = 0, [folder]
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -103,10 +104,10 @@ def _check_entries(folder: str) -> None:
 
 
 def columns(path: str) -> Iterator[tuple[str, dict[str, Any]]] | None:
-    """The rows of a dataset as (place, columns), for `generate --prompts-file`; None where a path names no dataset.
+    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if `path` is no dataset.
 
     Raises:
-      MarsError: as `read_hub`.
+      MarsError: as for `read_hub`.
     """
     if not is_hub_name(path):
         return None

@@ -1,4 +1,4 @@
-"""Objects of a JSON-lines file, plain or compressed, each with the place that a message about it names."""
+"""Objects of a JSON-lines file, plain or compressed, each with its place in the file for error messages."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mars_jax.lab.training.data import UNREADABLE
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The object of one line."""
+    """The JSON object of one line."""
 
     where: str  # "gsm8k.jsonl, line 3"
     values: dict[str, Any]
 
     def error(self, message: str) -> MarsError:
-        """`message` with the place it is about."""
+        """Return an error with `message`, prefixed with the place of this object."""
         return MarsError(f"{self.where}: {message}")
 
     def has(self, *keys: str) -> bool:
-        """True where every one of `keys` is there and not null."""
+        """Return whether all of `keys` are present and not null."""
         return all(self.values.get(key) is not None for key in keys)
 
     def text(self, *keys: str) -> str:
-        """The text under the first of `keys` that is there.
+        """Return the string under the first of `keys` that is present.
 
         Raises:
-          MarsError: none is, or it is not a text with something in it.
+          MarsError: all keys are missing, or the value is blank or not a string.
         """
         for key in keys:
             value = self.values.get(key)
@@ -42,10 +42,10 @@ class Fields:
         raise self.error(f"it has no {' or '.join(keys)}: give one.")
 
     def texts(self, key: str, default: list[str] | None = None) -> list[str]:
-        """The texts under `key`, a text alone being one.
+        """Return the list of strings under `key`. A single string becomes a list of one.
 
         Raises:
-          MarsError: there are none and no `default`, or something is no text.
+          MarsError: the list is missing or empty without a `default`, or an element is not a string.
         """
         value = self.values.get(key, default)
         value = [value] if isinstance(value, str) else value
@@ -57,7 +57,7 @@ class Fields:
 
 
 def read_jsonl(path: str) -> Iterator[Fields]:
-    """The objects of a file, blank lines left out; .xz and .gz are decompressed.
+    """Yield the objects of a file, skipping blank lines. Files in .xz and .gz are decompressed.
 
     Raises:
       MarsError: the file cannot be read, or a line is not a JSON object.

@@ -1,7 +1,7 @@
-"""Rows in the layouts in which question sets are published, as problems. Oracle: rows by hand in test_tasks.py.
+"""Readers that turn rows of published question sets into problems. Oracle: hand-written rows in test_tasks.py.
 
-The question sets of the MARS release and Spec-Bench have `question_id`, `category`, `turns` and `reference`; GSM8K,
-HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 are read in their own layouts too.
+The question sets of the MARS release and Spec-Bench have `question_id`, `category`, `turns` and `reference`. GSM8K,
+HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answer: In 2 hours the train goes 2 * 60 = 120 miles. In all it goes 120 + 40 = 
 
 
 def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
-    """Plain prompts carry two worked examples, of our own making, that show the form of an answer."""
+    """Read a row of GSM8K. A plain prompt starts with two worked examples, which show the format and are our own."""
     question = fields.text("question") if fields.has("question") else fields.texts("turns")[0]
     answer = fields.text("answer") if fields.has("answer") else fields.texts("reference")[0]
     prompt = f"{_GSM8K_EXAMPLES}Question: {question}\nAnswer:"
@@ -52,7 +52,7 @@ def _result(fields: Fields, answer: str) -> str:
 
 
 def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
-    """The MARS release keeps the prompts without their tests, which leaves nothing to score."""
+    """Read a row of HumanEval. The MARS release keeps the prompts without their tests, so its rows are not scored."""
     if fields.has("turns"):
         return Problem(task="humaneval", id=name, turns=(fields.texts("turns")[0],))
     prompt = fields.text("prompt")
@@ -66,7 +66,7 @@ def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
-    """The prompt of Austin et al. 2108.07732, without examples; both the full and the sanitized files."""
+    """Use the prompt of Austin et al. 2108.07732 without examples. Full and sanitized files are supported."""
     tests = fields.texts("test_list")
     setup = [*fields.texts("test_imports", []), fields.values.get("test_setup_code") or ""]
     asked = (
@@ -78,18 +78,18 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
         id=name,
         turns=(asked if chat else f"{asked}\n[BEGIN]\n",),
         metric="pass@1",
-        # The assertions run as they are. HumanEval's evaluator calls `check(None)` after them.
+        # The assertions run as they are. HumanEval's evaluator then calls `check(None)`.
         code=Code("", "None", "\n".join([*setup, *tests, "", "def check(function):", "    pass", ""])),
     )
 
 
 def _mt_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row with its turns under `prompt`."""
+    """Read a row whose turns are under `prompt`."""
     return Problem(task="mt_bench", id=name, turns=tuple(fields.texts("prompt")), metric="likelihood")
 
 
 def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
-    """Ask instruction and input together."""
+    """Join instruction and input into one prompt."""
     asked = [fields.text("instruction")]
     if fields.values.get("input"):
         asked.append(fields.text("input"))
@@ -97,7 +97,7 @@ def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read article and highlights, asked as in the MARS release."""
+    """Read article and highlights, with the prompt of the MARS release."""
     asked, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
     return Problem(task="cnn_dm", id=name, turns=(asked,), metric="rouge_l", references=(reference,))
 
@@ -109,11 +109,11 @@ _LANGUAGES = {
 
 
 def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a text in two languages. The answer is in English if one of them is."""
+    """Read a sentence in two languages. Translate into English if one of them is English."""
     texts = fields.values.get("translation")
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
-    # English is what all models answer best in, and what the published figures translate into.
+    # Models answer best in English, and the published figures are for translation into English.
     (first, source), (second, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
     asked = (
         f"Translate the following {_LANGUAGES.get(first, first)} text to {_LANGUAGES.get(second, second)}."
@@ -124,9 +124,9 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
-    """Return a reader of the MARS release's layout, and of rows without `turns` by another reader.
+    """Return a reader of the MARS release's layout. Rows without `turns` go to `otherwise`.
 
-    References are read only for metrics that compare with them.
+    References are read only if the metric compares answers with them.
     """
 
     def reader(fields: Fields, name: str, chat: bool) -> Problem:
@@ -153,7 +153,7 @@ _SPEC_BENCH = {
 
 
 def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """Its six parts are tasks of their own. Its math questions ask for no form, so the last number counts."""
+    """Read a row of any of the six parts; each is a task. Math prompts set no answer format: the last number counts."""
     category = fields.text("category")
     if category == "math_reasoning":
         return Problem(
@@ -169,7 +169,7 @@ def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _jsonl(fields: Fields, name: str, chat: bool) -> Problem:
-    """Anybody's prompts: `prompt` or `turns`, and where they are scored `metric` and `reference`."""
+    """Read a user's prompt: `prompt` or `turns`, and `metric` and `reference` if it is scored."""
     metric = fields.values.get("metric", "none")
     if metric not in (known := (*UNJUDGED, "final_answer", "last_number", "rouge_l", "bleu")):
         raise fields.error(f"metric is {metric!r}: expected one of {', '.join(known)}.")
@@ -196,4 +196,4 @@ READERS: dict[str, Reader] = {
     "spec_bench": _spec_bench,
     "jsonl": _jsonl,
 }
-"""By task."""
+"""Readers by task."""

@@ -1,4 +1,4 @@
-"""Problems to evaluate on, the same for every task and file."""
+"""Evaluation problems, in one form for every task and file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from typing import NamedTuple
 
 UNJUDGED = ("none", "likelihood")
-"""Metrics that call no single answer good or bad."""
+"""Metrics that do not judge a single answer as right or wrong."""
 
 
 class Code(NamedTuple):
-    """The parts of a test program, as in HumanEval: prompt, completion, test, and then `check(entry_point)`."""
+    """The parts of a test program, as in HumanEval: prompt, completion, test, then a call of `check(entry_point)`."""
 
     prompt: str  # the beginning of the program, "" if the model writes all of it
     entry_point: str  # the function to complete, or "None"
@@ -19,7 +19,7 @@ class Code(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One prompt, of one turn or more, and how its answer is scored."""
+    """A prompt of one or more turns, and how its answer is scored."""
 
     task: str
     id: str  # unique within the task
@@ -27,4 +27,4 @@ class Problem:
     metric: str = "none"  # one of `scores.METRICS`
     references: tuple[str, ...] = ()
     code: Code | None = None
-    continues: bool = False  # plain text to go on with, which no chat template fits
+    continues: bool = False  # plain text to continue, without a chat template
