@@ -258,10 +258,7 @@ class Talk:
                 )
         argv = without(self._argv, own)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
-            argv += [
-                "--verify",
-                self._choices.rule.spec,
-            ]  # keep the rule, independent of the new draft's default
+            argv += ["--verify", self._choices.rule.spec]  # keep the rule: drafts have other defaults
         argv += [own[0], *words]
         args, choices = _parsed(argv)
         if args.prompts != self._args.prompts:
