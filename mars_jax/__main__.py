@@ -19,7 +19,7 @@ def main(*words: str) -> int:
 
 
 def _reserve() -> None:
-    """Open /dev/null for each closed stdin, stdout or stderr: another file would get its number, and then the output."""
+    """Open /dev/null for each closed stdin, stdout or stderr, because another file would get its number and output."""
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)

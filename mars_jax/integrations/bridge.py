@@ -159,7 +159,7 @@ def _bridged(
     cache: Cache,
     prefill_chunk: int | None,
 ) -> LanguageModel:
-    """Return the language model. Cached, so that equal modules have the same functions and jitted callers compile once."""
+    """Return the language model. It is cached, so that equal modules have equal functions and compile once."""
 
     def forward(params: PyTree, tokens: Array, visible: Visible, old: PyTree) -> ForwardOutput:
         mask = visible.dense(cache.slots(old))

@@ -324,7 +324,7 @@ class MarsJax(TemplateLM):
         return answers
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation after its context, and whether greedy decoding generates it."""
+        """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
         ask, size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
         def answer(numbers: Sequence[int]) -> Iterator[tuple[float, bool]]:

@@ -62,7 +62,7 @@ class Running:
         self._state = None  # discard the token
 
     def stream(self, request: Request) -> Generator[StreamEvent, None, None]:
-        """Read the new tokens of the prompt at the call, and decode step by step as the events are consumed.
+        """Read the new tokens of the prompt, and decode step by step as the events are consumed.
 
         If the caller stops iterating or closes the iterator, the text ends there, and the state keeps the tokens so
         far. The next call takes over the state of an unfinished iterator.
