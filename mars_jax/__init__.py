@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # `as` says that a name is exported
+if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax import constraints as constraints
     from mars_jax import contrib as contrib
     from mars_jax import drafters as drafters
@@ -120,7 +120,7 @@ _MODULES = {
 __all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept any name
 
     def __getattr__(name: str):
         if name in _HOME:

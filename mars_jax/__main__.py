@@ -1,4 +1,4 @@
-"""`python -m mars_jax COMMAND`, which the console script `mars-jax` is too."""
+"""Entry point of `python -m mars_jax COMMAND` and of the console script `mars-jax`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from mars_jax.cli import quiet, signals
 
 
 def main(*words: str) -> int:
-    """Run the command line, after these words; returns the exit code."""
+    """Run the command line with these words before its arguments, and return the exit code."""
     _reserve()
     signals.handle()  # imports are slow, and Ctrl-C must work during them
     quiet.quiet_duplicates()
@@ -19,7 +19,7 @@ def main(*words: str) -> int:
 
 
 def _reserve() -> None:
-    """Open /dev/null as each closed stdin, stdout or stderr: another file would get its number and the output."""
+    """Open /dev/null for each closed stdin, stdout or stderr, because another file would get its number and output."""
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)

@@ -1,7 +1,7 @@
 """`python -m mars_jax.generate`: continue prompts from the command line.
 
-This module has the name of the function `mars_jax.generate`, and an import of it takes the function's place on the
-package. So the module can be called, and then is that function.
+This module has the same name as the function `mars_jax.generate`, and importing it replaces the function in the
+package. So the module is callable and acts as that function.
 """
 
 import sys
@@ -17,7 +17,7 @@ from mars_jax.cli.generate.command import main as main
 
 class _CallableModule(types.ModuleType):
     def __call__(self, *args, **options):
-        """See `mars_jax.serve.generation.generate`."""
+        """Call `mars_jax.serve.generation.generate`."""
         from mars_jax.serve.generation import generate
 
         return generate(*args, **options)

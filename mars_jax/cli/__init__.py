@@ -1,1 +1,1 @@
-"""Parts that the command lines share: flags, prompts files, rows of JSON, resumable output and the terminal."""
+"""Shared parts of the command lines: flags, prompts files, rows of JSON, resumable output and the terminal."""

@@ -1,4 +1,4 @@
-"""The commands by name, and their parsers. Nothing here imports jax."""
+"""The commands by name, and their parsers. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _HOME = {
     "check": "mars_jax.lab.commands.check.device_check",
     "lm_eval": "mars_jax.integrations.lm_eval",
 } | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}
-"""Modules of the commands, by name: no import ties the library to the laboratory."""
+"""Modules of the commands. They are strings, so that the library does not import the laboratory."""
 _PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
 USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
 
 
 def parser_of(name: str) -> Parser | None:
-    """Return the parser of a command; None for lm_eval, whose flags are the harness's.
+    """Return the parser of a command; None for lm_eval, whose flags belong to the harness.
 
     >>> parser_of("plan").prog
     'mars-jax plan'
@@ -50,7 +50,7 @@ def parser_of(name: str) -> Parser | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Without a name, list them."""
+    """Run one command, and return its exit code. Without a name, list the commands."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] not in COMMANDS:
         return program(_answer, given)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
-    """Print the help or the version of `mars-jax` itself, or refuse an unknown command."""
+    """Print the help or the version of `mars-jax`, or refuse an unknown command."""
     name, *_ = given or ["--help"]
     if name in ("-h", "--help"):
         lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]

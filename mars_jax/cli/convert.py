@@ -30,7 +30,7 @@ what was left. Figures go to stderr; bad input ends with exit code 2.
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Return the parser."""
     made = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument(
         "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
@@ -46,12 +46,12 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    # jax loads from here on.
+    # jax loads here.
     import jax
 
     from mars_jax import hub

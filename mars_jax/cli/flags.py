@@ -1,4 +1,4 @@
-"""Flags of several commands: their values by the tables of `specs`, and which of them go together. No jax."""
+"""Flags shared by commands: their values, from the tables of `specs`, and valid combinations. Does not import jax."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens
 
 
 def flag_of(name: str) -> str:
-    """Return a flag by its name in Python.
+    """Return the flag for a Python name.
 
     >>> flag_of("top_k")
     '--top-k'
@@ -44,7 +44,7 @@ def flag_of(name: str) -> str:
 
 
 def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return flags without some of them and their values.
+    """Remove some flags and their values from a command line.
 
     >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
     ['--problems', '4']
@@ -58,17 +58,17 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def add_settings(group: Any, *names: str) -> None:
-    """Add flags of settings of a request, as texts; `numbers_of` makes them values."""
+    """Add flags for settings of a request. Their values are strings, which `numbers_of` converts."""
     for name in names:
         row = specs.REQUEST[name]
         group.add_argument(flag_of(name), metavar=row.metavar, help=row.help)
 
 
 def number_of(name: str, text: str, shown: str | None = None) -> Any:
-    """Return the value of a flag in the range of the request setting `name`.
+    """Convert the text of a flag to a value in the range of the request setting `name`.
 
     Raises:
-      MarsError: not a number, or out of range.
+      MarsError: the text is not a number, or is out of range.
 
     >>> number_of("temperature", "0.5")
     0.5
@@ -77,10 +77,10 @@ def number_of(name: str, text: str, shown: str | None = None) -> Any:
 
 
 def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Turn the texts of flags into values, where they are given.
+    """Convert the texts of the given flags to values.
 
     Raises:
-      MarsError: not a number, or out of range.
+      MarsError: a text is not a number, or is out of range.
     """
     for name in names:
         text = getattr(args, name, None)
@@ -89,7 +89,7 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_of(draft: str | None, target: str) -> str:
-    """Return the draft of a pair: the one that is given, or the best one for the target that is here, or n-grams.
+    """Return the draft of a pair: the given one, or else the best one for the target on this machine, or else n-grams.
 
     >>> draft_of(None, "owner/model")
     'ngram'
@@ -98,7 +98,7 @@ def draft_of(draft: str | None, target: str) -> str:
 
 
 def _is_here(name: str) -> bool:
-    from mars_jax.hub.files import is_here  # with jax, which flags of embedded models do without
+    from mars_jax.hub.files import is_here  # imports jax, which flags of embedded models do not need
 
     return is_here(name)
 
@@ -130,7 +130,7 @@ def part_of(text: str) -> slice:
       text: I/N, where I is from 0 to N - 1.
 
     Raises:
-      MarsError: it is something else.
+      MarsError: the text has another form.
 
     >>> list(range(7))[part_of("1/3")]
     [1, 4]
@@ -146,7 +146,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(made: Any) -> None:
-    """Add the flags of several processes that decode as one to a parser."""
+    """Add the flags for several processes that decode as one to a parser."""
     group = made.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
@@ -176,7 +176,7 @@ WITHOUT = [
     (["--part"], ["--output"], ", the file of its rows"),
     (["--log-probs"], ["--json", "--output"], ", whose rows it adds to"),
 ]
-"""Flags that would have no effect without one of others, and a word on these."""
+"""Flags that have no effect without one of the others, and an explanation of these."""
 WITH = [
     (["--base", "--block", "--output", "--resume"], "--compare", ", which prints one table of its own rules"),
     (["--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
@@ -196,23 +196,23 @@ WITH = [
     (["--stream"], "--output", ", which has finished rows"),
     (["prompt_tokens"], "--chat", ", which makes tokens of texts"),
 ]
-"""Flags and keys of prompts that do not go with another flag, and a word on that."""
+"""Flags and keys of prompts that contradict another flag, and an explanation of it."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
 ]
-"""Flags and keys that only some drafters heed, by their property in `specs.DRAFTERS`, and what the others lack."""
+"""Flags and keys that only some drafters support, with the property in `specs.DRAFTERS` and the lack of the others."""
 
 
 class Present:
-    """Names of what was given: flags as users write them, `--draft-size auto` with its value, and keys of prompts."""
+    """Names of the given flags, as users write them (`--draft-size auto` with its value), and of keys of prompts."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[Any] = ()):
         """
         Args:
-          args: of any command; a flag that it does not have is not there.
+          args: of any command; flags that the command does not have count as not given.
           rows: prompts of a file, each a `PromptRow`.
         """
         self._args, self._rows = args, rows
@@ -228,11 +228,11 @@ class Present:
         return found == value if value else _holds(found)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise MarsError for the first of these that is there: a flag that is silently ignored is a wrong result.
+        """Raise MarsError for the first of these names that is given: a silently ignored flag gives wrong results.
 
         Args:
           names: of flags, and of keys without dashes.
-          why: it does not apply, and the cure.
+          why: why it does not apply, and the cure, to follow "does not apply".
         """
         for name in names:
             sentence = f"{name} does not apply {why}."
@@ -245,7 +245,7 @@ class Present:
                     raise row.error(sentence)
 
     def refuse_alone(self) -> None:
-        """Raise MarsError for what would have no effect by `WITH` and `WITHOUT`."""
+        """Raise MarsError for flags that have no effect by the tables `WITH` and `WITHOUT`."""
         for names, other, word in WITH:
             if other in self:
                 self.refuse(names, f"with {other}{word}: leave one of them out")
@@ -257,7 +257,7 @@ class Present:
                 self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: specs.DraftSpec, rule: RuleChoice) -> None:
-        """Raise MarsError for what the drafter or the rule cannot heed: sizes, trees and ends of drafts."""
+        """Raise MarsError for flags of draft sizes, trees and stops that the drafter or the rule does not support."""
         for names, what, lacks in OF_DRAFT:
             if not getattr(draft.row, what):
                 cure = f"leave it out, or draft with {specs.drafters_that(what)}"
@@ -280,10 +280,10 @@ class Present:
 
 
 def _key(name: str) -> str:
-    """Return the name in Python of a flag or a key."""
+    """Return the Python name of a flag or a key."""
     return name.removeprefix("--").partition(" ")[0].replace("-", "_")
 
 
 def _holds(value: Any) -> bool:
-    """Tell whether a flag or a key has a value; 0 is one."""
+    """Return whether a flag or a key has a value; 0 is a value."""
     return value is not None and value is not False and value != []

@@ -1,4 +1,4 @@
-"""Commands that run in several processes: the first one prints."""
+"""Support for commands that run in several processes. Only the first process prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mars-jax models`: the models that have a short name, where they are, and what drafts for them."""
+"""`mars-jax models`: a list of the models with a short name, their locations and their drafts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Hugging Face hub, so that it needs no network) or obtainable. mars-jax pairs has
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Return the parser."""
     made = Parser(prog="mars-jax models", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--json", action="store_true", help="print one JSON array")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
 def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
-    """Print rows of cells, the first being the header, in columns that are as wide as they have to be."""
+    """Print rows of cells, the header first, in columns of the least width."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -46,7 +46,7 @@ def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.hub import is_here  # jax loads with it
+    from mars_jax.hub import is_here  # imports jax
 
     def where(row: ModelRow) -> str:
         if not row.repository:

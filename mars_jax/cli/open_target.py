@@ -1,4 +1,4 @@
-"""Open the target and the mesh that flags name, and check that a draft fits the target."""
+"""Functions that open the target and the mesh of the flags, and check that a draft fits the target."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
-    """Open the mesh that --mesh names. Print notes about arrays that do not divide over it.
+    """Open the mesh of --mesh. Print notes about arrays that do not divide over it.
 
     Raises:
       MarsError: as `parse_mesh` and `hosts.check_mesh`.
@@ -59,7 +59,7 @@ def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
 
 
 def check_file(path: str, shown: str) -> None:
-    """Raise MarsError if there is no such file.
+    """Raise MarsError if a file does not exist.
 
     Args:
       path: of the file, or of a pipe.
@@ -70,7 +70,7 @@ def check_file(path: str, shown: str) -> None:
 
 
 def check_draft(target: Pretrained, draft: DraftSpec) -> None:
-    """Check without weights that a draft exists and fits the target. Print a note if its tokenizer differs.
+    """Check, without loading weights, that a draft exists and fits the target. Print a note if its tokenizer differs.
 
     Raises:
       MarsError: as `hub.outline` and `shared_tokens`, or the draft does not exist.

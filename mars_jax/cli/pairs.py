@@ -1,4 +1,4 @@
-"""`mars-jax pairs`: drafts for a model."""
+"""`mars-jax pairs`: a list of drafts for a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ In the column "loads":
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Return the parser."""
     made = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument(
         "target",
@@ -45,7 +45,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 

@@ -1,4 +1,4 @@
-"""The frame of every command: parser, exit codes, one sentence for bad input, compilation cache."""
+"""The frame of every command: parser, exit codes, one-line errors for bad input, compilation cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Fills the paragraphs of a description to the width, except those with indented lines, such as examples."""
+    """Formatter that wraps the paragraphs of a description, except those with indented lines, such as examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip("\n").split("\n\n")
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
 
     def format_short(self) -> str:
-        """Return the help of the `short` flags. It cuts each text at the first semicolon."""
+        """Return the help of the `short` flags, with each text cut at its first semicolon."""
         if self._short is None:
             return self.format_help()
         made = self._get_formatter()
@@ -81,11 +81,11 @@ class Parser(argparse.ArgumentParser):
         return dict(next(found, {}))
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the groups that hold something, by their titles."""
+        """Return the groups that are not empty, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown flags here, because only the parser of the subcommand knows the similar ones."""
+        """Refuse unknown flags here, because only the parser of the subcommand can suggest similar ones."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse values that no flag or path can have, before anything is opened.
+        """Refuse values that no flag or path can have, before opening any file.
 
         An empty value usually comes from an unset shell variable. It would silently select the default or the current
         folder. A URL in place of a local path would become a folder of that name.
@@ -145,7 +145,7 @@ def command(
     run: Callable[[argparse.Namespace, IO[str]], None],
     argv: Sequence[str] | None,
 ) -> int:
-    """Run `run(parse(argv), stdout)`; returns the exit code.
+    """Run `run(parse(argv), stdout)`, and return the exit code.
 
     `parse` must not import jax, and may print, as for --help. `run` writes the result to stdout.
     """
@@ -166,7 +166,7 @@ def command(
 
 
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
-    """Run `run(argv, stdout)`; returns the exit code."""
+    """Run `run(argv, stdout)`, and return the exit code."""
     quiet()
     with heartbeat():
         code = _program(run, argv)
@@ -217,7 +217,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
 
 
 def _check_switch() -> None:
-    """Check MARS_JAX_PALLAS: `kernels_pallas.trial.switched_on` does so only once jax and the weights are loaded."""
+    """Check MARS_JAX_PALLAS early: `kernels_pallas.trial.switched_on` only checks it after loading the weights."""
     value = os.environ.get("MARS_JAX_PALLAS") or "1"
     if value not in ("0", "1"):
         raise MarsError(f"MARS_JAX_PALLAS is {value!r}: expected 0, which turns Pallas kernels off, or 1.")

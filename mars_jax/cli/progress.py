@@ -46,7 +46,7 @@ def heartbeat() -> Iterator[None]:
 
 
 class _Activities:
-    """Text of a spinner, which rich renders again and again."""
+    """Text of a spinner, which rich renders repeatedly."""
 
     def __rich__(self) -> str:
         return activity.describe()
@@ -54,7 +54,7 @@ class _Activities:
 
 @contextlib.contextmanager
 def busy(name: str) -> Iterator[None]:
-    """Show a spinner on a terminal while something runs that cannot be counted."""
+    """Show a spinner on a terminal during work whose progress cannot be counted."""
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
@@ -68,8 +68,8 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
     """Yield a function that reports progress to the heartbeat and to a bar, which disappears at the end.
 
     Args:
-      name: what is counted.
-      bar: False if stdout shows the results as they come, so that a terminal needs no bar.
+      name: of the items that are counted.
+      bar: False if stdout shows the results as they arrive, so that a terminal needs no bar.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -103,7 +103,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:
-    """Return tokens per second and tau as text. Rows that were read from a file took no time.
+    """Return tokens per second and tau as text. Rows that were read from a file have no time.
 
     >>> speed(40, 20, 2.0), speed(40, 20, 0.0)
     ('20 tokens/s, tau 2.00', 'read from the file')

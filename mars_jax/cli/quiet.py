@@ -1,4 +1,4 @@
-"""Silence for the messages that libraries print on stderr. Call `quiet` before jax is imported."""
+"""Functions that silence messages of libraries on stderr. Call `quiet` before importing jax."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 _QUIET = {
-    # Level 3 keeps fatal errors only: XLA logs alarms about slow compilations as errors.
+    # Level 3 shows only fatal errors: XLA logs alarms about slow compilations as errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
     # The bars of huggingface_hub would overwrite ours, which show the same download.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
-    # Without a TPU, libtpu complains in five lines that it does not find its host. These are the values of a machine
-    # with one chip; nothing else reads them, and JAX chooses another device.
+    # Without a TPU, libtpu prints five lines because it does not find its host. These are the values of a machine with
+    # one chip. Only libtpu reads them, and JAX still chooses another device.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
@@ -40,7 +40,7 @@ def quiet_duplicates() -> None:
     previous = sys.unraisablehook
 
     def hook(problem: Any) -> None:
-        # TensorStore's callbacks complain about the event loop that a failed save has closed.
+        # After a failed save TensorStore's callbacks report that the event loop is closed.
         if str(problem.exc_value) != "Event loop is closed":
             previous(problem)
 
@@ -48,7 +48,7 @@ def quiet_duplicates() -> None:
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:
-    """Return whether this machine may have a TPU. Then libtpu must find its host, whatever it prints.
+    """Return whether this machine may have a TPU. If so, libtpu must find its host, even if it prints messages.
 
     Args:
       root: of the file system, for tests.

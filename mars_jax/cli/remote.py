@@ -18,7 +18,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def refuse(path: str | os.PathLike[str], flag: str) -> None:
-    """Raise MarsError if a path that must be local is a URL, or what `Path` makes of a URL.
+    """Raise MarsError if a path that must be local is a URL, or a URL that `Path` has converted.
 
     >>> refuse("runs/evidence", "--output")
     """

@@ -1,4 +1,4 @@
-"""The flags of a rule, in every command that takes one, and the tables for people. Nothing here imports jax."""
+"""Flags of a rule, for all commands that take one, and printed tables of rules and drafters. Does not import jax."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def add_rule_flags(
 
     Args:
       made: a parser, or a group of one.
-      default: rule, for the help.
-      instead: settings that the command gives otherwise, and that get no flag.
-      help: of --verify, in front of the list.
+      default: default rule, for the help.
+      instead: settings that the command sets in another way, and that get no flag.
+      help: beginning of the help of --verify, before the list.
     """
     listed = ", ".join(
         f"{row.name}:PATH" if "weights" in row.needs else row.name for row in specs.RULES.values()
@@ -55,10 +55,10 @@ def add_rule_flags(
 
 
 def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """Choose a rule as `choose` does, and check that the weights that it needs are named too.
+    """Choose a rule as `choose` does, and check that its weights are named if it needs some.
 
     Raises:
-      MarsError: as `choose`; weights that are missing.
+      MarsError: as `choose`, or weights are missing.
     """
     choice = choose(spec, given)
     if "weights" in choice.row.needs and not specs.split(spec)[1]:
@@ -67,12 +67,12 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
-    """Return the rule that was chosen, and the file of `mars-jax calibrate` where theta names one, else None.
+    """Return the chosen rule, and the file of `mars-jax calibrate` if theta is a file, else None.
 
     Args:
-      spec: of the rule, or None for the file's or else the default.
+      spec: of the rule; None means that of the file, or else the default.
       given: its settings, from `given_settings`.
-      default: spec where neither says one.
+      default: spec of the default rule.
 
     Raises:
       MarsError: as `named`, or as `lab.theta.rule_of_file`.
@@ -83,7 +83,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
 
 
 def is_number(text: str) -> bool:
-    """Tell whether a text is a number, and so no name of a file."""
+    """Return whether a text is a number, and therefore not a file name."""
     try:
         float(text)
     except ValueError:
@@ -92,7 +92,7 @@ def is_number(text: str) -> bool:
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:
-    """Return the settings of the rule that flags and --rule-option name, as texts."""
+    """Return the settings of the rule from flags and --rule-option, as texts."""
     given = {}
     for name in _flags():
         value = getattr(args, name, None)
@@ -112,7 +112,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
 
 
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
-    """Return the settings with a flag of their own: by name, each with the rules that have it."""
+    """Return the settings that have a flag, by name, each with the rules that have it."""
     found: dict[str, list[tuple[str, Setting]]] = {}
     for row in specs.RULES.values():
         for name, setting in row.settings.items():
@@ -122,11 +122,11 @@ def _flags() -> dict[str, list[tuple[str, Setting]]]:
 
 
 FLAGS = ("verify", *_flags())
-"""The names under which parsed flags hold the rule."""
+"""Names of the parsed flags that determine the rule."""
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """Explain a setting for each rule that has it, once for rules in which it means the same."""
+    """Return the help of a setting for the rules that have it. Rules with the same meaning share one explanation."""
     said: dict[str, list[str]] = {}
     for rule, setting in settings:
         text, semicolon, more = setting.help.partition("; ")
@@ -142,7 +142,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
 
 
 def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
-    """Print the table of rules, and the user's own if one is named."""
+    """Print the table of rules, and the user's rule if one is named."""
     rows = [*specs.RULES.values(), *([specs.find(own)] if own and specs.is_own(own) else [])]
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)

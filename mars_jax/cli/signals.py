@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM end a command at once, with one line on stderr.
+"""Signal handling: Ctrl-C and SIGTERM end a command at once, with one line on stderr.
 
-Python runs signal handlers in the main thread between two bytecodes, so none runs while XLA compiles. An exception
-that a handler raises inside a callback of XLA is lost or crashes the process. Therefore the handlers do nothing, and
-two other threads read the signals from a pipe. Only the entry points of the process call `handle`: a program that
-calls a command's `main` keeps its own handlers.
+Python runs signal handlers in the main thread between two bytecodes, so no handler runs while XLA compiles. An
+exception that a handler raises inside a callback of XLA is lost or crashes the process. Therefore the handlers do
+nothing, and two other threads read the signals from a pipe. Only the entry points of the process call `handle`: a
+program that calls a command's `main` keeps its own handlers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOW_CURSOR = "\x1b[?25h"  # bars hide it
 
 
 class _State:
-    """Everything that the threads share with the main thread."""
+    """State that the threads share with the main thread."""
 
     def __init__(self) -> None:
         self.writing: int | None = None  # end of the pipe; None without `handle`
@@ -33,7 +33,7 @@ class _State:
         self.stop: threading.Event | None = None  # event that the next Ctrl-C sets
         self.raises = False  # whether Ctrl-C raises KeyboardInterrupt in the main thread
         self.actions: list[Callable[[], str]] = []  # of `ending`
-        self.turn = threading.Lock()  # to read the pipe
+        self.turn = threading.Lock()  # held while reading the pipe
         self.marked = threading.Event()
         self.ending = threading.Lock()  # taken once, by the thread that calls the action
         self.printing = threading.Lock()  # taken once, by the thread that prints the line
@@ -55,7 +55,7 @@ def handle() -> None:
         signal.signal(number, _on_signal)
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
-    for _ in range(2):  # the second one reads the signals that come while the first one ends the process
+    for _ in range(2):  # the second one reads signals that arrive while the first one ends the process
         threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
     os.register_at_fork(after_in_child=lambda: _release(numbers))
 
@@ -96,7 +96,7 @@ def stoppable() -> Iterator[threading.Event]:
     try:
         yield _state.stop
     finally:
-        if _state.writing is not None:  # wait until the signals that came in the block are read
+        if _state.writing is not None:  # wait until the signals of the block are read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
             _state.marked.wait()  # `_watch` has set `stop` to None: the next Ctrl-C ends the process

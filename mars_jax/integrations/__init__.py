@@ -1,1 +1,1 @@
-"""Bridges to other libraries, each thin and over the library alone."""
+"""Thin bridges to other libraries."""

@@ -1,17 +1,17 @@
-"""Modules of Flax as language models, and our params as nnx state.
+"""Flax modules as language models, and our params as nnx state.
 
-A module is taken as it is, through one function that calls it. **The contract** of a call
+A module is used unchanged, through one function that calls it. **The contract** of a call
 `(tokens i32[B, N], positions i32[B, N], mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
 
-- Writes precede reads: the rows of the N tokens go into slots `slot[b] .. slot[b] + N - 1` of the cache, and then each
-  token attends to what the mask says of the whole cache, its own row among it. Nothing else is read.
-- A slot is not a position: rotary embeddings take `positions`. Nodes of a tree that stand at one depth share theirs.
-- Padding is clipped: a token below 0 arrives as 0, and nothing reads what comes of it.
-- Rows are independent, and the call is pure: the cache that is given stays what it is.
-- Build once: a module that is bridged twice with the same functions is one model, so nothing compiles again. A lambda
-  that is made again is another function.
+- Writes precede reads: the keys and values of the N tokens go into slots `slot[b] .. slot[b] + N - 1` of the cache.
+  Then each token attends to the slots of the whole cache that the mask allows, including its own, and to no others.
+- A slot is not a position: rotary embeddings use `positions`. Tree nodes at the same depth have the same position.
+- Padding is clipped: a token below 0 arrives as 0, and its result is never used.
+- Rows are independent, and the call is pure: it does not change its input cache.
+- Functions are reused: bridging a module twice with the same functions gives the same model, which does not compile
+  again. A lambda that is created again is another function.
 
-`check` tries a model against it. Oracle: transformers' logits through our own transformer
+`check` tests a model against the contract. Oracle: transformers' logits through our own transformer
 (tests/integrations/test_bridge.py).
 """
 
@@ -34,13 +34,13 @@ __all__ = ["Cache", "check", "from_linen", "from_nnx", "params_of", "to_nnx"]
 
 
 class Cache:
-    """Functions that open a cache whose leaves are not [B, S, ...]; see `LanguageModel`.
+    """Access functions of a cache whose leaves are not [B, S, ...]; see `LanguageModel`.
 
     Args:
       slots: cache -> S.
-      commit: (cache, start i32[B], path i32[B, D + 1]) -> cache; moves the rows of an accepted path into a row. Only
-        trees call it.
-      put: (cache, rows i32[b], new) -> cache; default: every leaf begins with B.
+      commit: (cache, start i32[B], path i32[B, D + 1]) -> cache; moves the entries of an accepted path into consecutive
+        slots. Only trees call it.
+      put: (cache, rows i32[b], new) -> cache; replaces rows of the batch; default: the first axis of every leaf is B.
     """
 
     def __init__(
@@ -70,26 +70,26 @@ def from_nnx(
     cache: Cache = _DEFAULT,
     prefill_chunk: int | None = None,
 ) -> tuple[LanguageModel, PyTree]:
-    """A `flax.nnx` module as a language model, and its state as the params to pass.
+    """Return a `flax.nnx` module as a language model, and its state as params.
 
     Args:
-      module: any module that `call` calls. It is split here; a trainer's later weights are `nnx.state(module)`, or for
-        params alone what `nnx.update` made of it.
+      module: any module that `call` calls. It is split here. After training, pass `nnx.state(module)`; if the trainer
+        has only params, update the module with `nnx.update` first.
       vocab_size: V.
       init_cache: (batch, slots) -> the cache, a pytree of arrays.
-      call: `(module, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`, as the module's contract says
-        above; default: the module itself, called with these.
-      unembed: `(module, hidden [B, N, E]) -> logits`, where `call` gives hidden states and not logits: so a prompt is
-        read without logits, and rules and drafters that read hidden states can.
+      call: `(module, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`, with the contract above;
+        default: call the module with the other five arguments.
+      unembed: `(module, hidden [B, N, E]) -> logits`, if `call` returns hidden states instead of logits. Then prompts
+        are read without computing logits, and rules and drafters can read the hidden states.
       embed: `(module, tokens i32[B, N]) -> [B, N, E]`, for drafters that share the target's embedding.
-      cache: functions of a cache of one's own.
+      cache: access functions of a custom cache.
       prefill_chunk: prompt tokens per forward.
 
     Returns:
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: what is given is no nnx module. When it is called: logits or a cache of another shape than promised.
+      MarsError: `module` is not an nnx module. When the model is called: logits or cache have the wrong shape.
     """
     from flax import nnx
 
@@ -113,17 +113,17 @@ def from_linen(
     cache: Cache = _DEFAULT,
     prefill_chunk: int | None = None,
 ) -> LanguageModel:
-    """A `flax.linen` module as a language model, whose params are the variables that `module.init` gives.
+    """Return a `flax.linen` module as a language model, whose params are the variables that `module.init` returns.
 
     Args:
       module: any module that `call` calls.
-      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; functions get `apply`, which is
-        `module.apply` with the variables, where those of `from_nnx` get the module.
-      call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: `apply` called with
-        the other five. `apply(..., method="name")` calls a method.
+      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but functions receive `apply`,
+        which is `module.apply` with the variables, instead of the module.
+      call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: call `apply` with the
+        other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: what is given is no linen module. When it is called: logits or a cache of another shape than promised.
+      MarsError: `module` is not a linen module. When the model is called: logits or cache have the wrong shape.
     """
     from flax import linen
 
@@ -136,7 +136,7 @@ def from_linen(
 
 
 class _Merge:
-    """From params to what can be called; equal where the structure that it is made from is."""
+    """Function from params to a callable, hashable so that `_bridged` can be cached: equal for equal structures."""
 
     def __init__(self, structure: Any, opened: Callable[[PyTree], Any]):
         self.structure, self.opened = structure, opened
@@ -159,7 +159,7 @@ def _bridged(
     cache: Cache,
     prefill_chunk: int | None,
 ) -> LanguageModel:
-    """Cached, so that equal modules are the same functions and a jitted caller compiles once."""
+    """Return the language model. It is cached, so that equal modules have equal functions and compile once."""
 
     def forward(params: PyTree, tokens: Array, visible: Visible, old: PyTree) -> ForwardOutput:
         mask = visible.dense(cache.slots(old))
@@ -189,7 +189,7 @@ def _bridged(
 
 
 def _check_shapes(out: Any, old: PyTree, new: PyTree, tokens: tuple[int, ...], vocab: int | None) -> None:
-    """Raise MarsError where a module gives other shapes than the contract says."""
+    """Raise MarsError if a module returns shapes or dtypes that violate the contract."""
     wanted = (*tokens, "E" if vocab is None else vocab)
     shape = getattr(out, "shape", ())
     if len(shape) != 3 or shape[:2] != tokens or (vocab is not None and shape[2] != vocab):
@@ -208,17 +208,17 @@ def _check_shapes(out: Any, old: PyTree, new: PyTree, tokens: tuple[int, ...], v
 
 
 def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> None:
-    """Try a model against the contract of this module, with a dozen random tokens; takes seconds.
+    """Test a model against the contract of this module, with a dozen random tokens; takes seconds.
 
-    One forward over all of them is compared with forwards in pieces, with a tree whose nodes share positions and stand
-    in other slots, with rows that begin elsewhere, and with a cache full of junk where nothing may look.
+    The test compares one forward over all tokens with forwards in pieces, with a tree whose nodes share positions and
+    are in other slots, with swapped and replaced rows, and with a cache that holds junk in all masked slots.
 
     Args:
-      model, params: of `from_nnx`, `from_linen`, or a `LanguageModel` of one's own.
-      tolerance: the largest difference of two logits that is rounding.
+      model, params: from `from_nnx` or `from_linen`, or a user's `LanguageModel`.
+      tolerance: the largest difference between two logits that counts as rounding.
 
     Raises:
-      MarsError: the first promise that is broken.
+      MarsError: the first part of the contract that is violated.
 
     >>> from mars_jax.core import fake
     >>> check(fake.hash_model(vocab_size=11), ())
@@ -250,7 +250,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
     compare(jnp.concatenate([head, tail], 1), whole, "a text in two pieces is another text than in one")
     swapped, _ = run(ids[::-1], Visible.causal(zero, count), model.init_cache(2, slots))
     compare(swapped[::-1], whole, "a row depends on the others")
-    # A tree after 8 tokens: the root, a wrong child, the right child, and the right one's child.
+    # A tree after 8 tokens: the root, a wrong child, the right child, and a child of the right one.
     wrong = (ids[:, 9:10] + 1) % model.vocab_size
     tree = jnp.concatenate([ids[:, 8:9], wrong, ids[:, 9:11]], 1)
     seen = jnp.asarray([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
@@ -272,10 +272,10 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
 
 
 def to_nnx(model: LanguageModel, params: PyTree) -> Any:
-    """Params of ours as a `flax.nnx` module, for optimizers, checkpoints and trainers that take one.
+    """Return our params as a `flax.nnx` module, for optimizers, checkpoints and trainers that take one.
 
-    The module holds a `nnx.Param` for each array, and `module(tokens i32[B, N]) -> f32[B, N, V]` gives the logits after
-    every token, which have a gradient. `params_of` turns its weights back.
+    The module has an `nnx.Param` for each array. `module(tokens i32[B, N]) -> f32[B, N, V]` returns the logits after
+    every token and is differentiable. `params_of` converts its weights back.
 
     >>> from mars_jax.models import ModelConfig, init_params, language_model
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -291,7 +291,7 @@ def to_nnx(model: LanguageModel, params: PyTree) -> Any:
 
 @functools.cache
 def _module_class() -> type:
-    """The class of `to_nnx`'s modules, made when flax is wanted."""
+    """Return the class of `to_nnx`'s modules. It is created on first use, because flax is optional."""
     from flax import nnx
 
     class OurParams(nnx.Module):
@@ -315,12 +315,12 @@ def _module_class() -> type:
 
 
 def params_of(module: Any, state: Mapping[str, Any] | None = None) -> PyTree:
-    """The params of a module of `to_nnx`, as the model's functions take them.
+    """Return the params of a module of `to_nnx`, in the structure that the model's functions take.
 
     Args:
-      module: of `to_nnx`.
-      state: weights to take in place of the module's own, such as a trainer's `nnx.state(module, nnx.Param)`. Nothing
-        leaves the device, so it may stand in a jitted function.
+      module: from `to_nnx`.
+      state: weights to use instead of the module's, such as a trainer's `nnx.state(module, nnx.Param)`. All arrays stay
+        on the device, so the call may be part of a jitted function.
     """
     if state is None:
         return module.params()

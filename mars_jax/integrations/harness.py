@@ -1,8 +1,8 @@
-"""`mars-jax lm_eval`: the command line of lm-evaluation-harness, with `--model mars_jax` in it.
+"""The model `mars_jax` of lm-evaluation-harness.
 
-The harness finds models in a registry and has no plugins, so this module enters ours and hands over; a program that
-calls `lm_eval.simple_evaluate(model="mars_jax", ...)` imports it first. `generate_until` decodes with the draft and
-the rule, so that their quality is what a task measures; likelihoods are the target's own, whatever the rule.
+The harness finds models in a registry and has no plugins, so importing this module registers the model; a program that
+calls `lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the draft and
+the rule, so a task measures their quality. Likelihoods are the target's, independent of the rule.
 
 Oracle: PyTorch transformers with the same checkpoint, in tests/integrations/test_harness.py.
 """
@@ -50,7 +50,7 @@ FLAGS = (
 )
 """Arguments of a model that are flags of `generate`, with the same values."""
 CHUNK = 32
-"""Batches of likelihoods that are written together; texts of one length share them."""
+"""Batches of likelihoods that are written together. Requests of similar lengths within them share a batch."""
 
 
 class Answered(Exception):
@@ -59,7 +59,7 @@ class Answered(Exception):
 
 @register_model("mars_jax")
 class MarsJax(TemplateLM):
-    """A target and its draft as the harness sees a model; the arguments are those of `--model_args`."""
+    """A target and its draft as a model of the harness. The arguments are those of `--model_args`."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class MarsJax(TemplateLM):
         """
         Args:
           target, draft: as for `python -m mars_jax.generate`; only the embedded target has a draft by default.
-          max_gen_toks: most new tokens of a task that does not limit them.
-          choice: texts divided by "|", to one of which every generated text is constrained. A task may have
-            constraints of its own in its generation_kwargs, choice there as a list.
-          mesh: axes with their sizes, joined by a plus since commas part arguments: data=2+model=4.
+          max_gen_toks: maximum number of new tokens in tasks that do not limit them.
+          choice: strings separated by "|". Every generated text is constrained to one of them, unless a task has
+            constraints in its generation_kwargs, where choice is a list.
+          mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
           rows: a file of answers, one row each. A run with the same arguments answers only the requests that it lacks.
           part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
             without `part` scores the rows of all parts, joined in one file.
@@ -113,7 +113,7 @@ class MarsJax(TemplateLM):
             hosts.connect(args.coordinator, args.num_processes, args.process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
-        # Refuse a wrong file before the weights are loaded.
+        # Refuse a wrong file before loading the weights.
         self._rows = None
         if rows is not None:
             run = recorded(args, choices, []) | {"max_gen_toks": max_gen_toks}
@@ -134,7 +134,7 @@ class MarsJax(TemplateLM):
         self._template: str | None = None
 
     def _close(self) -> None:
-        """Close the file of rows, so that a program may open it again."""
+        """Close the file of rows, so that the same program can open it again."""
         if self._rows is not None:
             self._rows.close()
 
@@ -144,10 +144,10 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """0. The harness reads this property again after the last answer, and the file of rows is then closed.
+        """0. The harness reads this property again after the last answer, which closes the file of rows.
 
         Raises:
-          Answered: this was a part.
+          Answered: the run is only a part.
           MarsError: the part has none of the requests.
         """
         if self._rows is None or not self._count or self._ended:
@@ -161,7 +161,7 @@ class MarsJax(TemplateLM):
         raise Answered(f"{self._rows.path}: {self._answered} of {self._count} rows")
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse the harness's own cache if there is a file of rows: it would keep the placeholders of other parts.
+        """Refuse the harness's cache if there is a file of rows: it would keep the placeholders of other parts.
 
         Raises:
           MarsError: there is a file of rows.
@@ -172,18 +172,18 @@ class MarsJax(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token in front of a text that has no context."""
+        """The token before a text without context."""
         return self._target.stop_tokens[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token in front of a text that has no context: the one that begins texts, else the one that ends them."""
+        """The token before a text without context: the beginning-of-sequence token, or else the end-of-text token."""
         bos = self._target.config.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's record of a run."""
+        """Name of the tokenizer, for the harness's record of a run."""
         return self._target.name.replace("/", "__")
 
     @property
@@ -192,7 +192,7 @@ class MarsJax(TemplateLM):
         return self._target.config.max_positions
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that `apply_chat_template` takes from now on, for the harness's record of a run.
+        """Select the template of later calls of `apply_chat_template`, and return it for the harness's record of a run.
 
         Args:
           chat_template: True for the tokenizer's own, the name of one of several, or False for none.
@@ -217,11 +217,12 @@ class MarsJax(TemplateLM):
     def apply_chat_template(
         self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the text that is tokenized.
+        """Return a conversation as a string to tokenize.
 
         Args:
           chat_history: turns, each with its `role` and `content`.
-          add_generation_prompt: end where the model is to answer; else within the last turn, which it continues.
+          add_generation_prompt: whether to end at the beginning of the model's answer; otherwise the string ends within
+            the last turn, which the model continues.
 
         Raises:
           MarsError: there is no template, or it does not take these turns.
@@ -246,9 +247,10 @@ class MarsJax(TemplateLM):
             ) from None
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; special tokens as the tokenizer adds them, unless told otherwise.
+        """Return the token ids of a string. By default the tokenizer adds its special tokens.
 
-        A text that begins with the token that begins texts, as a chat template's does, gets no second one.
+        A string that already begins with the beginning-of-sequence token, as those of chat templates do, gets no second
+        one.
         """
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and begin and string.startswith(begin):
@@ -259,7 +261,7 @@ class MarsJax(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # A context that is too long loses its beginning, as everywhere in the harness.
+        # Cut the beginning of a context that is too long, as the harness does everywhere.
         texts = [(context + wanted)[-self.max_length :] for _, context, wanted in requests]
         answers = []
         for request, found in zip(
@@ -276,7 +278,7 @@ class MarsJax(TemplateLM):
     ) -> list[Any]:
         """Return the answers to the requests of one call of the harness, which calls in a fixed order.
 
-        A row has the number of its request among all of them, so that the rows of several parts can be joined.
+        A row has the number of its request in the whole run, so that the rows of several parts can be joined.
 
         Args:
           kind: of the requests.
@@ -322,7 +324,7 @@ class MarsJax(TemplateLM):
         return answers
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Likelihood of texts after their contexts, and whether greedy decoding gives them."""
+        """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
         ask, size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
         def answer(numbers: Sequence[int]) -> Iterator[tuple[float, bool]]:
@@ -335,7 +337,7 @@ class MarsJax(TemplateLM):
         return [(float(log_p), greedy) for log_p, greedy in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Likelihood of whole texts, in windows of the context where they are longer."""
+        """Return the log-likelihood of whole texts. Those longer than the context are scored in windows."""
 
         def answer(numbers: Sequence[int]) -> Iterator[float]:
             for i in numbers:
@@ -358,7 +360,7 @@ class MarsJax(TemplateLM):
         return self._each("generate_until", requests, lambda numbers: self._generate(requests, numbers), "")
 
     def _generate(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[str]:
-        """Yield the texts of some requests, in their order."""
+        """Yield the completions of some requests, in their order."""
         made = []
         for index, request in enumerate(requests):
             context, options = request.args
@@ -401,7 +403,7 @@ def _key(kind: str, request: Any) -> str:
 
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:
-    """(most new tokens, stop strings, sampling) of a task's gen_kwargs."""
+    """Return (maximum new tokens, stop strings, sampling options) of a task's gen_kwargs."""
     left = dict(given)
     until = left.pop("until", None) or []
     limit = int(left.pop("max_gen_toks", left.pop("max_new_tokens", limit)))

@@ -1,4 +1,4 @@
-"""`mars-jax lm_eval`: the command line of lm-evaluation-harness, with `--model mars_jax` in it."""
+"""`mars-jax lm_eval`: the command line of lm-evaluation-harness, with the model `mars_jax`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ mars-jax generate by their names, such as target=PATH,draft=model:SMALL,verify=m
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The harness's own command line; returns the exit code."""
+    """Run the harness's command line, and return the exit code."""
 
     def run(argv: Sequence[str] | None, out: Any) -> None:
         given = list(sys.argv[1:] if argv is None else argv)
@@ -35,21 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if {"-h", "--help"} & {*given}:
             print(f"{ours.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
-        kept, given = argparse.ArgumentParser.parse_known_args(ours, given)  # the rest is the harness's
+        kept, given = argparse.ArgumentParser.parse_known_args(ours, given)  # the harness parses the others
         kept = {name: value for name, value in vars(kept).items() if value is not None}
         if kept:
             if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in given):
                 raise MarsError(
                     f"--{next(iter(kept))} does not apply with --config: put it among its model_args."
                 )
-            given += ["--model_args", json.dumps(kept)]  # the harness adds them to those that are given
+            given += ["--model_args", json.dumps(kept)]  # the harness merges repeated --model_args
 
-        # The import enters the model into the harness's registry.
+        # The import registers the model with the harness.
         from mars_jax.integrations.harness import Answered
 
-        from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, which says where it is missing
+        from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, whose error explains how to install it
 
-        sys.argv = [sys.argv[0], *given]  # the only place where the harness looks
+        sys.argv = [sys.argv[0], *given]  # the harness reads no other arguments
         sys.stdout = out  # the harness prints its tables there
         try:
             cli_evaluate()

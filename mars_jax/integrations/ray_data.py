@@ -1,4 +1,4 @@
-"""Generation in `ray.data`: many machines decode the rows of one dataset.
+"""Generation in `ray.data`, where many machines decode the rows of one dataset.
 
 Oracle: `generate` over all rows in one process (tests/integrations/test_ray_data.py).
 """
@@ -23,23 +23,23 @@ RESULTS = ("text", "tokens", "finish_reason", "tau", "log_probs")
 
 
 class Generate:
-    """Stateful callable for `ray.data.Dataset.map_batches`: continues the prompts of a batch of rows.
+    """Stateful callable for `ray.data.Dataset.map_batches` that continues the prompts of a batch of rows.
 
     Every actor loads the pair once. A row draws with its own `seed`, or with the base seed plus its `id`. So its tokens
-    do not depend on the batch, on the number of actors, or on a restart.
+    do not depend on the batch, the number of actors, or restarts.
 
     Args:
       target: name or path of the target, as for `mars_jax.load`.
       draft: spec of the drafter, as for `mars_jax.drafters.load`.
       verify: the rule, such as `verify.mars(theta=0.9)`, or its name; default `verify.exact()`.
-      prompt: column of the prompts: texts, token ids, or conversations as for `mars_jax.generate`.
+      prompt: column of the prompts: strings, token ids, or conversations as for `mars_jax.generate`.
       seed: base seed, for rows without one.
       load_options: other arguments of `mars_jax.load`, such as `{"dtype": "int8"}`.
       draft_options: other arguments of `mars_jax.drafters.load`, such as `{"num_draft_tokens": 5}`.
       **settings: other arguments of `mars_jax.generate`, one value for all rows, such as `max_new_tokens`.
 
     Raises:
-      MarsError: as `load` and `generate`; the rows have no integer `id`; or one of their columns is named as a result.
+      MarsError: as `load` and `generate`; the rows have no integer `id`; or a column has the name of a result.
 
     >>> import ray  # doctest: +SKIP
     >>> rows = ray.data.read_json("in.jsonl")  # doctest: +SKIP

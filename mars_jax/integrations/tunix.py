@@ -1,14 +1,14 @@
-"""`MarsRollout`: speculative decoding inside Tunix's reinforcement learning.
+"""`MarsRollout`, a rollout engine that decodes speculatively in Tunix's reinforcement learning.
 
     cluster_config = ClusterConfig(
         rollout_engine=functools.partial(mars_jax.integrations.tunix.MarsRollout, drafter="ngram"), ...
     )
 
-It takes the weights of Tunix's Qwen3, Qwen2 and Llama 3 out of nnx state on the device, decodes with refilled rows and
-one reading of each prompt, and gives log-probabilities as Tunix defines them. The law of the samples is the policy's
-own: lossy rules are refused unless asked for.
+It converts the weights of Tunix's Qwen3, Qwen2 and Llama 3 from nnx state on the device, decodes in rows that refill,
+reads each prompt once, and returns log-probabilities as Tunix defines them. Samples follow the policy's distribution:
+lossy rules need `lossy=True`.
 
-Facts of the interface, read in google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
+The interface is that of google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
 `generate/sampler.py`, `models/{qwen3,qwen2,llama3}/model.py`. Oracle: the actor's own logits
 (tests/integrations/test_tunix.py), and the real package (tests/integrations/test_tunix_cluster.py).
 """
@@ -52,14 +52,15 @@ if TYPE_CHECKING:
 __all__ = ["MarsRollout", "Rollout", "config_of", "params_of"]
 
 SAME = 2e-2
-"""Largest difference of logits, of their spread, between the actor and what was taken of it, of bfloat16's rounding."""
+"""Largest difference that bfloat16's rounding causes between the actor's logits and ours, relative to their standard
+deviation."""
 
 
 def config_of(actor: Any) -> ModelConfig:
-    """The config of one of Tunix's models: Qwen3, Qwen2 or Llama 3, dense.
+    """Return the config of one of Tunix's dense models: Qwen3, Qwen2 or Llama 3.
 
     Raises:
-      MarsError: another model.
+      MarsError: the actor is another model.
     """
     family, given = type(actor).__name__, getattr(actor, "config", None)
     if family not in ("Qwen3", "Qwen2", "Llama3") or given is None:
@@ -88,16 +89,16 @@ def config_of(actor: Any) -> ModelConfig:
 
 
 def params_of(state: PyTree, config: ModelConfig) -> PyTree:
-    """Our params from the nnx state of one of Tunix's models: transposes and copies, pure, for `jax.jit`.
+    """Convert the nnx state of one of Tunix's models to our params: a pure function of transposes and copies.
 
-    Nothing of the result shares memory with the state under `jit`, so a trainer may donate its own.
+    Under `jax.jit` the result shares no memory with the state, so a trainer may donate its state.
 
     Args:
-      state: of `nnx.state(actor, nnx.Param)`.
-      config: of `config_of`.
+      state: from `nnx.state(actor, nnx.Param)`.
+      config: from `config_of`.
 
     Raises:
-      MarsError: the state is not of such a model, of adapters say.
+      MarsError: the state is not that of such a model, for example one of adapters.
     """
     from flax import nnx
 
@@ -146,7 +147,7 @@ def params_of(state: PyTree, config: ModelConfig) -> PyTree:
 
 
 class Rollout:
-    """The methods of `MarsRollout`; that class derives from this one and from Tunix's `BaseRollout`."""
+    """Methods of `MarsRollout`, which derives from this class and from Tunix's `BaseRollout`."""
 
     def __init__(
         self,
@@ -162,18 +163,18 @@ class Rollout:
     ):
         """
         Args:
-          rollout_actor, tokenizer, mesh, rollout_config: as `RLCluster` gives them. A mesh of Tunix's axes fsdp and tp
-            holds rows and parts of the model; axes of other names are for `mars_jax.sharding.name_axes` to name.
-          drafter: a drafter or its spec; or a function from the target, whose weights are the first ones, to one.
+          rollout_actor, tokenizer, mesh, rollout_config: as `RLCluster` passes them. On a mesh with Tunix's axes fsdp
+            and tp, fsdp divides rows and tp divides the model; map other names by `mars_jax.sharding.name_axes`.
+          drafter: a drafter or its spec; or a function from the target, with its initial weights, to a drafter.
           verify: the rule; default `exact`.
-          batch_size: rows that decode side by side; default: what memory has room for.
-          lossy: take a rule or a drafter whose samples do not follow the policy's law. Log-probabilities are still the
-            policy's, so importance ratios do not know of it.
+          batch_size: rows that decode side by side; default: as many as fit in memory.
+          lossy: allow a rule or a drafter whose samples do not follow the policy's distribution. Log-probabilities are
+            still the policy's, so importance ratios do not correct for it.
 
         Raises:
-          MarsError: a model that is not known or does not compute what its weights say, or a lossy rule.
+          MarsError: the model is unknown or its logits differ from those computed here; or a rule is lossy.
         """
-        del rollout_config  # each `generate` brings its own
+        del rollout_config  # each call of `generate` has its own
         rule = loaded_rule(verify)
         self._actor, self._tokenizer, self._rule = rollout_actor, tokenizer, rule
         self._batch_size, self._calls = batch_size, 0
@@ -208,7 +209,7 @@ class Rollout:
                 "rejection, or give lossy=True."
             )
         self.metrics: Metrics | None = None
-        """Metrics of the last `generate`; `metrics.tau` falls while a drafter grows stale."""
+        """Metrics of the last `generate`; `metrics.tau` falls as a drafter becomes outdated."""
 
     def _state(self) -> Any:
         from flax import nnx
@@ -218,8 +219,8 @@ class Rollout:
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Sample a completion of each prompt; see Tunix's `BaseRollout.generate`.
 
-        Tokens include the one that ends a text. A pad token is never sampled, since learners mask it. Draws depend on
-        `rollout_config.seed`, on how often this was called, and on the place of a prompt.
+        Tokens include the stop token. The pad token is never sampled, because learners mask it. Draws depend on
+        `rollout_config.seed`, the number of earlier calls, and the index of a prompt.
         """
         del kwargs
         ids = [self._encode(text) for text in prompts]
@@ -243,7 +244,7 @@ class Rollout:
             for tokens, seed in zip(ids, self._seeds(rollout_config.seed, len(ids)), strict=True)
         ]
         made = prepared(self._target, self._drafter, requests, verify=self._rule)
-        # One width for all calls of a config, so that prompts of other lengths compile nothing.
+        # All calls with one config have the same width, so that prompts of other lengths do not compile again.
         made = dataclasses.replace(made, width=bucket(width + new))
         rows = self._batch_size or default_rows(made)
         found = dict(
@@ -271,7 +272,7 @@ class Rollout:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids, as Tunix's sampler makes them: with one token of the beginning, where there is such."""
+        """Return token ids as Tunix's sampler does: with exactly one beginning-of-sequence token, if there is one."""
         bos = self._tokenizer.bos_id()
         ids = [int(i) for i in self._tokenizer.encode(text)]
         if bos:
@@ -281,7 +282,7 @@ class Rollout:
         return ids
 
     def _seeds(self, seed: Any, count: int) -> list[int]:
-        """One seed for each prompt, others in every call."""
+        """Return a seed for each prompt; every call returns other seeds."""
         if seed is None:
             words = [0]
         else:
@@ -301,12 +302,12 @@ class Rollout:
         Args:
           prompt_tokens: i32[B, P], padded on the left.
           completion_tokens: i32[B, C], padded on the right.
-          completion_mask: bool[B, C] or numbers; tokens where it is 0 are padding, which no other token attends to and
-            which has no position. None: every token but the pad token counts, as in `tunix.rl.common`. Values of
-            padding, and of a token right after it, mean nothing.
+          completion_mask: bool[B, C] or numbers; tokens with mask 0 are padding, which has no position and to which no
+            other token attends. None: all tokens but the pad token count, as in `tunix.rl.common`. Values of padding,
+            and of a token right after padding, are meaningless.
 
         Raises:
-          MarsError: the mask has another shape than the completions.
+          MarsError: the mask and the completions have different shapes.
         """
         completions = jnp.asarray(completion_tokens, jnp.int32)
         mask = completions != self.pad_id() if completion_mask is None else jnp.asarray(completion_mask) != 0
@@ -325,25 +326,25 @@ class Rollout:
             )
 
     def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take new weights: one jitted function, which leaves nothing of the trainer's and compiles once.
+        """Copy new weights by one jitted function, which compiles once. The result shares no memory with the trainer's.
 
         Args:
-          params: of `nnx.state(actor, nnx.Param)`; divided as a trainer has them, they are laid out here for decoding,
-            once an update.
-          filter_types: not read; a state of adapters alone is refused.
+          params: from `nnx.state(actor, nnx.Param)`, with the trainer's shardings; each update reshards them for
+            decoding.
+          filter_types: ignored; a state that has only adapters is refused.
         """
         del filter_types
-        own = "weights" in params  # of `model()`, which Tunix moves between host and device
+        own = "weights" in params  # the state of `model()`, which Tunix moves between host and device
         made = bridge.params_of(self.model(), params) if own else self._take(params)
         self._target = dataclasses.replace(self._target, params=made)
 
     def update_drafter(self, params: PyTree) -> None:
-        """Take new weights of the drafter, such as a refreshed head's; nothing compiles again."""
+        """Set new weights of the drafter, for example of a retrained head, without compiling again."""
         self._drafter = self._drafter._replace(params=params)
 
     @property
     def target(self) -> Pretrained:
-        """The policy as it decodes now, for `mars_jax.generate`, `mars_jax.score` and drafters."""
+        """The policy with its current weights, for `mars_jax.generate`, `mars_jax.score` and drafters."""
         return self._target
 
     def pad_id(self) -> int:
@@ -353,22 +354,22 @@ class Rollout:
         return self._tokenizer.eos_id()
 
     def model(self) -> Any:
-        """The decoding model, as an nnx module of its own arrays.
+        """Return the decoding model as an nnx module with its own arrays.
 
-        It is not the actor: Tunix assumes that engines which share the actor's arrays follow it by themselves, and
-        never calls `update_params` for them.
+        It must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and never
+        calls `update_params` for them.
         """
         return bridge.to_nnx(self._target.model, self._target.params)
 
 
 def _is_function(drafter: Any) -> bool:
-    """True for a function that makes a drafter; drafters are named tuples of functions."""
+    """Return whether this is a function that makes a drafter; drafters are named tuples of functions."""
     return callable(drafter) and not isinstance(drafter, tuple)
 
 
 @functools.cache
 def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
-    """`params_of`, compiled: of a dtype, and on a mesh laid out for decoding."""
+    """Return `params_of`, compiled, with a cast to `dtype` and on a mesh the shardings for decoding."""
 
     def take(state: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), params_of(state, config))
@@ -377,13 +378,13 @@ def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTr
 
 
 def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
-    """The config whose logits of a short text are the actor's.
+    """Return the config that reproduces the actor's logits on a short text.
 
-    Tunix 0.1.7 rotates by a base of 1,000,000, the default of its `apply_rope`, whatever the config says; so that one
-    is tried beside the config's, and the nearer one is taken.
+    Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. So compare
+    both bases, and choose the one with the closer logits.
 
     Raises:
-      MarsError: neither is near.
+      MarsError: the logits of both differ too much.
     """
     config = config_of(actor)
     rotate = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
@@ -434,7 +435,7 @@ def _log_probs(
 
 
 def _base() -> Any:
-    """Tunix's module of the interface, which pulls in much, when it is wanted."""
+    """Import Tunix's module of the interface. This happens on first use, because it has many dependencies."""
     try:
         return importlib.import_module("tunix.rl.rollout.base_rollout")
     except ImportError as error:
@@ -451,7 +452,7 @@ def _rollout_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    # The class derives from one of Tunix's, so it is made on first use.
+    # The class derives from a class of Tunix, so it is created on first use.
     if name == "MarsRollout":
         return _rollout_class()
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,1 +1,1 @@
-"""Text to text: requests, what they become on the device, and what they get."""
+"""Text generation: requests, their arrays on the device, and their completions."""

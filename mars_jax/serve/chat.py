@@ -25,15 +25,15 @@ Ask = Callable[[Sequence[Turn]], Request]
 
 
 class Chat:
-    """A conversation whose turns share a cache: only new tokens are read, and an answer is that of a fresh run.
+    """A conversation whose turns share a cache: only new tokens are read, and answers equal those of a fresh run.
 
     The chat template is applied to the whole conversation at each turn. Some templates change earlier turns, for
-    example by removing an answer's thoughts; the models then read from the first change on.
+    example by removing an answer's thoughts; the models then read again from the first change.
 
-    `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it. Change
-    it as you like between two turns; a turn during which it changes is not added.
+    `messages` holds the turns, each with its `role` and `content`. Answers are stripped of surrounding white space. You
+    may change it between two turns; a turn during which it changes is not added.
 
-    Turn i of the user, counted from 0, draws with the seed + i. A conversation that is repeated gives the same answers.
+    Turn i of the user, counted from 0, draws with seed + i, so a repeated conversation gives the same answers.
 
     >>> import mars_jax as mj
     >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
@@ -56,7 +56,7 @@ class Chat:
     ):
         """
         Args:
-          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`, each option one value.
+          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`; one value per option.
 
         Raises:
           MarsError: as `generate`.
@@ -74,7 +74,7 @@ class Chat:
 
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
-        """Make a conversation over an existing `Running`; `ask` makes its requests."""
+        """Make a conversation over an existing `Running`, whose requests `ask` makes."""
         made = cls.__new__(cls)
         made._begin(running, ask)
         return made
@@ -87,24 +87,24 @@ class Chat:
 
     @property
     def read(self) -> int:
-        """Tokens read for the last turn; the others were in the cache."""
+        """Number of tokens read for the last turn; the others were in the cache."""
         return self._running.read
 
     def say(self, text: str) -> Completion:
         """Answer a turn of the user, and add both to the conversation.
 
         Raises:
-          MarsError: the conversation is full, or as `generate`; it then stays as it was.
+          MarsError: the conversation is full, or as `generate`; the conversation is then unchanged.
         """
         events = list(self.stream(text))
         assert events[-1].completion is not None
         return events[-1].completion
 
     def stream(self, text: str) -> Generator[StreamEvent, None, None]:
-        """Do `say`, step by step.
+        """Answer as `say` does, and yield the answer step by step.
 
         If the iterator is closed early, the answer is the text so far; without any text the turn is dropped. The next
-        turn, `undo` and `clear` close it.
+        turn, `undo` and `clear` close the iterator.
         """
         self._close()
         check_type("messages", self.messages, list, "a list of turns")
@@ -151,10 +151,10 @@ class Chat:
             self.messages = [*turns, {"role": "assistant", "content": answer.strip()}]
 
     def undo(self) -> str:
-        """Remove the user's last turn and its answer; returns the text of the turn.
+        """Remove the user's last turn and its answer, and return the text of the turn.
 
         Raises:
-          MarsError: there is none.
+          MarsError: the conversation is empty.
         """
         self._close()
         last = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)

@@ -1,4 +1,4 @@
-"""A decode that runs step by step, as what its rows say: the host looks at a step while later ones are computed.
+"""The stream events of a step-by-step decode: the host reads one step while the device computes later ones.
 
 B batch, T token buffer. Oracle: the same requests in one device loop (tests/serve/test_generate.py).
 """
@@ -36,19 +36,20 @@ def events(
     """Yield the tokens of each row as they are decided, and its completion with the last of them.
 
     Args:
-      target, requests: whose rows these are, from row 0 on.
-      steps: as `decode.stream` gives them.
+      target: the target model.
+      requests: of the rows; request i is in row i.
+      steps: as `decode.stream` yields them.
       stats: counters at zero.
-      was_done: bool[B] of the host; before the first step.
-      ahead: how many steps `steps` may be ahead of what is looked at.
-      began: for `Completion.seconds`.
+      was_done: bool[B], on the host; the rows that are done before the first step.
+      ahead: maximum number of steps that the device runs ahead of the host.
+      began: start time, for `Completion.seconds`.
     """
     texts = [RowText(target, request) for request in requests]
     in_flight: collections.deque[Seen] = collections.deque()
     while not was_done.all():
-        # The device is given a step, and then the host looks at an earlier one.
+        # Dispatch a step to the device before reading an earlier one.
         while len(in_flight) <= ahead:
-            # Not around the loop: what the caller does between two events is none of the mesh's business.
+            # Enter the mesh here and not around the loop: the caller's code between two events must not run in it.
             with target.on_mesh():
                 state, info = next(steps)
                 seen = look(stats, info, (state.done, state.tokens, state.length, state.failed))
@@ -59,8 +60,8 @@ def events(
         host, done = fetch((seen.info, seen.done))
         done = (
             np.asarray(done) | was_done
-        )  # also where a stop string has ended a row, of which the device does not know
-        ended = None  # read where a row ends in this step
+        )  # includes rows that ended at a stop string, which the device does not see
+        ended = None  # fetched once a row ends in this step
         for row, request in enumerate(requests):
             if was_done[row]:
                 continue
@@ -72,7 +73,7 @@ def events(
             if texts[row].stopped:
                 done[row] = True
             if done[row]:
-                # A row may end without a token, such as one whose constraint lets nothing follow.
+                # A row may end without a token, for example if its constraint allows no further token.
                 if remaining := texts[row].end():
                     pieces += (("exact", remaining),)
                 ended = ended or fetch((seen.stats, seen.final))
@@ -85,9 +86,9 @@ def events(
 
 
 class Seen(NamedTuple):
-    """Results of a step for the host, in arrays that the next one does not take."""
+    """Results of a step for the host, in arrays that are not donated to the next step."""
 
-    stats: DecodeStats  # up to and with this step
+    stats: DecodeStats  # up to and including this step
     info: StepInfo
     done: Array  # bool[B]
     final: tuple[Array, Array, Array]  # tokens i32[B, T], length i32[B], failed bool[B]
@@ -95,6 +96,12 @@ class Seen(NamedTuple):
 
 @jax.jit
 def look(stats: DecodeStats, info: StepInfo, state: tuple[Array, Array, Array, Array]) -> Seen:
-    """Count a step and copy what later ones overwrite: (done, tokens, length, failed)."""
+    """Accumulate the counters of a step, and copy the arrays that later steps overwrite.
+
+    Args:
+      stats: counters before the step.
+      info: of the step.
+      state: (done, tokens, length, failed) after the step.
+    """
     done, *final = jax.tree.map(jnp.copy, state)
     return Seen(accumulate(stats, info, final[1]), info, done, tuple(final))

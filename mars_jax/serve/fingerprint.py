@@ -1,4 +1,4 @@
-"""Fingerprints of weights, by which a resumed run recognises them."""
+"""Fingerprints of weights, which let a resumed run check that it has the same weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ROWS = 16
 
 
 def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
-    """Return a hash of the name, shape, dtype and `ROWS` rows of each weight, first and last row included.
+    """Return a hash of the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
 
-    It does not depend on the mesh. In a run of several processes, all of them must call it.
+    The hash does not depend on the mesh. In a run of several processes, all of them must call this function.
 
     Args:
       params: arrays.
@@ -48,7 +48,7 @@ def _config(checkpoint: Path) -> bytes:
 
 
 def _some_rows(weight: Any) -> Any:
-    """Return rows that are evenly spaced over all axes but the last, such as those of experts."""
+    """Return rows that are evenly spaced over all axes but the last, including axes such as that of experts."""
     if weight.ndim < 2 or not weight.size:
         return weight
     outer = weight.shape[:-1]

@@ -1,5 +1,4 @@
-"""Text to text: `generate` for whole completions, `generate_iter` for each as it ends, `generate_stream` for text as
-it is said. All of them are a `Session`.
+"""Text generation: whole results, completions as they end, or text as it is decoded; all run in a `Session`.
 
 Oracle: `transformers` generate with the same checkpoint (tests/serve/test_generate.py).
 """
@@ -35,45 +34,45 @@ def generate(
 ) -> Result:
     """Continue prompts by speculative decoding, side by side in one device loop.
 
-    If there are more prompts than rows, a row that ends starts again with the next prompt, those that may become
-    longest first; the tokens of a prompt do not depend on that.
+    If there are more prompts than rows, a row that ends starts again with the next prompt. Prompts with the most new
+    tokens begin first; the tokens of a prompt do not depend on this order.
 
     Args:
       target: from `mars_jax.load`.
-      drafter: from `mars_jax.drafters.load`, or its spec where it needs no more than that, such as "ngram"; or a
-        `Drafter` without weights of its own.
-      prompts: a text, texts, or token ids; or conversations, each a list of turns with their `role` and `content`, a
-        string or a list of text parts in OpenAI's format.
-      verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which changes
-        nothing but the speed. Its numbers are one for all prompts, or one per prompt.
-      batch_size: rows that decode side by side; default: what memory has room for, at most 128 for each device of the
+      drafter: from `mars_jax.drafters.load`; or its spec, such as "ngram", if no other setting is needed; or a
+        `Drafter` without weights.
+      prompts: a string, a list of strings, or token ids; or conversations, each a list of turns with `role` and
+        `content`, a string or a list of text parts in OpenAI's format.
+      verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which only
+        changes the speed. Each of its numbers is one value for all prompts, or one per prompt.
+      batch_size: rows that decode side by side; default: as many as fit in memory, at most 128 for each device of the
         mesh's axis `data`, 16 on a CPU.
-      chat: put each text through the chat template as a user turn. Answers in a chat also end at the tokenizer's end of
+      chat: apply the chat template to each string, as a user turn. Answers in a chat also end at the tokenizer's end of
         text and at its end of a turn, see `Pretrained.chat_stop_tokens`; for prompts given as token ids, `chat` only
         adds these stop tokens.
-      system: content of a system turn that comes first, where a conversation has none of its own.
+      system: content of the first, system turn of conversations that do not begin with one.
       template_args: variables of the chat template, such as `{"enable_thinking": False}`.
       ignore_eos: decode to `max_new_tokens` past any stop token.
       samples: completions of each prompt, which follow each other in the result. A prompt is read once for all of
-        them, except on a mesh that divides rows. They need a temperature.
+        them, except on a mesh that divides rows. More than one needs a temperature above 0.
       log_probs: also return log-probabilities, regret and kind of each new token, as `Completion.log_probs`.
       **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
-        max_new_tokens (default 256), stop_tokens (default: the model's), stop_strings (texts that end a completion; see
-        `serve.text.RowText`), logit_bias (by token id what is added to its logit), banned_tokens, repetition_penalty
+        max_new_tokens (default 256), stop_tokens (default: the model's), stop_strings (strings that end a completion;
+        see `serve.text.RowText`), logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
         (as in transformers), presence_penalty and frequency_penalty (as OpenAI's); these change the target, so a
         lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
         completions of one prompt differ and every call repeats them. With one seed per prompt, its sample j adds j.
         At temperature 0 a row takes the best token, and the filters and the seed have no effect.
-        Constraints on the text: regex, json_schema (an object, its JSON or a file), choice (a list of texts), or
+        Constraints on the text: regex, json_schema (an object, its JSON or a file), choice (a list of strings), or
         allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
         rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in
         a lossy rule relaxes inside these spans only, with strict_in outside of them only; see `constraints.spans`.
 
     Raises:
-      MarsError: a prompt that is empty or does not fit the context, a value out of range.
+      MarsError: a prompt is empty or does not fit the context, or a value is out of range.
 
-    A prompt at which the target's logits are not finite ends with the finish reason "failed"; the others go on.
+    If the target's logits for a prompt are not finite, it ends with the finish reason "failed"; the others continue.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
@@ -103,17 +102,17 @@ def generate_iter(
     log_probs: bool = False,
     **options: Unpack[CallOptions],
 ) -> Iterator[Finished]:
-    """Do `generate`, and yield each completion as soon as it ends, as `Finished(index, completion)`.
+    """Generate as `generate` does, and yield each completion as soon as it ends, as `Finished(index, completion)`.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
       **options: its other arguments.
 
     Returns:
-      `Finished(index, completion)` of each prompt: its number among `prompts`, and its `Completion`.
+      `Finished(index, completion)` of each prompt: its index in `prompts`, and its `Completion`.
 
     Raises:
-      MarsError: as `generate`, when it is called and not first when a completion is asked for.
+      MarsError: as `generate`, at the call and not at the first completion.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
@@ -134,20 +133,20 @@ def generate_stream(
     log_probs: bool = False,
     **options: Unpack[CallOptions],
 ) -> Iterator[Said | Finished]:
-    """Yield text as it is decoded while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at each end.
+    """Yield text as it is decoded, and each completion as it ends; rows refill as for `generate`.
 
-    The host looks after every step, on accelerators after every fourth.
+    The host reads the tokens after every step, on accelerators after every fourth.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
       **options: its other arguments.
 
     Returns:
-      `Said(index, text, tokens, pieces)`, where `pieces` are (kind, text) and joined they are `text`; and
-      `Finished(index, completion)` at each end.
+      `Said(index, text, tokens, pieces)` for new text, where `pieces` are (kind, text) and joined they are `text`; and
+      `Finished(index, completion)` for each completion.
 
     Raises:
-      MarsError: as `generate`, when it is called.
+      MarsError: as `generate`, at the call.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for event in mj.generate_stream(mj.load(), "ngram", texts):  # doctest: +SKIP
@@ -161,7 +160,7 @@ def generate_stream(
 def _asked(
     target: Pretrained, prompts: AnyPrompts, verify: Any, **options: Unpack[CallOptions]
 ) -> tuple[list[Request], Any]:
-    """Return the requests that a user asks for, and their rule: what it has one of per prompt is its samples'."""
+    """Return the requests of a call, and the rule with its values per prompt repeated for each sample."""
     requests, samples = make_requests(target, prompts, **options), options.get("samples", 1)
     if samples != 1:
         of_prompt = [i // samples for i in range(len(requests))]

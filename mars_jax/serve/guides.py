@@ -1,4 +1,7 @@
-"""The constraints and spans of requests, as tables and as where rows begin. Oracle: tests/serve/test_constraints.py."""
+"""Constraints and spans of requests: their tables, and the start states of rows.
+
+Oracle: tests/serve/test_constraints.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from mars_jax.serve.requests import Request
 
 
 class RequestGuides(NamedTuple):
-    """Tables with which the step follows the texts of some requests; None where none of them asks for it."""
+    """Tables with which a step follows the completions of requests; None if no request has a constraint or spans."""
 
     constraint: Compiled | None = None
     span: Compiled | None = None
@@ -29,7 +32,7 @@ class RequestGuides(NamedTuple):
 
     @property
     def tables(self) -> Guides | None:
-        """Tables for `Params.guides`."""
+        """The tables for `Params.guides`."""
         if self.constraint is None and self.span is None:
             return None
         return Guides(
@@ -38,7 +41,7 @@ class RequestGuides(NamedTuple):
 
     @property
     def shapes(self) -> Any:
-        """Shapes of the tables, which decide the compilation."""
+        """Shapes of the tables; requests with equal shapes share a compilation."""
         return tuple(x.shape for x in jax.tree.leaves(self.tables))
 
     def rows(self, own: Sequence[Request]) -> Guides | None:
@@ -59,10 +62,10 @@ class RequestGuides(NamedTuple):
 
 
 def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
-    """Return the tables of the requests' constraints and spans, built once for each that differs.
+    """Return the tables of the requests' constraints and spans, built once for equal ones.
 
     Raises:
-      MarsError: the target has no tokenizer to say what its tokens are, or as `Constraint.table`.
+      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or as `Constraint.table`.
     """
     constraints = [r.constraint for r in requests if r.constraint is not None]
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)

@@ -1,7 +1,7 @@
-"""Given texts under the target: the likelihood of every token, and the margin there.
+"""Scores of given token sequences under the target: the likelihood of each token, and the margin there.
 
-R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same
-texts, in tests/integrations/test_harness.py.
+R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same inputs, in
+tests/integrations/test_harness.py.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from mars_jax.placement.hosts import fetch
 from mars_jax.serve.prepare import bucket
 
 ROWS = 4
-"""Texts of one forward."""
+"""Rows of one forward."""
 POSITIONS = 128
-"""Positions of each text whose logits are in memory together."""
+"""Positions of each row whose logits are in memory at once."""
 
 
 class Scored(NamedTuple):
-    """Scores of one text: entry t is about token t + 1, as the target sees it from the tokens before."""
+    """Scores of one text. Entry t scores token t + 1, given the tokens before it."""
 
     log_p: np.ndarray  # f32[L - 1]; natural logarithm
-    best: np.ndarray  # i32[L - 1]; the target's own choice
-    second: np.ndarray  # i32[L - 1]
-    z1: np.ndarray  # f32[L - 1]; raw logits of these two
-    z2: np.ndarray  # f32[L - 1]
-    tokens: tuple[int, ...] = ()  # L of them
+    best: np.ndarray  # i32[L - 1]; the target's top token
+    second: np.ndarray  # i32[L - 1]; its runner-up
+    z1: np.ndarray  # f32[L - 1]; raw logit of `best`
+    z2: np.ndarray  # f32[L - 1]; raw logit of `second`
+    tokens: tuple[int, ...] = ()  # L token ids
 
 
 def score(
     target: Pretrained, texts: Sequence[str] | Sequence[Sequence[int]], *, rows: int = ROWS
 ) -> list[Scored]:
-    """Score given texts by the target: the log-probability of every token but the first, from those before it.
+    """Score texts under the target: the log-probability of every token but the first, given the tokens before it.
 
-    Texts of similar lengths share a forward. For a generated text the numbers of its new tokens are its
+    A forward takes rows of similar lengths. For a generated text the log-probabilities of its new tokens equal its
     `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
-      target: the model; on a mesh rows are divided over `data`, and the rest as its weights are.
-      texts: texts, or token ids; each within the model's context.
-      rows: texts of one forward; on a mesh filled up to a multiple of its axis `data`.
+      target: the model; on a mesh rows are divided over `data`, and everything else as its weights are.
+      texts: strings, or token ids; each within the model's context.
+      rows: rows of one forward; on a mesh rounded up to a multiple of its axis `data`.
 
     Returns:
       For each text of L tokens `log_p` f32[L - 1], the natural logarithm of p of token t + 1; `best` and `second`
       i32[L - 1], the target's two best tokens there; `z1` and `z2` f32[L - 1], their raw logits; and `tokens`, all L.
 
     Raises:
-      MarsError: a text that is empty or longer than the context, or a token outside of the vocabulary.
+      MarsError: a text is empty or longer than the context, or a token is outside the vocabulary.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> [scored] = mj.score(mj.load(), ["Once upon a time"])  # doctest: +SKIP
@@ -97,9 +97,9 @@ def score(
 def batches(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield texts of like lengths together: (indices, tokens i32[rows, L]), zeros after a text and below the last.
+    """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
 
-    L is that of a text alone, so that its scores are the same bits beside any others.
+    L depends only on a text's own length, so that its scores have the same bits in any batch.
     """
     widths = [max(len(text), min(bucket(len(text)), longest)) for text in texts]
     for width, alike in itertools.groupby(
@@ -123,7 +123,7 @@ def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     visible = Visible.causal(jnp.zeros(tokens.shape[:1], jnp.int32), tokens.shape[1])
     hidden = model.forward(params, tokens, visible, model.init_cache(*tokens.shape)).hidden
-    # Row j against token j + 1, in parts; the last row has none, and the rest is cut off.
+    # Score position j against token j + 1, in parts. The last position has no next token; it and the padding are cut.
     size = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
     said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
@@ -132,7 +132,7 @@ def _score_rows(model: LanguageModel, params, tokens):
         logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
         stats = node_stats(logits, logsumexp=True)
         here = jax.lax.dynamic_slice_in_dim(said, first, size, axis=1)
-        assert stats.logsumexp is not None  # as asked
+        assert stats.logsumexp is not None
         return jnp.take_along_axis(logits, here[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
     found = jax.lax.map(part, jnp.arange(0, said.shape[1], size, dtype=jnp.int32))

@@ -1,4 +1,4 @@
-"""Rows that a device has room for. Oracle: the sizes of the arrays themselves (tests/serve/test_queue.py)."""
+"""Number of rows that fit in a device's memory. Oracle: the sizes of the arrays (tests/serve/test_queue.py)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from mars_jax.serve.prepare import of_mesh
 from mars_jax.serve.prepared import Prepared
 
 MOST, MOST_ON_CPU = 128, 16
-"""Rows of a batch at most. A CPU is busy with some: more of them take as much longer as they are more."""
+"""Maximum rows of a batch. A CPU is saturated by a few: the time of a step then grows in proportion to the rows."""
 SHARE, SHARE_OF_HOST = 0.85, 0.25
-"""Shares of a device's memory, and of a host's, which other programs use too, for weights, rows and a step's arrays."""
+"""Fraction of a device's memory, and of a host's, for weights, rows and a step's arrays. Other programs use the host's
+memory too."""
 
 
 def default_rows(prepared: Prepared) -> int:
-    """Return the rows to decode side by side: as many as memory has room for, and no more than there are requests.
+    """Return the number of rows to decode side by side: as many as fit in memory, at most one per request.
 
-    The same number on the same machine, whatever else is in its memory. Where memory tells nothing, `MOST`.
+    The number depends only on the machine and not on other contents of its memory. If the size of the memory is
+    unknown, use the maximum, `MOST` or `MOST_ON_CPU`.
     """
     target = prepared.target
     given = jax.tree.leaves((prepared.params.target, prepared.params.draft))
@@ -39,9 +41,9 @@ def default_rows(prepared: Prepared) -> int:
 
 
 def row_bytes(prepared: Prepared) -> int:
-    """Return the bytes of a row on each device that has it.
+    """Return the bytes of a row on each device that holds it.
 
-    They are its state, and the larger of four copies of a step's logits and what a layer makes of a prompt's chunk.
+    They are its state, plus the larger of four copies of a step's logits and a layer's activations for a prompt chunk.
     """
     parts = of_mesh(prepared.target, 1)
     prompts = prepared.prompts([None] * parts)
@@ -52,14 +54,14 @@ def row_bytes(prepared: Prepared) -> int:
     places = [None] * len(leaves) if mesh is None else jax.tree.leaves(state_shardings(state, mesh))
     nodes, vocab = prepared.drafter.drafter.num_nodes, prepared.target.model.vocab_size
     config, model = prepared.target.config, prepared.target.model
-    # A model of one's own may have another config than ours.
+    # A user's model may have a config without these fields.
     wide = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
     reading = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * wide * 4
     return max(4 * nodes * vocab * 4, reading) + sum(map(_part, leaves, places))
 
 
 def _part(x: Any, place: Any) -> int:
-    """Return the bytes of an array, or of a device's part of it."""
+    """Return the bytes of an array, or of the part that a device holds."""
     shape = x.shape if place is None else place.shard_shape(x.shape)
     # A key is two words.
     size = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Options of `generate` with their types, so that an editor completes them and a type checker refuses others.
+"""Typed options of `generate`, for completion in editors and for type checkers.
 
 Oracle: the fields of `Request` and the docstring of `generate` (tests/serve/test_options.py).
 """
@@ -57,7 +57,7 @@ class Options(TypedDict, total=False):
 
 
 class CallOptions(Options, total=False):
-    """`Options`, and the arguments of `generate` that say how prompts are read."""
+    """`Options`, and the arguments of `generate` that control how prompts are read."""
 
     chat: bool
     system: str | None

@@ -1,4 +1,7 @@
-"""Checks of what fits a pair of models, and its decoder; the arrays are made in `prepared`. B batch, T token buffer."""
+"""The decoder of a pair of models, and checks that requests fit it; `prepared` makes the arrays.
+
+B batch, T token buffer.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from mars_jax.serve.sizes import with_costs
 from mars_jax.verify import exact
 
 AnyRule = Rule | LoadedRule
-"""A rule as `mars_jax.generate` takes it: alone, or with weights of its own."""
+"""A rule as `mars_jax.generate` takes it: without weights, or loaded with them."""
 
 
 def loaded_rule(verify: AnyRule | None) -> LoadedRule:
-    """Return a rule with its weights; None is `exact`."""
+    """Return a rule with its weights; None means `exact`."""
     if isinstance(verify, LoadedRule):
         return verify
     return LoadedRule(exact() if verify is None else verify)
@@ -41,13 +44,14 @@ def prepared(
     *,
     verify: AnyRule | None = None,
 ) -> Prepared:
-    """Return the decoder of a pair and its params, and requests that fit it.
+    """Return the decoder of a pair, its params, and the checked requests.
 
-    The token buffer is a bucket, so prompts and limits of like lengths share one compilation; everything else that
-    differs between requests is a value, the numbers of the rule among them: one for all, or one per request.
+    The width of the token buffer is a bucket, so prompts and limits of similar lengths share one compilation.
+    Everything else that differs between requests is a value. Each number of the rule is one value for all requests, or
+    one per request.
 
     Raises:
-      MarsError: a request that does not fit the target, the drafter or the rule.
+      MarsError: a request does not fit the target, the drafter or the rule.
     """
     drafter = drafters.loaded(drafter, target)
     rule = loaded_rule(verify)
@@ -94,10 +98,15 @@ def prepare(
 ) -> tuple[Decoder, Params, DecodeState]:
     """Return the decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
 
-    Where the size of drafts follows what they cost, that is measured first. `log_probs` says whether the loop that will
-    decode keeps them, `streamed` whether it is the host's; `loop` is as for `Prepared.start`.
+    If the draft length adapts to its cost, measure that cost first. On the target's mesh the rows are divided over
+    `data`, and their number is rounded up to a multiple of it.
 
-    On the target's mesh the rows are divided over `data`, and filled up to a multiple of it.
+    Args:
+      target, drafter, requests, verify: as for `prepared`.
+      rows: minimum number of rows; default: one per request.
+      log_probs: whether the loop that will decode records log-probabilities.
+      loop: as for `Prepared.start`.
+      streamed: whether the host runs the loop that will decode.
     """
     batch = of_mesh(target, max(rows or 0, len(requests)))
     made = prepared(target, drafter, requests, verify=verify)
@@ -107,12 +116,12 @@ def prepare(
 
 
 def of_mesh(target: Pretrained, rows: int) -> int:
-    """Return the least number of rows from `rows` on that divides over the target's mesh."""
+    """Round a number of rows up to a multiple of the target's mesh axis `data`."""
     return rows + -rows % size_of("data", target.mesh)
 
 
 def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
-    """Raise MarsError for a rule that cannot run, or for a switch that it does not have."""
+    """Raise MarsError if the rule cannot run, or if a request has an option that does not apply to it."""
     structure(rule.rule)
     with user_errors(rule.rule):
         _check_needs(rule, drafter, requests)
@@ -135,8 +144,10 @@ def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
-    """Raise MarsError where requests say in what rules relax, and the rule is lossless. It is for what a user asked:
-    a measurement may decode the same requests by a lossless rule beside a lossy one."""
+    """Raise MarsError if requests control where rules relax, but the rule is lossless.
+
+    Check only requests of users: a measurement may decode the same requests by a lossless and by a lossy rule.
+    """
     said = facts(loaded_rule(verify).rule)
     if not said.lossless:
         return
@@ -152,13 +163,13 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
 
 def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:
-    """Return T of a batch: the bucket of its longest prompt and continuation."""
+    """Return T of a batch: the bucket of its longest prompt with completion."""
     longest = max(len(r.prompt_tokens) + r.max_new_tokens for r in requests)
     return bucket(min(longest, target.config.max_positions))
 
 
 def bucket(length: int) -> int:
-    """Return the least of 64, 96, 128, 192, 256, 384, ... that is at least `length`.
+    """Round a length up to one of 64, 96, 128, 192, 256, 384, ...
 
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]

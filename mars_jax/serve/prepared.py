@@ -1,4 +1,4 @@
-"""Requests that one program decodes, and the arrays that they become. B batch, T token buffer, M stop tokens."""
+"""Requests that one program decodes, and their arrays. B batch, T token buffer, M stop tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mars_jax.serve.guides import RequestGuides
 from mars_jax.serve.requests import Request
 
 Compile = Callable[[Decoder, Params, DecodeState], object]
-"""Function that compiles a loop over the step for a state, which may be given as its shapes."""
+"""Function that compiles a loop over the step for a state, or for the shapes of a state."""
 
 
 @contextlib.contextmanager
 def compiling(work: Callable[[], object]) -> Iterator[None]:
-    """Compile something in another thread while the block compiles, because XLA spends most of the time on one core.
+    """Run `work`, a compilation, in another thread while the block compiles: XLA mostly uses one core.
 
     An error of `work` is ignored here: the run of the program raises it again.
     """
@@ -49,27 +49,28 @@ def compiling(work: Callable[[], object]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Requests that one program decodes, in however many rows: all of them in the same shapes."""
+    """Requests that one program decodes. Their shapes are the same for any choice of requests."""
 
     target: Pretrained
     requests: Sequence[Request]
     decoder: Decoder
     params: Params
     drafter: drafters.LoadedDrafter
-    rule: LoadedRule  # its numbers are one for all requests, or one for each
+    rule: LoadedRule  # each of its numbers is one value for all requests, or one per request
     width: int  # T
     guides: RequestGuides
 
     @property
     def draws(self) -> bool:
-        """True if any of the requests is to be drawn; if none is, nothing of drawing is compiled."""
+        """True if any request samples; otherwise the compiled program does not contain sampling."""
         return draws(self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> Prompts:
-        """Return what `Decoder.init` takes, for some of the requests by their numbers.
+        """Return the prompts of some requests, as `Decoder.init` takes them. On a mesh divide them over `data`.
 
-        None is a row that only fills the batch. It is born at its limit, so it is done before the first step. On a mesh
-        all of them are divided over `data`.
+        Args:
+          entries: for each row the number of its request, or None for a row that only fills the batch. Such a row
+            starts at its limit, so it is done before the first step.
         """
         own = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in own], np.int32)
@@ -78,7 +79,7 @@ class Prepared:
         tokens = np.zeros((len(own), self.width), np.int32)
         for row, request in enumerate(own):
             tokens[row, : lengths[row]] = request.prompt_tokens
-        # A multiple of four, so that one more stop token seldom changes a shape.
+        # Round up to a multiple of four, so that one more stop token rarely changes a shape.
         most = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
         controls = make_controls(
             len(own),
@@ -101,7 +102,8 @@ class Prepared:
         return made if mesh is None else put(made, state_shardings(made, mesh))
 
     def _edits(self, own: Sequence[Request]) -> Edits:
-        # As wide for some of the requests as for all, and seldom another width for one more token.
+        # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
+        # rarely changes it.
         most = max(len(r.logit_bias) for r in self.requests)
         return make_edits(
             len(own),
@@ -113,10 +115,12 @@ class Prepared:
         )
 
     def start(self, entries: Sequence[int | None], *, loop: Compile | None = None) -> DecodeState:
-        """Return the state after prefill of some of the requests.
+        """Return the state after prefill of some requests.
 
-        `loop`, if it is given, compiles the following loop meanwhile; not on a mesh, where shapes do not determine how
-        the state is divided.
+        Args:
+          entries: as for `prompts`.
+          loop: compiles the following loop during prefill. It is ignored on a mesh, because shapes do not determine
+            how the state is divided.
         """
         prompts = self.prompts(entries)
         with self.target.on_mesh():
@@ -128,7 +132,7 @@ class Prepared:
 
 
 def draws(requests: Sequence[Request]) -> bool:
-    """Tell whether any of the requests is not greedy."""
+    """Return whether any request is not greedy."""
     return any(request.temperature != 0 for request in requests)
 
 

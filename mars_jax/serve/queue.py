@@ -1,6 +1,6 @@
-"""Requests that go through a few rows: where one ends, the next begins, and the others do not wait.
+"""A queue of requests for a few rows: when a request ends, the next one takes its row while other rows continue.
 
-B rows. Oracle: each request decoded alone (tests/serve/test_queue.py).
+B rows. Oracle: each request decoded by itself (tests/serve/test_queue.py).
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import RowText, complete
 
 WAIT = 32
-"""Rows for each one that may be done and wait: rows refill together, so a large batch does not stop at every step."""
+"""A batch of B rows refills after B // WAIT rows have finished, so that large batches do not stop at every step."""
 
 
 SAVED = 2048
-"""Tokens that need not be read again, from which on the program that goes on from a beginning is worth compiling."""
+"""Minimum number of saved prompt tokens that pays for compiling the program that continues from a shared prefix."""
 
 
 BETWEEN = 4
-"""Steps of an accelerator between two looks at the text of rows with stop strings; a CPU's cost more than a look."""
+"""Steps between two reads of the text of rows with stop strings, on an accelerator. A CPU reads after every step, which
+costs less than a superfluous step."""
 
 
 class Finished(NamedTuple):
-    """A completion, and the number of its prompt."""
+    """A completion, and the index of its prompt."""
 
     index: int
     completion: Completion
 
 
 class Said(NamedTuple):
-    """New tokens of a request that goes on, or that has ended with them, and what they mean."""
+    """New tokens of a request, and their text."""
 
     index: int
     text: str
@@ -62,9 +63,9 @@ class Said(NamedTuple):
 
 
 class Queue:
-    """Decode requests in a few rows, and give each as it ends. An iterator, for once.
+    """Iterator that decodes requests in a few rows and yields each completion as it ends. It can be used once.
 
-    `forwards` counts target forwards, each of which is over all rows.
+    `forwards` counts the target's forwards. Each covers all rows.
     """
 
     def __init__(
@@ -80,14 +81,15 @@ class Queue:
     ):
         """
         Args:
-          prepared: the requests and what decodes them.
-          rows: B, filled up to a multiple of the mesh's axis `data`.
-          order: numbers of requests in the order in which they begin; default: as they are.
-          log_probs: keep what the target thinks of each token.
-          shared: what is read once for requests that follow each other; default: `shares_of`, NOTHING on a mesh that
-            divides rows.
-          telling: `events` tells of new tokens too, for which the host looks after every step, on accelerators after
-            every fourth.
+          prepared: the requests and their decoder.
+          rows: B, rounded up to a multiple of the mesh's axis `data`.
+          order: indices of requests in the order in which they begin; default: the order of `prepared.requests`.
+          log_probs: record log-probabilities of each token.
+          shared: the tokens that consecutive requests share and that are read once; default: `shares_of`, NOTHING on a
+            mesh that divides rows.
+          telling: `events` also yields new tokens, which the host reads after every step, on accelerators after every
+            fourth.
+          compiling: this queue only compiles; see `compile_queue`.
         """
         self._telling, self._compiling = telling, compiling
         self.forwards = 0
@@ -107,12 +109,12 @@ class Queue:
         return (event for event in self.events() if isinstance(event, Finished))
 
     def events(self) -> Iterator[Said | Finished]:
-        """Yield what is said, if the queue tells of it, and each completion as it ends."""
+        """Yield new tokens, if the queue is `telling`, and each completion as it ends."""
         state, stats = self._first()
         ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
         while self._going():
-            # The device goes on while the host makes text of what has ended before. Where stop strings are looked for,
-            # it does not go far.
+            # The device decodes while the host detokenizes the rows that ended before. With stop strings it only runs a
+            # few steps.
             with self._prepared.target.on_mesh():
                 state, stats, steps = refill.advance(
                     self._prepared.decoder,
@@ -144,20 +146,20 @@ class Queue:
         yield from self._completed(ended)
 
     def draft_with(self, params: PyTree) -> None:
-        """Go on with other weights of the drafter, of the same shapes and dtypes; nothing compiles again.
+        """Continue with new weights of the drafter, of the same shapes and dtypes, without compiling again.
 
-        Rows that run keep what their draft's cache holds of the old ones, which costs acceptance and no exactness.
+        Running rows keep the draft's cache of the old weights. This lowers acceptance but not exactness.
         """
         given = self._prepared.params
         draft = given.draft._replace(weights=params) if self._prepared.drafter.sizes is not None else params
         self._prepared = dataclasses.replace(self._prepared, params=given._replace(draft=draft))
-        self._read = None  # a prompt that the old weights have read
+        self._read = None  # its prompt was read with the old weights
 
     def _going(self) -> bool:
         return any(index is not None for index in self._holds)
 
     def _next(self, row: int) -> int:
-        """Put the next request into this row; return its number."""
+        """Assign the next request to this row, and return its index."""
         self._began[row] = time.perf_counter()
         self._holds[row] = index = self._waiting.popleft()
         request = self._prepared.requests[index]
@@ -166,7 +168,7 @@ class Queue:
         return index
 
     def _most(self, state: DecodeState) -> int:
-        """Return the steps between two looks at the text."""
+        """Return the number of steps between two reads of the text."""
         if all(text is None for text in self._texts):
             return 2**30
         return 1 if decode.look_ahead(state) == 0 else BETWEEN
@@ -174,7 +176,7 @@ class Queue:
     def _read_texts(
         self, tokens: np.ndarray, length: np.ndarray, done: np.ndarray
     ) -> tuple[np.ndarray, list[Said]]:
-        """Return bool[B], the rows that have said a stop string; and what is new, where the queue tells of it."""
+        """Return bool[B], the rows whose text contains a stop string; and the new tokens, if the queue is `telling`."""
         said, new = np.zeros(len(self._holds), bool), []
         for row, text in enumerate(self._texts):
             if text is None or (index := self._holds[row]) is None:
@@ -182,7 +184,7 @@ class Queue:
             read = len(self._prepared.requests[index].prompt_tokens) + text.count
             fresh = tokens[row, read : length[row]].tolist()
             pieces = text.feed_all(fresh, last=bool(done[row]))
-            # A row may end without a token, such as one whose constraint lets nothing follow.
+            # A row may end without a token, for example if its constraint allows no further token.
             if done[row] and (remaining := text.end()):
                 pieces.append(remaining)
             said[row] = text.stopped
@@ -207,10 +209,10 @@ class Queue:
         return self._refilled(state, stats) if self._shares else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """Start free rows again with the next requests, one of each part of a mesh at a time.
+        """Start free rows with the next requests, one row per part of a mesh at a time.
 
-        Where nothing is shared, a row's prompt is so read in one shape whenever it begins, and a prompt is enough to
-        keep a device busy: chunks of prefill have hundreds of tokens (`prefill.chunk_of`).
+        One row at a time means that a prompt is read in the same shape whenever it begins. One prompt is enough to keep
+        a device busy: chunks of prefill have hundreds of tokens (`prefill.chunk_of`).
         """
         if self._shares:
             return self._put(state, stats)
@@ -234,7 +236,7 @@ class Queue:
         return state, stats
 
     def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """Start free rows again with the next requests, by a row of its own that has read their prompts."""
+        """Start free rows with the next requests, from a separate row that has read their prompts."""
         while self._waiting and None in self._holds:
             row = self._holds.index(None)
             index = self._next(row)
@@ -246,15 +248,15 @@ class Queue:
         return state, stats
 
     def _reading(self, index: int) -> Reading:
-        """Return a row that has read a prompt: the one before it goes on from what both begin with."""
+        """Return a row that has read a request's prompt, if possible from a prefix shared with the last one."""
         prompt, made, held = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
         if held is not None and held.prompt == prompt:
             return held
-        self._read = None  # its memory, before there is another
+        self._read = None  # free its memory before allocating another row
         goes_on = self._shares is Shares.BEGINNINGS and len(prompt) > 1
         if held is not None and not self._compiling:
             goes_on &= forwards_saved(held.prompt, prompt, self._chunk) > 0
-        # Where weights are broken, slots after the text may hold what is no number, and would spoil what is read next.
+        # Broken weights may leave NaN in slots after the text, which would corrupt the next prompt.
         if held is not None and held.sound is not None and goes_on and bool(fetch(held.sound)):
             with made.target.on_mesh():
                 state, _ = decode.extend(made.decoder, made.params, held.state, made.prompts([index]))
@@ -278,7 +280,7 @@ class Reading(NamedTuple):
 
     prompt: tuple[int, ...]
     state: DecodeState
-    sound: Array | None  # bool[]: its caches hold numbers alone; where others go on from it
+    sound: Array | None  # bool[]; its caches are finite; None if no prompt continues from this row
 
 
 @jax.jit
@@ -289,11 +291,12 @@ def _sound(caches: PyTree) -> Array:
 
 @activity.doing("compiling")
 def compile_queue(prepared: Prepared, rows: int, shares: Shares, *, log_probs: bool = False) -> None:
-    """Compile what a `Queue` of these requests will run, so that it times no compilation; next to free where it is.
+    """Compile the programs that a `Queue` of these requests will run, so that its times exclude compilation.
 
-    The first of them are decoded for a token, with prompts of a token or two.
+    This decodes one token of the first requests, with prompts cut to a few tokens. It costs little if the programs are
+    compiled already.
     """
-    # Neighbours with other prompts, so that one goes on from what is read of another.
+    # With shared beginnings, give neighbours prompts of different lengths, so that one continues from another.
     short = [
         dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2), max_new_tokens=1)
         if shares is Shares.BEGINNINGS
@@ -308,18 +311,18 @@ def compile_queue(prepared: Prepared, rows: int, shares: Shares, *, log_probs: b
 
 
 class Shares(enum.IntEnum):
-    """Kinds of what requests that follow each other have in common, which is read once for them."""
+    """Kinds of shared prompt tokens, which are read once for consecutive requests."""
 
     NOTHING = 0
-    PROMPTS = 1  # whole ones, as samples of a prompt have
-    BEGINNINGS = 2  # a system prompt, or examples before a question
+    PROMPTS = 1  # whole prompts, as for samples of one prompt
+    BEGINNINGS = 2  # prefixes, such as a system prompt or examples before a question
 
 
 def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
-    """Return what is read once for requests in an order: nothing on a mesh that divides rows.
+    """Return which tokens are read once for requests in an order: NOTHING on a mesh that divides rows.
 
-    Beginnings are where that saves half of the forwards that read, and `SAVED` tokens: a row then reads alone what rows
-    would have read side by side, by one program more.
+    Beginnings are shared if this saves half of the forwards of prefill and `SAVED` tokens, because it has costs: rows
+    read their prompts one after the other, and there is one more program to compile.
     """
     if of_mesh(made.target, 1) > 1:
         return Shares.NOTHING
@@ -332,15 +335,15 @@ def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
 
 
 def chunk_of_decoder(made: Prepared) -> int:
-    """Return the tokens of a forward that reads a prompt."""
+    """Return the number of tokens of a forward that reads a prompt."""
     with made.target.on_mesh():
-        # What comes after a shared beginning is read in no longer chunks than these (`Decoder.extend`).
+        # The tokens after a shared beginning are read in chunks of at most this length (`Decoder.extend`).
         usual = min(chunk_of(made.width), WIDE_CHUNK)
         return made.decoder.prefill_chunk or made.target.model.prefill_chunk or usual
 
 
 def forwards_saved(before: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the forwards that reading a prompt takes less where what both begin with is read already.
+    """Return the number of forwards saved for a prompt if its common prefix with the prompt `before` is read already.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
@@ -349,7 +352,9 @@ def forwards_saved(before: Sequence[int], prompt: Sequence[int], chunk: int) -> 
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two prompts begin with alike, by halves: slices are compared faster than tokens.
+    """Return the length of the common prefix of two prompts.
+
+    This is a bisection, because comparing slices is faster than comparing single tokens.
 
     >>> common_length((1, 2, 3), (1, 2, 4, 5)), common_length((1,), (1, 2))
     (2, 1)
@@ -362,9 +367,9 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """Return the numbers of the requests, most new tokens first: a long one begun last would keep a batch alone.
+    """Return the indices of the requests, most new tokens first: a long one begun last would run in a batch by itself.
 
-    Those that may be equally long follow each other by their prompts, where more is read once for them in that order.
+    Requests with equal limits are sorted by their prompts if this order shares at least `SAVED` tokens.
 
     >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
     [1, 0, 2]

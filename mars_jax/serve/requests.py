@@ -1,4 +1,4 @@
-"""Requests and what they get: one prompt with its own controls, one completion with its own metrics."""
+"""Requests, each a prompt with its controls, and completions, each with its metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_id
 from mars_jax.serve.options import Options
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
-"""A text, texts, token ids, a conversation or conversations."""
+"""A string, strings, token ids, a conversation or conversations."""
 _CONSTRAINTS = {
     "constraint": lambda constraint: constraint,
     "regex": constraints.regex,
@@ -45,37 +45,37 @@ _SEQUENCES = ("stop_tokens", "banned_tokens", "stop_strings", "choice", "allowed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and whatever it chooses for itself; None takes the default of the call."""
+    """One prompt with its settings."""
 
-    prompt: str | None = None  # None where only tokens were given, or a conversation
-    messages: tuple[Turn, ...] | None = None  # the conversation, where one was given
+    prompt: str | None = None  # None if the prompt is a conversation or token ids
+    messages: tuple[Turn, ...] | None = None  # the conversation; None if the prompt is no conversation
     prompt_tokens: tuple[int, ...]  # token ids, at least one
-    id: Any = None  # the user's own, as it was given
+    id: Any = None  # the user's id, unchanged
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0  # 1 is off
     min_p: float = 0.0  # 0 is off
-    strict: bool = False  # nothing is relaxed
+    strict: bool = False  # a lossy rule relaxes no token
     draft_stop: float = math.inf  # as `Controls.draft_stop`
-    seed: int = 0  # of its draws; `make_requests` numbers them, so that requests differ
-    max_new_tokens: int = 256  # of the completion, at most
-    stop_tokens: tuple[int, ...] = ()  # token ids that end it
-    stop_strings: tuple[str, ...] = ()  # texts that end it, and are no part of it
+    seed: int = 0  # `make_requests` counts it up, so that requests draw differently
+    max_new_tokens: int = 256  # maximum length of the completion
+    stop_tokens: tuple[int, ...] = ()  # token ids that end the completion
+    stop_strings: tuple[str, ...] = ()  # strings that end the completion and are not part of it
     logit_bias: tuple[
         tuple[int, float], ...
-    ] = ()  # (token id, what is added to its logit); -inf bans a token
-    repetition_penalty: float = 1.0  # 1 is off; of tokens in prompt and text
-    presence_penalty: float = 0.0  # 0 is off; of tokens in the text
-    frequency_penalty: float = 0.0  # 0 is off; of tokens in the text, for each time that they are there
-    constraint: Constraint | None = None  # what the text is to be
+    ] = ()  # (token id, number to add to its logit); -inf bans a token
+    repetition_penalty: float = 1.0  # 1 is off; for tokens in the prompt and the completion
+    presence_penalty: float = 0.0  # 0 is off; for tokens in the completion
+    frequency_penalty: float = 0.0  # 0 is off; for each occurrence of a token in the completion
+    constraint: Constraint | None = None  # on the completion
     relax_in: tuple[
         str, ...
-    ] = ()  # spans inside of which alone a lossy rule relaxes; see `constraints.spans`
-    strict_in: tuple[str, ...] = ()  # spans inside of which it does not
+    ] = ()  # spans to which a lossy rule's relaxation is limited; see `constraints.spans`
+    strict_in: tuple[str, ...] = ()  # spans in which a lossy rule relaxes no token
 
     @property
     def spans(self) -> Spans | None:
-        """Spans in which a lossy rule may relax; None is anywhere."""
+        """Spans in which a lossy rule may relax; None means everywhere."""
         return Spans(self.relax_in, self.strict_in) if self.relax_in or self.strict_in else None
 
     @property
@@ -85,7 +85,7 @@ class Request:
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
     def stand_in(self) -> Request:
-        """Return a request of the same shapes with a prompt of two tokens at most, which no stop token ends."""
+        """Return a request of the same shapes with a prompt of at most two tokens, which no stop token ends."""
         short = self.prompt_tokens[:2]
         return dataclasses.replace(
             self,
@@ -100,30 +100,30 @@ class TokenLogProbs(NamedTuple):
 
     log_prob: tuple[float, ...]
     temperature_log_prob: tuple[float, ...]
-    processed_log_prob: tuple[float, ...]  # NaN where the rule is not lossless
+    processed_log_prob: tuple[float, ...]  # NaN if the rule is not lossless
     regret: tuple[float, ...]
-    kind: tuple[str, ...]  # of KINDS
+    kind: tuple[str, ...]  # entries of KINDS
 
 
 KINDS = ("exact", "relaxed", "corrected", "trusted")
-"""Kinds of tokens by their numbers in `core.types`."""
+"""Kinds of tokens, indexed by their numbers in `core.types`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """The completion of one prompt.
 
-    `seconds` is the wall time of its row, from its prefill until the host has seen it end. `metrics` count all decoded
-    tokens, also some after a stop string.
+    `seconds` is the wall time of its row, from its prefill until the host has read its end. `metrics` count all decoded
+    tokens, including tokens after a stop string.
     """
 
-    request: Request  # what was asked for
-    text: str  # "" where the checkpoint has no tokenizer; it ends before a stop string
-    tokens: list[int]  # new tokens, the stop token included, or the one that completes a stop string
-    finish_reason: str  # "stop", "length", or "failed": the target's logits were not finite there
+    request: Request
+    text: str  # "" if the checkpoint has no tokenizer; it ends before a stop string
+    tokens: list[int]  # new tokens, including the stop token or the token that completes a stop string
+    finish_reason: str  # "stop", "length", or "failed" if the target's logits were not finite
     metrics: Metrics  # counters of the row's steps
     seconds: float  # wall time of the row
-    log_probs: TokenLogProbs | None = None  # of the new tokens, where they were asked for
+    log_probs: TokenLogProbs | None = None  # of the new tokens; None without `log_probs=True`
 
     @property
     def tokens_per_second(self) -> float:
@@ -134,10 +134,10 @@ class Completion:
 class Result:
     """The completions of one call, in the order of its prompts."""
 
-    completions: list[Completion]  # of prompt after prompt
+    completions: list[Completion]  # in the order of the prompts
     metrics: Metrics  # totals over all prompts
     seconds: float  # wall time of the call
-    forwards: int  # of the target, each over all rows that decode side by side
+    forwards: int  # of the target, each over all rows of a batch
 
     @property
     def text(self) -> list[str]:
@@ -157,11 +157,11 @@ class StreamEvent:
     """Tokens that one step decided for one prompt."""
 
     row: int  # index of the prompt
-    text: str  # may lag behind `tokens` inside of a multi-byte character
-    pieces: tuple[tuple[str, str], ...]  # (kind of KINDS, text); joined they are `text`
+    text: str  # may lag behind `tokens` inside a multi-byte character
+    pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text); joined they are `text`
     tokens: tuple[int, ...]
     log_probs: TokenLogProbs  # of `tokens`
-    completion: Completion | None  # with the last event of its row
+    completion: Completion | None  # None except in the last event of a row
 
 
 def make_requests(
@@ -175,7 +175,7 @@ def make_requests(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> list[Request]:
-    """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other.
+    """Tokenize prompts and assign each its options; see `generate`. The samples of a prompt follow each other.
 
     All values from users are checked here.
     """
@@ -234,7 +234,7 @@ def make_requests(
         raise MarsError(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
         )
-    # One seed for all counts up over all requests, a prompt's own seed over its samples.
+    # A seed for all prompts counts up over all requests; a seed of one prompt counts up over its samples.
     stride = 0 if np.ndim(settings["seed"]) else samples
     return [
         dataclasses.replace(request, seed=(request.seed + index * stride + sample) % 2**32)
@@ -248,7 +248,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return options in which stop strings that are special tokens, which no text shows, are stop tokens."""
+    """Return options in which stop strings that are special tokens become stop tokens: text omits special tokens."""
     if not target.has_tokenizer:
         raise MarsError(
             f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
@@ -263,7 +263,7 @@ def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bans(target: Pretrained, options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return options of `count` prompts with each banned token as a bias of -inf."""
+    """Return options of `count` prompts in which each banned token is a bias of -inf."""
     others = {name: value for name, value in options.items() if name != "banned_tokens"}
     if options.get("banned_tokens") is None:
         return others
@@ -280,7 +280,7 @@ def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
     """Return options of `count` prompts in which `constraint` replaces all options that constrain a text.
 
     Raises:
-      MarsError: two constraints of one prompt, or as the functions of `constraints`.
+      MarsError: a prompt has two constraints, or as the functions of `constraints`.
     """
     others = {
         name: value
@@ -317,7 +317,7 @@ def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _ids(target: Pretrained, name: str, value: Any) -> tuple[int, ...]:
-    """Return one token id or several."""
+    """Return the token ids of an option with one id or several."""
     return token_ids(name, (value,) if isinstance(value, int) else value, target.config.vocab_size)
 
 
@@ -347,7 +347,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     """Return the value of an option for one prompt, in the type of the field of `Request`.
 
     Raises:
-      MarsError: it is of another type, or out of range.
+      MarsError: the value has another type or is out of range.
     """
     if name in specs.REQUEST:
         return specs.REQUEST[name].from_json(
@@ -367,17 +367,17 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Return one stop string or several, none of them empty."""
+    """Return the stop strings of an option with one string or several. Empty strings are an error."""
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
         raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
-    for text in strings:  # no text has half of a surrogate pair, so it would never end one
+    for text in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match
         check_text("stop_strings", text)
     return tuple(strings)
 
 
 def check_request(target: Pretrained, request: Request) -> None:
-    """Raise MarsError where a request leaves no room for a token."""
+    """Raise MarsError if a request leaves no room for a token."""
     context = target.config.max_positions
     if len(request.prompt_tokens) >= context:
         raise MarsError(
@@ -389,7 +389,7 @@ def check_request(target: Pretrained, request: Request) -> None:
 
 
 def total(completions: Sequence[Completion]) -> Metrics:
-    """Return metrics summed over completions."""
+    """Return the metrics summed over completions."""
     parts = [dataclasses.asdict(c.metrics) for c in completions]
     summed = {name: sum(p[name] for p in parts) for name in parts[0] if name != "depth_histogram"}
     histogram = tuple(map(sum, zip(*(p["depth_histogram"] for p in parts), strict=True)))

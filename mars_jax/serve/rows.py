@@ -1,7 +1,7 @@
-"""Rows of a run on disk: JSON lines that one process appends to, and the settings that decide them.
+"""Rows of a run on disk: JSON lines that one process appends to, and the settings that determine them.
 
-`FILE.settings.json` records the settings and the fingerprints of the weights. Each row carries a digest of both, so
-that a row of another run is refused, also in a file that was joined from the rows of several machines.
+`FILE.settings.json` records the settings and the fingerprints of the weights. Each row has a digest of both, so that a
+row of another run is refused, even in a file that was joined from the rows of several machines.
 
 A row is one line, written under a lock that ends with the process, and followed by fsync. A killed process therefore
 leaves whole lines and at most one torn line at the end.
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 class RowFile:
     """The rows of one run.
 
-    If several processes decode on one mesh, each of them has the rows and only the first one writes.
+    If several processes decode on one mesh, all of them hold the rows and only the first one writes.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "rows.jsonl"
@@ -56,8 +56,8 @@ class RowFile:
 
         Args:
           path: of the file, which need not exist.
-          settings: everything that decides the rows, except for the fingerprints of `start`.
-          flag: that names the file, for messages.
+          settings: everything that determines the rows, except for the fingerprints of `start`.
+          flag: the flag that names the file, for messages.
           settings_path: of the recorded settings, by default `FILE.settings.json`.
           resume: whether the file may have rows.
 
@@ -98,7 +98,7 @@ class RowFile:
           fingerprints: of the weights, by component.
 
         Raises:
-          MarsError: the file belongs to a run with other weights, or holds something else. It is then closed.
+          MarsError: the file belongs to a run with other weights, or is not a file of rows. It is then closed.
         """
         try:
             self._read(fingerprints)
@@ -163,7 +163,7 @@ class RowFile:
         )
 
     def batch(self, keys: Sequence[Mapping[str, Any]], make: Callable[[], Sequence[Row]]) -> list[Row]:
-        """Return the rows of some keys. If one is not on file, make all of them, and append those that are missing.
+        """Return the rows of some keys. If one is not on file, make all of them, and append the missing ones.
 
         Args:
           keys: fields that identify a row, the same fields in every call.
@@ -181,7 +181,7 @@ class RowFile:
         return [self._by_key[key] for key in wanted]
 
     def stop(self) -> int:
-        """Close the file because a signal ends the process: no row is written after this. Return the number of rows."""
+        """Close the file when a signal ends the process, so that no row is written later. Return the number of rows."""
         self._writing.acquire()
         self.close()
         return len(self.rows)
@@ -249,8 +249,8 @@ def compare_settings(
     Args:
       path: of the recorded settings.
       settings: of this run, as JSON values.
-      owner: what the settings belong to, for messages.
-      flag: that names the owner.
+      owner: file or directory of the run, for messages.
+      flag: the flag that names the owner.
       but: a setting that is not known yet.
 
     Raises:

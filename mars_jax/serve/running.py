@@ -1,6 +1,6 @@
-"""One row that goes on from request to request: what its caches hold of the next prompt is not read again.
+"""A row that decodes one request after another and reads only prompt tokens that are not in its caches.
 
-B rows, of which one decodes and the others fill a mesh; T token buffer. Oracle: each request decoded afresh
+B rows: one decodes, and the others fill a mesh. T token buffer. Oracle: each request decoded from a new state
 (tests/serve/test_running.py).
 """
 
@@ -28,44 +28,44 @@ from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs
 
 WIDTH = 4096
-"""Tokens that the buffer has room for from the beginning on, where the model's context allows: a longer text compiles
-again, and a wider cache costs memory."""
+"""Initial size of the token buffer, limited by the model's context. A longer text compiles again; a larger initial size
+would cost memory."""
 
 
 class Running:
-    """A pair that decodes one request after the other over one state.
+    """A pair that decodes one request after another over one state.
 
-    A prompt that begins as what was last read and said is read from where it differs. Everything but the width of the
-    buffer is a value, so requests share one compilation for as long as they fit; then the buffer grows.
+    If a prompt shares a prefix with the previous prompt and completion, only the tokens after it are read. Everything
+    but the width of the buffer is a value, so requests that fit the buffer share one compilation. For others it grows.
     """
 
     def __init__(self, session: Session):
         """
         Args:
-          session: the pair and its rule. It may be replaced between two requests, as by `session.using(rule)`.
+          session: the pair and its rule. It may be replaced between two requests, for example by `session.using(rule)`.
         """
         self.session = session
         self.read = 0
-        """Tokens of the last prompt that were read, of those that are read at all: all but its last one."""
+        """Number of tokens read for the last prompt, excluding its last token, which the first step reads."""
         self._width = 0
         self._decoder: Decoder | None = None
         self._state: DecodeState | None = None
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
-        """Compile what `stream` of such requests will run, with a token of it; next to free where it is compiled."""
+        """Compile the programs of `stream` for such requests by decoding one token. Cheap if compiled already."""
         most = len(request.prompt_tokens) + request.max_new_tokens - 1
         one = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         self._widen(most)
         for _ in self._stream(one, ahead=True):
             pass
-        self._state = None  # no caller has asked for that token
+        self._state = None  # discard the token
 
     def stream(self, request: Request) -> Generator[StreamEvent, None, None]:
-        """Read what is new of the prompt when called, and decode step by step as the events are asked for.
+        """Read the new tokens of the prompt, and decode step by step as the events are consumed.
 
-        A caller that stops asking, or closes the iterator, ends the text there; what was said is held all the same. The
-        next call takes the state of an iterator that is not at its end.
+        If the caller stops iterating or closes the iterator, the text ends there, and the state keeps the tokens so
+        far. The next call takes over the state of an unfinished iterator.
 
         Raises:
           MarsError: as `mars_jax.generate`.
@@ -87,18 +87,18 @@ class Running:
         return self._watched(events(target, [request], steps, stats, done, ahead=steps_ahead, began=began))
 
     def _widen(self, most: int) -> None:
-        """Make room for a text of so many tokens, or for as many as the model takes."""
+        """Make room for a text of `most` tokens, or for the model's whole context if that is shorter."""
         context = self.session.target.config.max_positions
         if self._width < min(most, context):
             self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
             self._state = None
 
     def _begun(self, made: Prepared, rows: int, ahead: bool) -> DecodeState:
-        """Return the state that has read a request; `ahead` compiles the step meanwhile."""
+        """Return the state that has read a request; with `ahead`, compile the step in the meantime."""
         prompts = made.prompts([0, *[None] * (rows - 1)])
-        state, self._state = self._state, None  # its buffers are taken, whatever happens
+        state, self._state = self._state, None  # its buffers are donated, even if an error follows
         with made.target.on_mesh():
-            # Heads draft the first token after a single one from nothing, and not from the text before.
+            # After a prompt of a single token, heads must draft without features of the text before it.
             single = len(made.requests[0].prompt_tokens) == 1
             if state is None or made.decoder != self._decoder or single:
                 state = _unread(made.decoder, made.params, prompts)
@@ -117,24 +117,25 @@ class Running:
     def _steps(
         self, made: Prepared, state: DecodeState, ahead: int
     ) -> Iterator[tuple[DecodeState, StepInfo]]:
-        """Yield the steps. Between two of them the state is held, wherever the caller stops."""
+        """Yield the steps. Keep the state between two steps, because the caller may stop after any of them."""
         self._state = None
         for now, info in decode.stream(made.decoder, made.params, state, ahead=ahead):
             self._state = now
             yield now, info
-            self._state = None  # the next step takes its buffers
+            self._state = None  # the next step donates its buffers
 
     def _watched(self, told: Iterator[StreamEvent]) -> Generator[StreamEvent, None, None]:
         for event in told:
             if event.completion is not None and event.completion.finish_reason == "failed":
-                self._state = None  # its caches hold what is not finite
+                self._state = None  # its caches are not finite
             yield event
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Return the state of prompts cut to one token, so that there is nothing to read: that their length is known when
-    this is compiled leaves no forward in the program.
+    """Return the state of prompts cut to one token, without reading tokens.
+
+    The length is a constant of the program, so the program contains no forward.
     """
     one = np.ones(prompts.tokens.shape[0], np.int32)
     return decoder.init(params, dataclasses.replace(prompts, length=one))

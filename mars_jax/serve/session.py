@@ -1,4 +1,4 @@
-"""A pair of models with its rule, and what has been compiled for them: the engine behind every way to generate.
+"""A pair of models with its rule and a record of its compilations: the engine behind every way to generate.
 
 B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the same checkpoint
 (tests/serve/test_generate.py).
@@ -39,10 +39,10 @@ Rule = TypeVar("Rule", bound=AnyRule | None)
 
 
 class Shape(NamedTuple):
-    """Key of a compilation: batches of sessions over one pair that differ in it need two."""
+    """Key of a compilation. Batches with equal keys, of sessions over one pair, share it."""
 
     drafter: Drafter
-    rule: object  # its structure: rules that differ in numbers share what is compiled
+    rule: object  # its structure; rules that differ only in numbers share a compilation
     width: int  # of the token buffer
     rows: int
     draws: bool  # whether any request is not greedy
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Requests that decode side by side, and the session whose rule has their numbers."""
+    """Requests that decode side by side, and a session whose rule has their values."""
 
     session: Session
     requests: list[Request]
@@ -61,14 +61,14 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """A target, the drafter that drafts for it, and the rule that both decode by."""
+    """A target, its drafter and the rule."""
 
     target: Pretrained
     drafter: drafters.LoadedDrafter
-    # Its numbers are one for all requests, or one for each; then `batches` deals them out.
+    # Each number is one value for all requests, or one per request, which `batches` distributes.
     rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
-    batch_size: int = 1  # rows side by side; 0: what memory has room for
-    log_probs: bool = False  # keep what the target thinks of each token
+    batch_size: int = 1  # rows side by side; 0: as many as fit in memory
+    log_probs: bool = False  # record log-probabilities of each token
     _compiled: set[Shape] = dataclasses.field(default_factory=set, repr=False)
     _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # names of drafters
 
@@ -82,7 +82,7 @@ class Session:
         batch_size: int | None = 1,
         log_probs: bool = False,
     ) -> Session:
-        """Make a session of what `mars_jax.generate` takes.
+        """Make a session from the arguments of `mars_jax.generate`.
 
         Args:
           target, drafter, verify, batch_size, log_probs: as for `mars_jax.generate`.
@@ -94,7 +94,7 @@ class Session:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
         check_switch("log_probs", log_probs)
         rule = loaded_rule(verify)
-        structure(rule.rule)  # which raises for anything but a rule
+        structure(rule.rule)  # raises an error for anything but a rule
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
@@ -109,17 +109,17 @@ class Session:
         return facts(self.rule.rule).name
 
     def using(self, rule: LoadedRule) -> Session:
-        """Return the same pair with another rule; what is compiled for one of the two is for both."""
+        """Return a session of the same pair with another rule. The two share their compilations."""
         return dataclasses.replace(self, rule=rule)
 
     @functools.cached_property
     def autoregressive(self) -> Session:
-        """The target without a draft."""
+        """A session of the target without a draft."""
         drafter = drafters.load("none", self.target)
         return dataclasses.replace(self, drafter=drafter, rule=LoadedRule(exact()))
 
     def batches(self, requests: Sequence[Request]) -> Iterator[Batch]:
-        """Yield all the requests, `batch_size` at a time, with the rule's values of each."""
+        """Yield all the requests, `batch_size` at a time, with the rule's values for them."""
         if self.batch_size < 1:
             raise MarsError(f"batch_size is {self.batch_size}: give at least 1.")
         for first in range(0, len(requests), self.batch_size):
@@ -130,7 +130,7 @@ class Session:
     def prepare(
         self, requests: Sequence[Request], *, loop: Compile | None = None, streamed: bool = False
     ) -> tuple[Decoder, Params, DecodeState]:
-        """Return one batch as the decoder's arrays, for a loop of one's own; `loop` and `streamed` as for `prepare`."""
+        """Return one batch as the decoder's arrays, for a custom loop; `loop` and `streamed` as for `prepare`."""
         prepared_batch = prepare(
             self.target,
             self.drafter,
@@ -165,7 +165,7 @@ class Session:
     def _steps(
         self, decoder: Decoder, params: Params, state: DecodeState, *, ahead: int
     ) -> Iterator[tuple[DecodeState, StepInfo]]:
-        """Return the steps of a batch; the state is donated. They run in the target's mesh, which the caller enters."""
+        """Return the steps of a batch; the state is donated. The caller must enter the target's mesh."""
         if self.drafter.steps is not None:
             return self.drafter.steps(decoder, params, state)
         return decode.stream(decoder, params, state, ahead=ahead)
@@ -175,7 +175,7 @@ class Session:
         return zero_stats(batch, decoder.max_depth, record=buffer if self.log_probs else None)
 
     def compile(self, requests: Sequence[Request], *, stream: bool = False) -> None:
-        """Compile what `run`, or `stream`, of one batch will run, unless it is compiled already.
+        """Compile the programs of `run`, or of `stream`, for one batch, unless they are compiled already.
 
         Raises:
           MarsError: as `prepare`.
@@ -188,9 +188,9 @@ class Session:
 
     @activity.doing("compiling")
     def _compile(self, requests: Sequence[Request], stream: bool) -> None:
-        """Compile a chunk of prefill and one step, in the same shapes.
+        """Compile a chunk of prefill and one step, in the shapes of the requests.
 
-        They do run, since some backends finish compiling only then.
+        Run both, because some backends finish compiling only at the first run.
         """
         stand_ins = [request.stand_in() for request in requests]
 
@@ -229,8 +229,9 @@ class Session:
         )
 
     def decode(self, requests: Sequence[Request]) -> Result:
-        """Decode all the requests: in one device loop where there are rows for all, else through rows that refill,
-        those that may become longest first.
+        """Decode all the requests: in one device loop if they fit the rows, else through rows that refill.
+
+        Rows that refill begin with the requests of the most new tokens.
 
         Raises:
           MarsError: as `prepare`.
@@ -261,14 +262,14 @@ class Session:
         )
 
     def refilled(self, requests: Sequence[Request], *, telling: bool = False) -> Queue:
-        """Decode the requests through rows that refill, those that may be longest first; nothing is compiled before.
+        """Decode the requests through rows that refill, the most new tokens first, without compiling at the call.
 
         Args:
           requests: any number of them.
-          telling: `Queue.events` tells of new tokens too.
+          telling: whether `Queue.events` also yields new tokens.
 
         Raises:
-          MarsError: as `prepare`, or the drafter makes steps of its own, in which no row refills.
+          MarsError: as `prepare`, or the drafter makes its own steps, which do not refill rows.
         """
         if self.drafter.steps is not None:
             raise MarsError(
@@ -282,14 +283,13 @@ class Session:
         )
 
     def queue(self, requests: Sequence[Request], *, order: Sequence[int] | None = None) -> Iterable[Finished]:
-        """Decode the requests through `batch_size` rows, each as soon as it has ended; see `Queue`.
+        """Decode the requests through `batch_size` rows, and yield each completion as it ends; see `Queue`.
 
-        It compiles when called.
+        Compilation happens at the call.
 
         Args:
           requests: any number of them.
-          order: in which they begin, by their numbers; those that are not among them are left out. Default: as they
-            are.
+          order: indices of the requests to decode, first to begin first; default: all, in their order.
         """
         if self.drafter.steps is not None:
             return self._in_batches(requests, range(len(requests)) if order is None else order)
@@ -323,9 +323,9 @@ class Session:
         return completions()
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Decode one batch in one device loop, at most `batch_size` requests; its time holds no compilation.
+        """Decode one batch of at most `batch_size` requests in one device loop; its time excludes compilation.
 
-        A drafter with steps of its own takes a loop of the host's.
+        A drafter that makes its own steps runs in a loop of the host.
 
         Raises:
           MarsError: there are more requests than rows, or as `prepare`.
@@ -355,7 +355,7 @@ class Session:
     def stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
         """Decode one batch step by step, and yield the tokens of each row as they are decided.
 
-        It compiles when called, and decodes as the events are asked for.
+        Compilation happens at the call, and decoding as the events are consumed.
         """
         self.compile(requests, stream=True)
         return self._events(requests)
@@ -363,7 +363,7 @@ class Session:
     def _events(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
         began = time.perf_counter()
         decoder, params, state = self.prepare(requests, streamed=True)
-        # Steps that the drafter makes wait for every verdict anyway.
+        # A drafter's own steps wait for every verdict, so running ahead gains nothing.
         ahead = 0 if self.drafter.steps is not None else decode.look_ahead(state)
         done, stats = fetch(state.done), self._stats(decoder, state)
         steps = self._steps(decoder, params, state, ahead=ahead)
@@ -371,14 +371,14 @@ class Session:
 
 
 def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
-    """Return the rule of some of `count` requests: what it has one of per request is theirs."""
+    """Return the rule with the values of the requests `rows` out of `count` requests."""
     if isinstance(verify, LoadedRule):
         return verify._replace(rule=take_rows(verify.rule, rows, count))
     return None if verify is None else take_rows(verify, rows, count)
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:
-    """Raise MarsError where prompts failed, for callers to whom that is an error."""
+    """Raise MarsError if prompts failed, for callers that treat this as an error."""
     failed = sum(completion.finish_reason == "failed" for completion in completions)
     if failed:
         raise MarsError(

@@ -1,4 +1,4 @@
-"""Measured costs of a step with each draft length, taken on the device before the first batch of a shape.
+"""Measured costs of a step with each draft length, measured on the device before the first batch of a shape.
 
 Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json of commit 5336526).
 """
@@ -25,7 +25,7 @@ STEPS, ROUNDS = 4, 3
 """Steps of each size in a round. The fastest round counts: other load on the machine only adds time."""
 
 _MEASURED: dict[Any, tuple[float, ...]] = {}
-"""Costs measured by this process, by everything that they depend on."""
+"""Costs measured by this process, keyed by everything that they depend on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: str = "run") -> Prepared:
@@ -39,7 +39,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: 
     """
     if not needs_costs(prepared.drafter):
         return prepared
-    # Everything that is compiled into the step but not visible in its shapes.
+    # Everything that is compiled into the step but is not part of its shapes.
     has_edits = any(request.edits for request in prepared.requests)
     kinds = (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits)
     weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params.target))
@@ -47,7 +47,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: 
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
             costs = _measure(prepared, rows, log_probs=log_probs, loop=loop)
-        # All processes of a mesh must choose alike, so they share the costs of the first.
+        # All processes of a mesh must choose the same sizes, so they share the costs of the first.
         shared = np.frombuffer(hosts.broadcast_bytes(np.asarray(costs, np.float64).tobytes()), np.float64)
         _MEASURED[key] = tuple(shared.tolist())
     return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key]))

@@ -1,4 +1,4 @@
-"""The text of a row as its tokens come, and its completion, cut out of the batch's arrays. B batch, T token buffer."""
+"""Text of a row as its tokens arrive, and its completion, cut out of the batch's arrays. B batch, T token buffer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
 
 
 class RowText:
-    """Text of the tokens of one request, piece by piece, up to the first of its stop strings.
+    """Text of the tokens of one request, piece by piece, up to the first stop string.
 
-    The text ends before the stop string, as OpenAI's does, and the tokens with the one that completes it, as those of
-    transformers do. Only new text is searched, without the end of the prompt. Text that may begin a stop string is held
+    The text ends before the stop string, as OpenAI's does. The tokens end with the one that completes it, as those of
+    transformers do. Only new text is searched, not the end of the prompt. Text that may begin a stop string is held
     back until the next tokens decide. Joined, the pieces are the text of all tokens.
     """
 
@@ -24,7 +24,7 @@ class RowText:
         self._stops = request.stop_strings
         self._held = ""
         self.count = 0
-        """Tokens so far, none of them after a stop string."""
+        """Number of tokens so far, excluding tokens after a stop string."""
         self.stopped = False
 
     def feed(self, token: int, *, last: bool = False) -> str:
@@ -52,7 +52,7 @@ class RowText:
         return text[: len(text) - keep]
 
     def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
-        """Return the text of each token, up to one that completes a stop string; `last` is about the last of them."""
+        """Return the text of each token, up to one that completes a stop string; `last` applies to the last token."""
         pieces: list[str] = []
         for place, token in enumerate(tokens, start=1):
             if not self.stopped:
@@ -80,25 +80,25 @@ def token_log_probs(source: Any, row: int, first: int, count: int) -> TokenLogPr
 def complete(
     target: Pretrained, request: Request, row: int, final: tuple, stats: DecodeStats, seconds: float
 ) -> Completion:
-    """Cut one row's new tokens out of the batch's final state and name why it ended.
+    """Return the completion of one row: its new tokens, cut out of the batch's final state, and its finish reason.
 
     Args:
-      target, request: whose row this is.
-      row: its place in the batch.
+      target, request: of the row.
+      row: index of the row in the batch.
       final: (tokens i32[B, T], length i32[B], failed bool[B]), on the host.
-      stats: the row's counters, on the host.
+      stats: counters of the batch, on the host.
       seconds: for `Completion.seconds`.
     """
     tokens, length, failed = final
     first = len(request.prompt_tokens)
     said = tokens[row, first : length[row]].tolist()
-    # As the stream does it, so that a character cut in two reads the same both ways.
+    # Detokenize as the stream does, so that a character cut in two gives the same text in both.
     text = RowText(target, request)
     pieces = text.feed_all(said, last=True)
     new = said[: len(pieces)]
     stopped = text.stopped or (new and new[-1] in request.stop_tokens)
     if request.constraint is not None and not stopped:
-        # Without stop tokens a constrained row ends where nothing may follow.
+        # Without stop tokens a constrained row ends when the constraint allows no further token.
         most = min(request.max_new_tokens, target.config.max_positions - len(request.prompt_tokens))
         stopped = len(new) < most
     # Tokens after a stop string do not belong to the completion.

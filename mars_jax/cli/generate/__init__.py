@@ -1,1 +1,1 @@
-"""The parts of `python -m mars_jax.generate`."""
+"""Parts of `python -m mars_jax.generate`."""

@@ -19,14 +19,14 @@ class Choices(NamedTuple):
     draft: specs.DraftSpec
     rule: RuleChoice
     streams: bool
-    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where nodes drafted in vain cost most
+    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes cost most
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     """Resolve the defaults that depend on other flags.
 
     Raises:
-      MarsError: a flag was given that does not apply to what the others choose, with the cure.
+      MarsError: a flag does not apply to the choices of the others. The message has the cure.
     """
     draft, rule, present = specs.parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
     present.refuse_alone()
@@ -50,7 +50,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
 
 
 def _draft_size(args: argparse.Namespace, draft: specs.DraftSpec, rule: RuleChoice) -> str:
-    """Return the --draft-size of the flags, or "usual" for a draft that is the default."""
+    """Return --draft-size, or without it "usual" for a default draft that may be resized, else "fixed"."""
     if args.draft_size is not None:
         return args.draft_size
     shaped = args.tree is not None or args.refine is not None or args.draft_device is not None

@@ -1,4 +1,4 @@
-"""The flags of `python -m mars_jax.generate`. Nothing here imports jax, so `--help` is immediate."""
+"""Flags of `python -m mars_jax.generate`. This module does not import jax, so `--help` is immediate."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _SHORT = (
 
 
 def parser() -> Parser:
-    """Return the parser. Flags default to None, which distinguishes flags that were not given."""
+    """Return the parser. Flags default to None, to distinguish flags that were not given."""
     made = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
@@ -272,7 +272,7 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
 
 
 def _devices(text: str) -> tuple[int, ...]:
-    """Return the numbers in N,N,..."""
+    """Return the device numbers of a text N,N,..."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise MarsError(
@@ -282,7 +282,7 @@ def _devices(text: str) -> tuple[int, ...]:
 
 
 def _check_constraints(args: argparse.Namespace) -> None:
-    """Check constraints and spans without a model, before one is loaded; replace a schema's file by its schema."""
+    """Check constraints and spans before a model is loaded. Replace the path of a JSON schema by the schema."""
     from mars_jax import constraints
     from mars_jax.constraints.spans import names_of
 
@@ -294,7 +294,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
 
 
 def _template_args(given: Sequence[str]) -> dict[str, Any]:
-    """Return the VALUE of each NAME=VALUE by name; what is no JSON is a text."""
+    """Return the VALUE of each NAME=VALUE by name. Values that are not JSON are strings."""
     made: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -312,10 +312,10 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the values of the flags, with the chosen rule as `rule`. `check_flags` checks how they combine.
+    """Return the values of the flags, with the chosen rule as `rule`. `check_flags` checks their combinations.
 
     Raises:
-      MarsError: an unknown flag, or a value that is not what the flag takes.
+      MarsError: a flag is unknown, or a value is invalid.
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)

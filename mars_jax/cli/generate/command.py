@@ -20,7 +20,7 @@ from mars_jax.core.errors import MarsError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     return command(parse, functools.partial(_run, given), given)
 
@@ -48,7 +48,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    # jax loads from here on.
+    # jax loads here.
     from mars_jax.cli.host_flags import joined
 
     keep_compilations()
@@ -57,7 +57,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _list(args: argparse.Namespace, out: IO[str]) -> None:
-    """Print the tables, and nothing else."""
+    """Print the tables of rules and drafters."""
     if args.prompts or args.prompts_file is not None:
         flag = "--list-rules" if args.list_rules else "--list-drafters"
         raise MarsError(f"{flag} prints a table and decodes nothing: leave out the prompts, or the flag.")
@@ -101,7 +101,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
 
 
 def _stop(file: Any, total: int) -> str:
-    """Close the file because a signal ends the process. Return how many of its rows it has, and how to continue."""
+    """Close the file when a signal ends the process. Return a text with its number of rows and how to continue."""
     count = file.stop()
     if count == total:
         return f" with all {total} rows in '{file.path}': nothing is left to do."

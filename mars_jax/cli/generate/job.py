@@ -1,4 +1,4 @@
-"""Make requests and a session from flags. The cheap checks come first."""
+"""The requests and the session of a command, made from its flags. Cheap checks come first."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
-"""Prompts that are tokenized at once: enough for all cores, and few enough to show progress."""
+"""Number of prompts tokenized at once: enough for all cores, and few enough to show progress."""
 SHORT = 3
 """Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
 
 
 class Decoding:
-    """The completions of a job in the order in which its requests were queued.
+    """Iterable of the completions of a job, in the order in which its requests were queued.
 
     `seconds` is the time spent waiting for the device.
     """
@@ -98,7 +98,7 @@ class Job:
         return dict(self.run) | {"settings": self.run["settings"] | own}
 
     def decode(self, order: Sequence[int] | None = None) -> Decoding:
-        """Compile, and decode the requests, or those with the numbers in `order`."""
+        """Compile, and decode the requests, or only those with the indices `order`."""
         with busy("compiling"):
             return Decoding(self, range(len(self.requests)) if order is None else order)
 
@@ -112,12 +112,12 @@ class Job:
             yield event
 
     def check_finite(self) -> None:
-        """Raise MarsError if prompts failed, after their rows are written."""
+        """Raise MarsError if prompts failed. Call it after their rows are written."""
         check_finite(self.session.target, self.finished)
 
     @property
     def trusts(self) -> bool:
-        """True if the drafter vouches for its own drafts."""
+        """True if drafts may have `trusted` nodes, which are accepted without a test."""
         return TRUSTS in self.session.drafter.drafter.traits
 
 
@@ -127,7 +127,7 @@ def open_job(
     rows: Sequence[PromptRow],
     target: Pretrained | None = None,
 ) -> Job:
-    """Check prompts and vocabularies with configs and tokenizers only, then load the weights.
+    """Check prompts and vocabularies, using only configs and tokenizers, then load the weights.
 
     Args:
       args: the flags.
@@ -228,7 +228,7 @@ def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[Promp
 
 
 def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
-    """Check that tau is at most the number of tokens that a step can give."""
+    """Check that tau is at most the number of tokens that a step can emit."""
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > most:
@@ -243,7 +243,7 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     after hours of work.
 
     Raises:
-      MarsError: the model cannot take a prompt, whose line the message names.
+      MarsError: the model cannot take a prompt. The message names its line.
     """
     names = [
         *(name for name, setting in specs.REQUEST.items() if setting.per_row),

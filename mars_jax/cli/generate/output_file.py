@@ -1,4 +1,4 @@
-"""The rows of `generate`: their content, and the settings that decide them."""
+"""The rows of `generate`: their content, and the settings that determine them."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _ELSEWHERE = {
     # The digest of the prompts covers them.
     "prompts", "prompts_file",
     "output", "resume", "json", "stream", "compare", "part",
-    # It lets drafts vary in size, which changes no token.
+    # It only allows adaptive draft length, which changes no token.
     "draft_is_default",
-    # A row decodes alone as it does in a batch, on one device as on many.
+    # A row's tokens do not depend on its batch or on the number of devices.
     "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
     # It controls whether checksums are compared, not which weights are loaded.
     "no_check",
     # The settings of the rule record them.
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
-"""Flags that decide no row. All others are recorded, also those that are added later."""
+"""Flags that do not change rows. All others are recorded, including flags that are added later."""
 _DEFAULTS = {name: row.default for name, row in specs.REQUEST.items() if row.default is not None}
 
 
@@ -45,8 +45,8 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
 
     Args:
       args: the flags.
-      choices: what the flags leave open.
-      rows: the prompts of the whole run, of all parts together.
+      choices: the resolved defaults of the flags.
+      rows: the prompts of the whole run, including all parts.
     """
     settings = {
         name: plain(value)
@@ -136,7 +136,7 @@ def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
 
     Args:
       session: with the weights.
-      draft: the drafter, as it was named.
+      draft: spec of the drafter.
     """
     target, drafter, rule = session.target, session.drafter, session.rule
     found = {"target": fingerprint(target.params, target.path)}

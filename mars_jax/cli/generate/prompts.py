@@ -25,7 +25,7 @@ CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
 """Keys of constraints."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
-"""Open files; shells replace <(...) by /dev/fd/63."""
+"""Paths of inherited open files; shells replace <(...) by /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (
     "prompt", "messages", "prompt_tokens", "id", *_PER_REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
@@ -36,7 +36,7 @@ _KEYS = (
 class PromptRow:
     """One prompt, as text, messages or token ids, with its own settings."""
 
-    where: str  # for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
+    where: str  # origin for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation
     tokens: tuple[int, ...] | None = None
@@ -50,7 +50,7 @@ class PromptRow:
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
     def error(self, message: object) -> MarsError:
-        """Make an error of `message` with the place it is about."""
+        """Return an error whose message begins with the origin of the prompt."""
         return MarsError(f"{self.where}: {message}" if self.where else str(message))
 
 
@@ -58,7 +58,7 @@ def from_texts(texts: list[str]) -> list[PromptRow]:
     """Return the prompts of the command line.
 
     Raises:
-      MarsError: one is empty, or not Unicode.
+      MarsError: a prompt is empty, or not Unicode.
     """
     return [_checked(PromptRow(where="", prompt=text)) for text in texts]
 
@@ -66,15 +66,15 @@ def from_texts(texts: list[str]) -> list[PromptRow]:
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
-    Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". Columns of a
-    *.parquet file, and those of a dataset that are known, are keys of such a line; null is a key that is not there.
+    Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". The columns of a
+    *.parquet file, and the known columns of a dataset, correspond to the keys of such a line; null means a missing key.
 
     Args:
       path: of the file, or its URL, or a dataset of the hub as OWNER/NAME[:CONFIG[:SPLIT]], or a folder of one.
-      rule: whose numbers a row may choose for itself.
+      rule: the rule, whose settings rows may override.
 
     Raises:
-      MarsError: no such file, no prompts in it, or a line that is not a prompt.
+      MarsError: the file does not exist or has no prompts, or a line is not a prompt.
     """
     name = "stdin" if path == "-" else path
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
@@ -121,7 +121,7 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
         raise MarsError("a .parquet file needs the package pyarrow: pip install pyarrow.") from None
     try:
         with _opened(path) as file:
-            # In small batches: dictionary encoding lets a small file expand to many copies of one long text.
+            # Read small batches: with dictionary encoding a small file may expand to many copies of one long text.
             for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
                 yield from batch.to_pylist(maps_as_pydicts="strict")
     except (ArrowException, OSError, ValueError, KeyError) as error:
@@ -160,7 +160,7 @@ def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> Prom
 
 
 def _given(value: Any) -> Any:
-    """Remove nulls. Tables have them for missing keys."""
+    """Remove nulls: they represent missing keys of a table."""
     if isinstance(value, dict):
         return {key: _given(one) for key, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -169,7 +169,7 @@ def _given(value: Any) -> Any:
 def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
     jsonl = None if path == "-" else path.lower().endswith((".jsonl", ".ndjson", ".json"))
     with _opened(path) as file:
-        # Lines of bytes: str.splitlines would also split at characters that a prompt may hold.
+        # Split bytes into lines: str.splitlines would also split at other characters, which prompts may contain.
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             where = f"{name}, line {number}"
             if len(line) > LINE_BYTES:
@@ -207,19 +207,19 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
 
 
 def _numbers(rule: RuleChoice) -> dict[str, Any]:
-    """Return the settings of the rule that a row may choose for itself."""
+    """Return the settings of the rule that a row may override."""
     return {name: setting for name, setting in rule.options.items() if setting.per_row}
 
 
 def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> PromptRow:
-    """Return the prompt of an object; `row` has its place."""
+    """Return the prompt of a JSON object; `row` has its origin."""
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
+            # JSON can escape a lone surrogate, which UTF-8 cannot encode.
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
-        except TypeError:  # a date or bytes, of a table
+        except TypeError:  # such as a date or bytes in a table
             raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
     numbers = _numbers(rule)
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
@@ -244,7 +244,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
             settings["logit_bias"] = logit_bias_of(fields["logit_bias"])
         settings |= {key: fields[key] for key in (*CONSTRAINTS, *SPANS) if fields.get(key) is not None}
         if not isinstance(settings.get("json_schema", {}), dict):
-            # A schema by the name of its file would let a row read any file.
+            # Accepting the path of a schema would let a row read any file.
             raise MarsError(
                 f"json_schema is {settings['json_schema']!r}: expected an object, the schema itself."
             )

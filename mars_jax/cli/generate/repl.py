@@ -1,7 +1,7 @@
-"""`generate` without prompts on a terminal: ask for lines, and stream an answer to each.
+"""Interactive mode of `generate`, for a terminal without prompts: read lines, and stream an answer to each.
 
-With --chat the lines are turns of one conversation, otherwise each is a separate prompt. One running row decodes them
-all (`serve.running`), so that only the new tokens of a line are prefilled.
+With --chat the lines are turns of one conversation, otherwise each is a separate prompt. One running row decodes all of
+them (`serve.running`), so that only the new tokens of a line are prefilled.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _CHOSEN = {
         "--head-embed",
     ),
 }
-"""Flags that a command replaces; the first one takes its NAME."""
+"""Flags that a command replaces. Its NAME becomes the value of the first one."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
-"""Row to compile for, and to check flags with before there is a prompt."""
+"""Row for compilation and for checks of flags before the first prompt."""
 
 
 def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     """Answer lines until the input ends.
 
     Args:
-      argv: flags as given; /set adds to them.
+      argv: the command line, to which /set adds flags.
       args: the parsed flags.
       out: the terminal.
 
@@ -90,7 +90,7 @@ class Talk:
 
     def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
-            reconfigure(errors="replace")  # a narrow locale must not end a text in its middle
+            reconfigure(errors="replace")  # a character outside the locale must not break off an answer
         self._argv, self._args, self._job = argv, args, job
         self._choices = check_flags(args, _ROW)
         self._out, self._screen = console(out), console(sys.stderr)
@@ -123,7 +123,7 @@ class Talk:
         self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Any) -> bool:
-        """Ask for one line and answer it. Return False at the end of the input."""
+        """Read one line and answer it. Return False at the end of the input."""
         try:
             with signals.raising():
                 line = ask(PROMPT)
@@ -225,7 +225,7 @@ class Talk:
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
-        """Parse the flags again with this one at the end, so that errors are those of the flag."""
+        """Parse the flags again with this one added, so that errors are those of the flag."""
         options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
         known = [*SAMPLING, *options]
         if len(words) != 2:
@@ -245,7 +245,7 @@ class Talk:
         self._argv, self._args, self._choices = argv, args, choices
 
     def _choose(self, name: str, words: list[str]) -> None:
-        """Open the job again with another rule or draft, and with the loaded target."""
+        """Open the job again with another rule or draft, reusing the loaded target."""
         own, known = _CHOSEN[name], RULES if name == "/rule" else DRAFTERS
         if not words or words[0].startswith("-"):
             raise MarsError(
@@ -258,7 +258,7 @@ class Talk:
                 )
         argv = without(self._argv, own)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
-            argv += ["--verify", self._choices.rule.spec]  # keep the rule, whatever the default of the draft
+            argv += ["--verify", self._choices.rule.spec]  # keep the rule: drafts have other defaults
         argv += [own[0], *words]
         args, choices = _parsed(argv)
         if args.prompts != self._args.prompts:
@@ -269,7 +269,7 @@ class Talk:
         self.running.session = job.session
         self.compile()
         self._tell(self._pair(), "dim")
-        if job.trusts:  # which no answer showed before
+        if job.trusts:  # a colour that the first legend may lack
             self._legend()
 
 

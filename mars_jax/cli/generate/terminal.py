@@ -23,7 +23,7 @@ _MEANING = {
     "trusted": "drafted, taken without a test",
     "corrected": "the target's own",
 }
-# Text of a model or a file must not drive the terminal: other control characters are shown as a replacement.
+# Text of a model or a file must not control the terminal. Show its control characters as replacement characters.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
@@ -34,7 +34,7 @@ class _Console(Console):
 
 
 def console(file: IO[str]) -> Console:
-    """Make a console that writes text as it is."""
+    """Return a console that writes text unchanged."""
     return _Console(
         file=file,
         highlight=False,
@@ -46,7 +46,7 @@ def console(file: IO[str]) -> Console:
 
 
 class TextPrinter:
-    """Prompts and their continuations on stdout, one prompt after the other."""
+    """Printer of prompts and their continuations on stdout, one prompt after another."""
 
     def __init__(self, out: Console, *, colours: bool):
         self._out = out
@@ -54,11 +54,11 @@ class TextPrinter:
         self._last = ""
 
     def prompt(self, text: str, *, chat: bool) -> None:
-        """Begin a prompt: its own text, which the continuation follows (on a line of its own in a chat)."""
+        """Print a prompt. Its continuation follows directly, or in a chat on a new line."""
         self._write(("\n" if self._last else "") + text + ("\n" if chat else ""), "dim")
 
     def piece(self, kind: str, text: str) -> None:
-        """Print some more of the continuation."""
+        """Print the next piece of the continuation."""
         self._write(text, STYLES[kind] if self.colours else "")
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ class TextPrinter:
             self._write("\n")
 
     def _write(self, text: str, style: str = "") -> None:
-        # Not through rich, which would expand tabs and drop carriage returns.
+        # Do not print through rich, which expands tabs and drops carriage returns.
         if not text:
             return
         self._last = text
@@ -80,11 +80,11 @@ class TextPrinter:
 
 
 def legend(width: int | None = None, *, trusts: bool = False) -> Text:
-    """Explain the colours in one line, or in a line for each if they do not fit into `width` columns.
+    """Return an explanation of the colours in one line, or in one line each if they do not fit into `width` columns.
 
     Args:
       width: columns of the terminal.
-      trusts: the drafter vouches for its own drafts.
+      trusts: whether drafts may have `trusted` nodes, which are accepted without a test.
     """
     kinds = [kind for kind in _MEANING if trusts or kind != "trusted"]
     parts = [Text(kind, STYLES[kind]) + Text(f" {_MEANING[kind]}") for kind in kinds]

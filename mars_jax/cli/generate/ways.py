@@ -1,4 +1,4 @@
-"""The outputs of a job: streamed text, finished text, JSON rows, rows in a file, and the comparison."""
+"""Output formats of a job: streamed text, finished text, JSON rows, rows in a file, and the comparison."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.session import Batch
 
 REPEATS = 5
-"""Timed runs of each row of the comparison; the median counts."""
+"""Timed runs of each row of the comparison; the table shows their median."""
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decoded. The first prompt of a batch streams, then the others follow."""
+    """Print text as it is decoded, one prompt after another. Later prompts of a batch wait for the earlier ones."""
     printer, done = TextPrinter(console(out), colours=job.drafts), []
     with progress("prompts", bar=False) as show:
         for batch in job.session.batches(job.requests):
@@ -66,7 +66,7 @@ def _show(
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-    """Yield the events of row 0 as they come, then those of row 1, and so on."""
+    """Yield the events of row 0 as they arrive, then those of row 1, and so on."""
     waiting: dict[int, list[StreamEvent]] = collections.defaultdict(list)
     current = 0
     for event in events:
@@ -80,7 +80,7 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 
 
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print each batch when it is done."""
+    """Print each completion when it and those before it are done."""
     printer, done = TextPrinter(console(out), colours=False), []
     decoding = job.decode()
     with progress("prompts", bar=False) as show:
@@ -93,7 +93,7 @@ def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
 
 
 def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
-    """Yield the completions, and show how many of `count` prompts are done; `first` were done before."""
+    """Yield the completions, and show how many of `count` prompts are done, including `first` earlier ones."""
     tokens = steps = 0
     show(first, count, "")
     for done, completion in enumerate(decoding, start=first + 1):
@@ -131,7 +131,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 
 
 def compare(job: Job, show: Show) -> dict[str, Any]:
-    """Decode everything `REPEATS` times each way, in turns, so that a slow spell strikes all alike.
+    """Decode all requests `REPEATS` times in each way, in turns, so that slow phases of the machine affect all ways.
 
     Compilation happens before, and is not timed. `show(done, total, "")` is called after every run.
 
@@ -173,7 +173,7 @@ def _row(name: str, results: list[Result]) -> dict[str, Any]:
 
 
 def to_table(comparison: dict[str, Any]) -> Table:
-    """Return the comparison as a table for people."""
+    """Return the comparison as a table to print."""
     prompts, repeats = comparison["prompts"], comparison["repeats"]
     table = Table(
         caption=f"{prompts} prompt{'s' * (prompts != 1)}, batches of {comparison['batch_size']}, median of "
@@ -191,7 +191,7 @@ def to_table(comparison: dict[str, Any]) -> Table:
 
 
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
-    """Print the comparison as a table, or as one object."""
+    """Print the comparison as a table, or as one JSON object."""
     with progress("runs") as show:
         comparison = compare(job, show)
     if json:
