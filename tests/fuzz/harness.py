@@ -31,7 +31,7 @@ class Surface(NamedTuple):
 
     cases: st.SearchStrategy[Any]
     check: Callable[[Any, Path], None]
-    """Read a case; its folder is for files. A rejected case must leave no files there."""
+    """Read a case, with a folder for its files. A rejected case must leave no new files there."""
     count: int
     """Number of cases in the slow suite."""
     prepare: Callable[[Path], None] = lambda folder: None

@@ -140,7 +140,7 @@ _ROWS = st.one_of(
 
 
 def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
-    """Resume from an --output file and its settings: opening either succeeds or fails, and changes neither file."""
+    """Resume an --output file with its settings. Accepted or rejected, both files stay unchanged."""
     path = folder / "in" / "rows.jsonl"
     beside = folder / "in" / "rows.jsonl.settings.json"
     rows = case[0] + b"\n"

@@ -59,7 +59,7 @@ def make_rows(batch, **settings):
 
 
 def with_numbers(rule, **numbers):
-    """Return the rule with those of the numbers that it has replaced."""
+    """Return the rule with new values for those of the numbers that it has."""
     fields = {f.name for f in dataclasses.fields(rule)}
     dtypes = {"max_relaxed_run": jnp.int32}
     given = {k: v for k, v in numbers.items() if k in fields and v is not None}

@@ -14,7 +14,7 @@ from kernels_pallas.shapes import DRAFTS, VOCABULARIES, Draft
 from tests.tpu import aot
 
 HIDDEN = 256
-"""Width of the matmul that produces the logits. The matmul fixes their layout, whatever its width."""
+"""Width of the matmul that produces the logits. The matmul fixes their layout; its width does not matter."""
 
 
 class Case(NamedTuple):

@@ -52,7 +52,7 @@ def flags(target, prompts):
 
 
 def dying_after(groups: int, run=answers._decoded):
-    """Return a version of `answers._decoded` that runs that number of groups of problems and then is interrupted."""
+    """Return a version of `answers._decoded` that is interrupted after the given number of groups of problems."""
     left = iter(range(groups))
 
     def dying(*args, **options):
