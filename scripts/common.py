@@ -1,4 +1,4 @@
-"""Shared by the scripts: interleaved timing, intervals, the JSON of results, and the origin of each report.
+"""Helpers shared by the scripts: interleaved timing, intervals, the JSON of results, and the origin of each report.
 
 Run a script from the root of the checkout, as `python -m scripts.FOLDER.NAME`. Only the standard library is imported at
 the top, since checks/processor_seconds.py runs before anything is installed.
@@ -28,11 +28,11 @@ __all__ = ["cores", "digest", "git", "machine", "provenance", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
 RESAMPLES = 10_000
 PLACES = ("environment", "made", "machine")
-"""Keys below which a report may keep its provenance."""
+"""Keys of a report that may hold its provenance."""
 
 
 class Origin(NamedTuple):
-    """The run of a report, or what git history knows of it if the run did not record its commit."""
+    """The run of a report, or its commit in git history if the run did not record one."""
 
     date: str | None  # when it ran
     commit: str
@@ -42,17 +42,17 @@ class Origin(NamedTuple):
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose description is a module's docstring, line by line."""
+    """Return a parser whose description is a module's docstring, line by line."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def in_turns(ways: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1) -> dict[Any, np.ndarray]:
-    """Seconds f64[turns] of each way. Every second turn goes backwards, so that a machine that drifts drifts for all.
+    """Return seconds f64[turns] of each way. Every second turn runs backwards, so that drift affects all ways alike.
 
     Args:
-      ways: by name; what one returns is waited for, if it is JAX's.
-      turns: that are counted.
-      warm: turns before them, which compile and are not counted.
+      ways: functions by name; results of JAX are waited for.
+      turns: number of timed turns.
+      warm: turns before them, which compile and are not timed.
     """
     import jax
     import numpy as np
@@ -67,11 +67,11 @@ def in_turns(ways: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1
 
 
 def ratio(over: Any, under: Any) -> dict[str, float]:
-    """Median of ratios of turns, with both one-sided 95% bounds by the bootstrap.
+    """Return the median of ratios of turns, with both one-sided 95% bounds by the bootstrap.
 
     Args:
-      over, under: seconds f64[turns], or f64[starts, turns] where processes were started several times; then both
-        starts and turns within them are drawn.
+      over, under: seconds f64[turns], or f64[starts, turns] if processes were started several times; then the
+        bootstrap draws starts, and turns within them.
 
     >>> ratio([2.0, 2.0], [1.0, 1.0])
     {'median': 2.0, 'lower_95': 2.0, 'upper_95': 2.0}
@@ -89,7 +89,9 @@ def ratio(over: Any, under: Any) -> dict[str, float]:
 
 
 def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> list[float]:
-    """[ratio, low, high] of two sums over prompts f64[n], 95% by the bootstrap over prompts; zeros of none.
+    """Return [ratio, low, high] of two sums over prompts f64[n], 95% by the bootstrap over prompts.
+
+    All three are 0 if every element of `bottoms` is 0.
 
     >>> import numpy as np
     >>> ratio_of_sums(np.array([3.0, 3.0]), np.array([2.0, 2.0]))
@@ -107,12 +109,12 @@ def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> 
 
 
 def kept(path: Path | None) -> dict[str, Any]:
-    """The report of an earlier run, to be gone on with; empty where there is none."""
+    """Return the report of an earlier run to continue, or an empty one."""
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
 
 
 def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:
-    """Write a report, whole or not at all; without a path nothing."""
+    """Write a report atomically. Do nothing without a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,12 +124,12 @@ def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:
 
 
 def load(name: str) -> Any:
-    """The contents of a JSON file of scripts/results."""
+    """Return the contents of a JSON file of scripts/results."""
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 def span(mean: float, low: float, high: float, show: str = "{:.2f}") -> str:
-    """A mean with its interval.
+    """Format a mean with its interval.
 
     >>> span(1.0, 0.5, 1.5)
     '1.00 [0.50, 1.50]'
@@ -136,15 +138,15 @@ def span(mean: float, low: float, high: float, show: str = "{:.2f}") -> str:
 
 
 def made(name: str) -> str:
-    """A sentence with the date and the commit of the figures of a JSON file."""
+    """Return a sentence with the date and the commit of the figures of a JSON file."""
     return sentence(origin(load(name)))
 
 
 def origin(report: Any) -> Origin:
-    """The origin of a report. If its records have origins of their own, the latest one.
+    """Return the origin of a report. If its records have their own origins, return the latest one.
 
     Raises:
-      ValueError: it has none.
+      ValueError: the report has no origin.
 
     >>> origin({"recovered": {"commit": "fa252ce", "committed": "2026-11-23T00:52:49+00:00"}}).commit
     'fa252ce'
@@ -173,7 +175,7 @@ def _origins(report: Any) -> Iterator[Origin]:
 
 
 def sentence(found: Origin) -> str:
-    """When figures were measured, and the commit that has their code."""
+    """Return a sentence with the date of the measurement and the commit of its code."""
     if found.committed is None:
         changed = " with uncommitted changes" if found.dirty else ""
         return f"Measured on {str(found.date)[:10]} at {found.commit}{changed}, {found.machine}."
@@ -183,21 +185,21 @@ def sentence(found: Origin) -> str:
 
 
 def script_of(checkout: Path, name: str) -> str:
-    """The path of a script in a checkout, wherever that commit keeps it."""
+    """Return the path of a script in a checkout. Its folder may differ between commits."""
     return str(next((checkout / "scripts").rglob(name)))
 
 
 class Worker:
-    """A script in a process of its own that answers a line of JSON to each line: arms that share no memory."""
+    """A script in a separate process that answers each line with a line of JSON, so that arms share no memory."""
 
     def __init__(
         self, arguments: Sequence[str], *, checkout: Path = ROOT, environment: Mapping[str, str] | None = None
     ):
         """
         Args:
-          arguments: the script, and what it is told.
-          checkout: whose mars_jax it imports.
-          environment: more of it.
+          arguments: the script and its arguments.
+          checkout: provides the mars_jax that the script imports.
+          environment: additional variables.
         """
         self._name = shlex.join(arguments)
         self._process = subprocess.Popen(

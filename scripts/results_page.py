@@ -3,9 +3,9 @@
     python -m scripts.results_page            # after a measurement was repeated
     python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-Each page has a folder here: `page.md.jinja` has the prose, and `figures()` of `tables.py` its numbers. A sentence that
-depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it, the page is not
-written until the sentence is changed.
+Each page has a folder here: `page.md.jinja` contains the prose, and `figures()` of `tables.py` returns its numbers. A
+sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it, the page
+is not written until the sentence is changed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PAGES = {
     "docs/kernels.md": "kernels",
     "scripts/results/README.md": "checks",
 }
-"""The pages and their folders. If a page has the marks below, only the text between them is written."""
+"""The pages and their folders. If a page has the marks below, only the part between them is generated."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
 END = "<!-- end of figures -->\n"
 
 
 def claim(condition: bool, sentence: str) -> str:
-    """The sentence, if the figures support it.
+    """Return the sentence if the figures support it.
 
     Raises:
       ValueError: they do not.
@@ -51,7 +51,7 @@ def claim(condition: bool, sentence: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table.
+    """Return a Markdown table.
 
     >>> print(table(["a", "b"], [["1", "2"]]))
     | a | b |
@@ -64,7 +64,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Markdown with its paragraphs and list items filled to 118 columns; everything else as it is.
+    """Fill the paragraphs and list items of Markdown to 118 columns; leave everything else unchanged.
 
     >>> print(wrapped("One\\ntwo.\\n\\n- three\\n  four\\n\\n# five"))
     One two.
@@ -95,7 +95,7 @@ def _fill(block: str) -> str:
 
 
 def render(folder: str) -> str:
-    """The text of a page with its figures."""
+    """Return the text of a page with its figures."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -110,7 +110,7 @@ def render(folder: str) -> str:
 
 
 def page(found: str, figures: str) -> str:
-    """A page with its figures renewed: all of it, or what is between its marks.
+    """Return a page with new figures, which replace all of it or the part between its marks.
 
     >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
     True

@@ -64,8 +64,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-# Keep Python's bytecode there too. Otherwise, where pip installs without bytecode, every worker and every command that
-# a test starts compiles jax's sources for seconds.
+# Keep Python's bytecode there too. Otherwise, if pip installed without bytecode, every worker and every command that
+# a test starts spends seconds compiling jax's sources.
 sys.dont_write_bytecode = False
 sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(
     Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "python")
@@ -86,7 +86,7 @@ def pytest_configure(config):
 # Time limits, and the distribution of files over workers.
 
 SECONDS = {"fast": 180, "slow": 900}
-"""Wall-clock limit of a test, about ten times what the slowest takes on a quiet machine."""
+"""Wall-clock limit of a test, about ten times the slowest test's time on a quiet machine."""
 SHARED_FIXTURES = {f"tests/lab/evaluate/test_{name}.py": "benchmark" for name in ("benchmark", "page")}
 """Files that run on one worker because they share an expensive fixture."""
 LIBTPU, LIBTPU_FOLDERS = "libtpu", ("tests/tpu/", "tests/lab/planning/")
@@ -102,7 +102,7 @@ def scope_of(test_id):
 @pytest.hookimpl(tryfirst=True)  # before -m, -k and --group deselect
 def pytest_collection_modifyitems(config, items):
     if config.getoption("-m") == "not slow":
-        # Start the largest scopes first, so that no worker is left alone with one at the end.
+        # Start the largest scopes first, so that the run does not end with one of them on a single worker.
         sizes = collections.Counter(scope_of(item.nodeid) for item in items)
         items.sort(key=lambda item: (scope_of(item.nodeid) == LIBTPU, -sizes[scope_of(item.nodeid)]))
     for item in items:
@@ -130,7 +130,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 MAY_LACK = "MARS_JAX_TESTS_MAY_LACK"
 MISSING_PACKAGE = re.compile("could not import|No module named|pip install")
-"""Found in the reason of every skip because of a missing package: pytest's words and ours."""
+"""Matches the reason of every skip because of a missing package, in pytest's words and ours."""
 
 
 @pytest.hookimpl(wrapper=True)

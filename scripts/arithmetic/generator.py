@@ -26,19 +26,19 @@ FOLDER = Path(__file__).resolve().parents[2] / "mars_jax" / "lab" / "evaluate" /
 
 
 class Kind(NamedTuple):
-    """One kind of step, and the phrases that tell it, ask for its result, and work it out."""
+    """One kind of step, with the phrases that state it, ask for its result and work it out."""
 
     name: str
     sign: str
     tell: list[str]
     ask: list[str]
     work: list[str]
-    pair: bool = False  # it brings in a second person
-    last: bool = False  # nothing can follow
+    pair: bool = False  # introduces a second person
+    last: bool = False  # no step can follow
 
     @property
     def opens(self) -> bool:
-        """Whether the event starts a story without an opening sentence."""
+        """True if the step can start a story without an opening sentence."""
         return self.sign == "*" and not self.pair
 
 
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
 
 
 def _steps(rng: Random) -> list[_Step]:
-    """One to three steps, each working on the result of the one before."""
+    """Draw one to three steps, each of which works on the previous result."""
     [count] = rng.choices((1, 2, 3), (40, 40, 20))
     kinds = _kinds(count, rng)
     while True:
@@ -105,7 +105,7 @@ def _steps(rng: Random) -> list[_Step]:
 
 
 def _kinds(number: int, rng: Random) -> list[Kind]:
-    """Kinds that make a story: a product comes first, a last one last, and there are at most two people."""
+    """Draw kinds that make a story: a product comes first, a final step last, and there are at most two people."""
     kinds: list[Kind] = []
     for i in range(number):
         paired = any(kind.pair for kind in kinds)
@@ -121,7 +121,7 @@ def _kinds(number: int, rng: Random) -> list[Kind]:
 
 
 def _operands(sign: str, left: int) -> Sequence[int]:
-    """The numbers that may stand to the right, so that results stay within 1..100 and tables within 10 * 9."""
+    """Return the valid right operands: results stay within 1..100, and multiplication tables within 10 * 9."""
     if sign == "+":
         return range(2, min(30, 100 - left) + 1)
     if sign == "-":
@@ -145,17 +145,17 @@ def _equation(rng: Random) -> str:
 
 
 def _key(steps: list[_Step]) -> str:
-    """The problem without its words, as in `gain 5/lose 3/12`."""
+    """Return the problem without its words, such as `gain 5/lose 3/12`."""
     return "/".join([*(f"{step.kind.name} {step.right}" for step in steps), str(steps[0].left)])
 
 
 def _split(steps: list[_Step]) -> str:
-    """A tenth of all problems, by the hash of their key, is for evaluation."""
+    """Return the split of a problem. By the hash of their key, a tenth of all problems are for evaluation."""
     return "train" if hashlib.sha256(_key(steps).encode()).digest()[0] % 10 else "eval"
 
 
 def _worded(steps: list[_Step], rng: Random) -> Exercise:
-    """The problem in words, drawn independently of its numbers."""
+    """Put the problem into words, drawn independently of its numbers."""
     people = [
         (rng.choice(WORDS["girls"].split()), "she", "her", "her"),
         (rng.choice(WORDS["boys"].split()), "he", "his", "him"),
@@ -164,7 +164,7 @@ def _worded(steps: list[_Step], rng: Random) -> Exercise:
     thing, box, tray = (rng.choice(WORDS[nouns].split()) for nouns in ("things", "boxes", "trays"))
 
     def say(phrases: list[str], step: _Step) -> str:
-        """One of the phrases, its slots filled."""
+        """Return one of the phrases with its slots filled."""
         (who, he, his, him), (other, *_) = people
         return rng.choice(phrases).format(
             who=who, he=he, his=his, him=him, other=other, left=step.left, k=step.right,
@@ -195,7 +195,7 @@ def _sentences(parts: list[str]) -> str:
 
 
 def _noun(number: int, noun: str) -> str:
-    """A noun in the number that goes with a count."""
+    """Return a noun in the singular or plural, as the count requires."""
     if number == 1:
         return noun
     return noun + ("es" if noun.endswith(("x", "sh", "ch", "s")) else "s")

@@ -37,17 +37,17 @@ TIMES = {
     "task_speedup",
     "tokens_per_s",
 }
-"""Fields that no two runs have alike."""
+"""Fields that differ between any two runs."""
 EARLIEST = {signal.SIGKILL: 1.0, signal.SIGINT: 0.15, signal.SIGTERM: 0.15}
-"""Seconds after the start of the first signal. Before, Python starts; and SIGKILL during imports loses nothing."""
+"""Earliest time of a signal in seconds. Before it Python is still starting; SIGKILL during imports loses no work."""
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """First word of the last line on stderr."""
 CHAIN = 5
-"""Kills that one run of a command has to survive at most."""
+"""Maximum number of kills in one run of a command."""
 
 
 class Command(NamedTuple):
-    """A command line, in which {} is its folder, and the output that a finished command would not overwrite."""
+    """A command line, with {} for its folder, and the output that exists only when the command has finished."""
 
     name: str
     argv: str
@@ -55,14 +55,14 @@ class Command(NamedTuple):
 
 
 def timeless(value: Any) -> Any:
-    """A JSON value without times, and without the intervals of quotients of times."""
+    """Return a JSON value without times, and without speedups and their intervals."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in TIMES and not k.startswith("speedup")}
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """The files in a folder: rows and JSON without times, weights as digests, and only the names of others."""
+    """Return the files of a folder: rows and JSON without times, weights as digests, and only the names of others."""
     contents = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -80,7 +80,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def commands(data: Path) -> list[Command]:
-    """The commands; `data` is where their input goes."""
+    """Return the commands. Their input is written into `data`."""
     prompts, text = data / "prompts.txt", data / "text.txt"
     prompts.write_text("".join(f"Once upon a time there were {i} bears, who\n" for i in range(24)))
     story = "Once upon a time, there was a little girl named Lily. She liked the sun, the sea and sand number"
@@ -112,7 +112,7 @@ def commands(data: Path) -> list[Command]:
 def run(
     command: Command, folder: Path, *, kill_after: float | None = None, number: int = signal.SIGKILL
 ) -> dict[str, Any] | None:
-    """Run a command; returns how the signal ended it, or None if it ended before. No process is left running."""
+    """Run a command. Return how the signal ended it, or None if it ended before. No process is left running."""
     argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv.format(folder).split()]
     log = folder.parent / f"{folder.name}.log"
     with log.open("wb") as file:
@@ -142,7 +142,7 @@ def run(
 
 
 def heed_interrupts() -> None:
-    """Restore SIGINT in a child: shells let processes in the background ignore it, which children inherit."""
+    """Restore SIGINT in a child. Shells ignore it for background processes, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -154,13 +154,13 @@ def catches(process: int, number: int) -> bool:
 
 
 def attack(command: Command, work: Path, times: int, number: int, rng: random.Random) -> dict[str, Any]:
-    """Kill a command `times` times, up to `CHAIN` times in one run, and compare its result with a whole run's."""
+    """Kill a command `times` times, up to `CHAIN` times in one run; compare the results with an uninterrupted run's."""
     whole = work / f"{command.name}-whole"
 
     def finished(folder: Path) -> bool:
         return command.output is not None and (folder / command.output).exists()
 
-    for _ in range(2):  # the first compiles, the second tells how long it takes
+    for _ in range(2):  # the first run compiles, the second is timed
         shutil.rmtree(whole, ignore_errors=True)
         whole.mkdir(parents=True)
         began = time.monotonic()
@@ -200,7 +200,7 @@ def attack(command: Command, work: Path, times: int, number: int, rng: random.Ra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the attack; returns the exit code."""
+    """Run the attack; return the exit code."""
     parser = common.parser(__doc__)
     parser.add_argument("--times", type=int, default=20, help="kills of each command (default: %(default)s)")
     parser.add_argument(

@@ -1,21 +1,21 @@
 """Make 60 small changes to the package, one at a time, and check that a test fails for each.
 
     pip install -e ".[dev]"
-    python -m scripts.checks.mutants --seed 22           # draws, runs what has not run yet, writes after each
-    python -m scripts.checks.mutants --seed 22 --again   # runs the survivors once more, after tests were added
+    python -m scripts.checks.mutants --seed 22           # draws, runs mutants without an outcome, writes after each
+    python -m scripts.checks.mutants --seed 22 --again   # runs the survivors again, after tests were added
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-The operators are mutmut's (libcst). Its runner does not fit jax: it selects mutants as functions are called and skips
-functions with a decorator, so it misses jitted ones, and it selects tests by the functions that they called in a first
-run, although a traced program calls nothing again. Here a process that has imported jax forks for each mutant, and the
-changed source replaces that of its module on import. Nothing is written to the checkout.
+The operators are mutmut's (libcst). Its runner does not fit jax. It selects mutants as functions are called and skips
+functions with a decorator, so it misses jitted ones. It selects tests by the functions that they called in a first run,
+although a traced program calls nothing again. Instead, a process that has imported jax forks for each mutant, and the
+changed source replaces that of its module on import. The checkout stays unchanged.
 
 Mutants are drawn with a seed: equally many from each of five rooms, and within a room from each operator in turn, since
 most possible mutants drop an argument, which any test notices. Docstrings, annotations, messages of errors and code for
 type checkers are not changed. The fast tests of the room, of the matrix and of the rooms that import the file run until
-one fails or the processor seconds are spent. A survivor is a fault of the tests until it is explained. Only the first
-pass of a seed measures the tests, since tests are then added for its survivors.
+one fails or the processor seconds are spent. A survivor counts as a gap in the tests until it is explained. Only the
+first pass of a seed measures the tests, since tests are then added for its survivors.
 
 Writes scripts/results/mutants_SEED.json.
 """
@@ -39,11 +39,11 @@ from scripts import common
 from scripts.checks.mutants_drawn import EXAMPLES, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 STUCK = 3.0
-"""Times the budget, of seconds of the clock, after which a test is taken to hang."""
+"""A test counts as hung after this many times the budget, in wall-clock seconds."""
 
 
 class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports one module from another source."""
+    """An importer that loads one module from another source."""
 
     def __init__(self, file: str, code: str):
         self._file, self._code = ROOT / file, code
@@ -66,7 +66,7 @@ class Order:
 
     First come the quick tests of every room and the tests that noticed other mutants of the file, then the tests with
     the file's name, then the folders in the order of `tests_of`; in each the quick tests come before the slow ones.
-    From the suite of rules, a rule gets only its own tests.
+    A rule runs only its own tests of the suite of rules.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ def run(
     keen: Collection[str] = (),
     first: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Run tests in a fork of this process, until one fails or time is up."""
+    """Run tests in a fork of this process until one fails or the time is up."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
@@ -149,7 +149,7 @@ def run(
             return {"outcome": "timeout", "by": "", "seconds": took, "each": {}}
         if told.with_name("unknown").exists():
             raise SystemExit(f"one of {', '.join(tests)} is no test: correct --first.")
-        # A mutant that takes the whole process down is noticed too.
+        # A mutant that crashes the whole process counts as killed.
         found = json.loads(told.read_text()) if told.exists() else {"by": "the process", "each": {}}
     return {"outcome": "killed" if found["by"] else "survived", "seconds": took} | found
 
@@ -170,7 +170,7 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Or
         ]  # for modules that are already imported
         code = int(pytest.main([*tests, *options], plugins=[order]))
         if code == 3 and not order.failed:
-            order.failed = "pytest"  # which could not go on
+            order.failed = "pytest"  # pytest itself failed
         if code == 4:
             told.with_name("unknown").touch()
         told.write_text(json.dumps(order.found()))
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             held["seconds"] |= found.pop("each")
             record |= found
             if before and record["outcome"] != "survived":
-                record["survived_at_first"] = True  # of the tests that there were: a new one notices it
+                record["survived_at_first"] = True  # a test that was added later kills it
             common.write(results, held)
             told = (record["number"], one.file, one.line, one.operator, record["outcome"], record["seconds"])
             print(*told, record["by"], flush=True)
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _control(held: dict[str, Any]) -> None:
-    """Run every test that killed a mutant without one: what fails then has killed nothing."""
+    """Run every test that killed a mutant, without a mutant. If it fails, discard its kills."""
     held.setdefault("controlled", [])
     killers = {one["by"] for one in held["mutants"] if one["outcome"] == "killed" and "::" in one["by"]}
     left = sorted(killers - set(held["controlled"]))
@@ -262,8 +262,8 @@ def _control(held: dict[str, Any]) -> None:
 
 
 def _warm() -> None:
-    """Import the third-party modules of all tests. No backend starts, so that forks have no threads to lose."""
-    import tests.conftest  # noqa: F401  # it sets what jax reads as it is imported
+    """Import the third-party modules of all tests. No backend starts, so forks lose no threads."""
+    import tests.conftest  # noqa: F401  # it sets the variables that jax reads on import
 
     for name in (
         "flax.struct",
@@ -275,7 +275,7 @@ def _warm() -> None:
         "transformers",
     ):
         importlib.import_module(name)
-    # scripts.common imported the provenance of reports: forget it, so that each fork imports the package afresh.
+    # scripts.common imported mars_jax.lab.provenance. Unload the package, so that each fork imports it again.
     for name in [name for name in sys.modules if name.split(".")[0] in ("mars_jax", "kernels_pallas")]:
         del sys.modules[name]
 

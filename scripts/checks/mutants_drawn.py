@@ -1,4 +1,4 @@
-"""What scripts/checks/mutants.py draws: small changes of the core by mutmut's operators, and the tests of each file."""
+"""Mutants for scripts/checks/mutants.py: small changes of the core by mutmut's operators, and tests of each file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from scripts.common import ROOT
 
 ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
-"""The first two have tests of each rule, and of each module's examples, under its name."""
+"""The first two files test each rule, and the examples of each module, under its name."""
 OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_specs.py")
-"""Every room's."""
+"""Tests that run for every room."""
 
 
 def tests_of(file: str) -> list[str]:
-    """Those of every room, of its own, the matrix, and those of rooms of which a module imports it."""
+    """Return the tests of every room, of the file's room, of the matrix, and of the rooms that import the file."""
     rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *importers(file)])
     found = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
     found.insert(1, MATRIX)
@@ -48,7 +48,7 @@ def importers(file: str) -> list[str]:
 
 
 class Places(cst.CSTVisitor):
-    """Everywhere an operator can change something that a test could notice."""
+    """A visitor that collects the changes an operator can make and a test could notice."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -56,7 +56,7 @@ class Places(cst.CSTVisitor):
         super().__init__()
         self.found: list[
             tuple[int, str, cst.CSTNode, cst.CSTNode]
-        ] = []  # (line, operator, node, what it becomes)
+        ] = []  # (line, operator, node, changed node)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.Annotation | cst.Raise | cst.Import | cst.ImportFrom):
@@ -78,7 +78,7 @@ class Places(cst.CSTVisitor):
 
 
 class Mutant(NamedTuple):
-    """One change of one file."""
+    """One change to one file."""
 
     room: str
     file: str
@@ -90,7 +90,7 @@ class Mutant(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The source that the file would have."""
+        """The changed source of the file."""
         return cst.ensure_type(self.module.deep_replace(self.node, self.changed), cst.Module).code
 
     @property
@@ -102,7 +102,7 @@ class Mutant(NamedTuple):
         return True
 
     def as_json(self, number: int) -> dict[str, Any]:
-        """For the record."""
+        """Return the record of the mutant."""
         lines = self.module.code.splitlines(), self.code.splitlines()
         diff = "\n".join(difflib.unified_diff(*lines, lineterm="", n=0)).partition("@@\n")[2]
         known = {"room": self.room, "file": self.file, "line": self.line, "operator": self.operator}
@@ -110,7 +110,7 @@ class Mutant(NamedTuple):
 
 
 def mutants(room: str, file: str) -> list[Mutant]:
-    """All of a file."""
+    """Return all mutants of a file."""
     wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()), unsafe_skip_copy=True)
     places = Places()
     wrapper.visit(places)
@@ -118,7 +118,7 @@ def mutants(room: str, file: str) -> list[Mutant]:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, as many of each room, and within it of each operator in turn."""
+    """Draw `count` mutants: equally many from each room, and within a room from each operator in turn."""
     rng, rooms = random.Random(seed), []
     for room in ROOMS:
         by_operator: dict[str, list[Mutant]] = collections.defaultdict(list)

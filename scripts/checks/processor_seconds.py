@@ -1,10 +1,10 @@
-"""Run a command, and say how many processor seconds it and its children took and how large the largest of them grew.
+"""Run a command and report the processor seconds of it and its children, and the memory of the largest process.
 
     python -m scripts.checks.processor_seconds python -m pytest -n auto -m "not slow"
     python -m scripts.checks.processor_seconds --keep scripts/results/checks.json --case "fast tests" COMMAND
 
-The line comes last, on stderr; the exit status is the command's. `--keep` appends it to a file, with when, where and of
-which commit, if the command succeeded. On Linux, processes that outlived their parents are counted as well.
+The report is the last line on stderr; the exit status is the command's. If the command succeeds, `--keep` appends the
+report to a file, with the date, the machine and the commit. On Linux, processes that outlived their parents count too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from scripts import common
 
 _ADOPT = 36
-"""PR_SET_CHILD_SUBREAPER of prctl(2): orphans become children of this process and not of init."""
+"""PR_SET_CHILD_SUBREAPER of prctl(2): orphans become children of this process instead of init."""
 
 
 def main() -> None:

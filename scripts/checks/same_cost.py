@@ -1,12 +1,12 @@
-"""Compare what a compiled decode loop costs in another commit of mars-jax and in this one.
+"""Compare the cost of a compiled decode loop between another commit of mars-jax and this one.
 
     python -m scripts.checks.same_cost --old REV --output FILE
 
-For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same
-prompt, in interleaved pairs of two processes that wait for their turn. Where a process finds its memory makes it some
-percent faster or slower for good, so the processes are started several times. The ratio is new over old; its bound is
-the upper 95% one of a bootstrap of the median, over starts and over pairs within them. Import times are compared by
-pairs. Pin it to a core (`taskset -c 0`) where the machine is shared.
+Each case reports the instructions of the optimised HLO of `run`, the bytes that XLA counts, and the time of decoding
+the same prompt, in interleaved pairs of two processes that take turns. The memory layout of a process makes it some
+percent faster or slower for its lifetime, so the processes are started several times. The ratio is new over old; its
+bound is the upper 95% bound of a bootstrap of the median, over starts and over pairs within them. Import times are
+compared in pairs. On a shared machine, pin the script to a core (`taskset -c 0`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEW_TOKENS, REPEATS = 64, 3
 
 
 def worker(case: str) -> None:
-    """Compile, report the program, then decode once for every line on stdin and report the seconds."""
+    """Compile and report the program; then for every line on stdin decode `REPEATS` times and report the seconds."""
     import jax
 
     import mars_jax as mj
@@ -113,7 +113,7 @@ def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cach
 def one_start(
     case: str, checkouts: dict[str, Path], pairs: int, cache: Path
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """What both processes compiled, and the seconds of their turns, the first of which warms up and is left out."""
+    """Return the reports of both processes, and the seconds of their turns except the first, which warms up."""
 
     with contextlib.ExitStack() as stack:
         workers = {
@@ -135,7 +135,7 @@ def one_start(
 
 
 def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
-    """Seconds of `import mars_jax` and of the names that an embedded loop needs."""
+    """Return the seconds of `import mars_jax`, and of that together with the names that an embedded loop needs."""
     code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
     code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
     found: dict[str, list[list[float]]] = {name: [] for name in checkouts}

@@ -1,11 +1,10 @@
-"""Compare the tokens of another commit of mars-jax with this one's: every rule with every drafter on 16
-prompts, at temperatures 0 and 1.
+"""Compare the tokens of another commit of mars-jax with this one's, for every rule with every drafter on 16 prompts.
 
     python -m scripts.checks.same_tokens --old REV --output FILE
 
-Draws are keyed by position, so that texts which draws decide are equal too. It needs git, and a checkout that holds the
-other commit. Everything runs in float32 on the embedded family. `--drafters` and `--rules` run some cases and keep the
-others' figures.
+Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled texts must be equal too. The script needs
+git, and a checkout that contains the other commit. Everything runs in float32 on the embedded family. `--drafters` and
+`--rules` select cases; the figures of the others are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from scripts.common import ROOT, script_of
 
 NEW_TOKENS = 32
 ALONE = ("exact", "rejection", "mars", "typical")
-"""Rules that are compared in greedy batches too."""
+"""Rules that are also compared in greedy batches."""
 STORIES = [
     "Once upon a time",
     "The cat",
@@ -37,7 +36,7 @@ STORIES += ["There was a", "It was a sunny"]
 
 
 def prompts(target: Any) -> list[list[int]]:
-    """Eight beginnings of stories and eight word problems, as tokens."""
+    """Return eight beginnings of stories and eight word problems, as tokens."""
     from scripts.arithmetic import generator
 
     questions = [p.question for p in generator.generate(8, split="eval", seed=7)]
@@ -52,12 +51,12 @@ LOOSE = {
     "speccascade": {"alpha": 0.5}, "mentored": {"bound": 0.5}, "fuzzy": {"bound": 0.3},
     "released": {"ratio": 0.6}, "simulated": {"tau": 1.8},
 }  # fmt: skip
-"""Settings at which rules relax much."""
+"""Settings at which rules relax often."""
 WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
 
 
 def rules(target: Any) -> dict[str, Any]:
-    """Every rule of the table, over each of its bases, with its weights."""
+    """Return every rule of the table, over each of its bases, with its weights."""
     import jax
 
     from mars_jax import contrib, specs, verify
@@ -109,7 +108,7 @@ def drafters(target: Any) -> dict[str, Any]:
 
 
 def dump(path: Path, chosen: list[str], some: list[str]) -> None:
-    """Decode with whatever mars_jax is imported, and write {case: tokens of every prompt}."""
+    """Decode with the imported mars_jax, and write {case: tokens of every prompt}."""
     import jax
 
     import mars_jax as mj
@@ -128,13 +127,13 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
                 for temperature in (0.0, 1.0)
             )
             batches = {"temperatures 0 and 1": [*greedy, *sampled]}
-            # A batch in which nothing is drawn has a program of its own.
+            # A batch without sampling compiles to a different program.
             batches |= {"temperature 0 alone": greedy} if name in ALONE else {}
             for what, requests in batches.items():
                 try:
                     decoder, params, state = prepare(target, drafter, requests, verify=given)
                     state, _ = mj.run(decoder, params, state)
-                except mj.MarsError:  # the two do not go together
+                except mj.MarsError:  # the rule does not support the drafter
                     break
                 tokens, length = jax.device_get((state.tokens, state.length))
                 found[f"{draft}, {name}, {what}"] = [
@@ -146,7 +145,7 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
 
 
 def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The cases of a checkout, by its own script, which knows its interface."""
+    """Run the cases of a checkout with its own script, which fits its interface."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     command = [sys.executable, script_of(checkout, "same_tokens.py"), "--dump", str(path)]
     command += ["--drafters", *args.drafters] if args.drafters else []

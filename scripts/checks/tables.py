@@ -1,4 +1,4 @@
-"""The cost of the fast tests, a step compared with an older commit, killed commands, and mutants."""
+"""Figures of the checks: cost of the fast tests, a step compared with an older commit, killed commands, mutants."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from scripts.common import RESULTS, load, span
 
 
 def figures() -> dict[str, Any]:
-    """The variables of the page."""
+    """Return the variables of the page."""
     return {"checks": checks(), "same_cost": same_cost(), "kills": kills(), "mutants": mutants()}
 
 
 def checks() -> dict[str, Any]:
-    """checks.json: a row for each run, in their order."""
+    """Return the runs of checks.json as rows, in order, and their machines."""
     runs = load("checks.json")
     names = ("processor_seconds", "seconds", "largest_gib")
     rows = [
@@ -28,7 +28,7 @@ def checks() -> dict[str, Any]:
 
 
 def same_cost() -> dict[str, Any]:
-    """same_cost.json: steps of this commit beside those of an older one."""
+    """Return the steps of this commit compared with an older one's, from same_cost.json."""
     report = load("same_cost.json")
     return {
         "old": report["old"],
@@ -50,7 +50,7 @@ def same_cost() -> dict[str, Any]:
 
 
 def kills() -> dict[str, Any]:
-    """kills.json: commands that were killed at random moments."""
+    """Return the commands that were killed at random moments, from kills.json."""
     rows = load("kills.json")
     return {
         "rows": [
@@ -61,7 +61,7 @@ def kills() -> dict[str, Any]:
 
 
 def mutants() -> list[dict[str, Any]]:
-    """mutants_SEED.json, by seed."""
+    """Return the figures of each mutants_SEED.json, by seed."""
     return [_draw(load(path.name)) for path in sorted(RESULTS.glob("mutants_*.json"))]
 
 

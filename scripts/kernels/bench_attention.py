@@ -2,8 +2,9 @@
 
     python -m scripts.kernels.bench_attention --output scripts/results/bench_attention_h100.json
 
-4,160 of 4,736 slots are live, in bfloat16. A time is of one call in a loop of calls on the device, the least of two
-loops. "off" is the largest difference from the first form; `FLASH_QUERIES` of `models/attention.py` is read off this.
+4,160 of 4,736 slots are live, in bfloat16. A time is that of one call in a loop of calls on the device, from the faster
+of two loops. "off" is the largest difference from the first form. These figures set `FLASH_QUERIES` of
+`models/attention.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scripts import common
 
 HEADS, GROUP, DIM, SLOTS, LIVE = 8, 4, 128, 4736, 4160
 SHAPES = ((1, 1), (8, 1), (32, 1), (1, 6), (1, 60), (8, 10), (32, 60), (1, 512))
-"""Rows of a batch and nodes of each."""
+"""(rows of a batch, nodes of each row)."""
 TURN = 1024
 TIMES = 30
 FORMS = {
@@ -32,7 +33,7 @@ FORMS = {
 
 
 def measure(batch: int, nodes: int) -> dict[str, Any]:
-    """Milliseconds of each form."""
+    """Return the milliseconds of each form."""
     shapes = (batch, nodes, HEADS, GROUP, DIM), (batch, SLOTS, HEADS, DIM), (batch, SLOTS, HEADS, DIM)
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
     seen = jnp.arange(SLOTS) <= (LIVE - nodes + jnp.arange(nodes))[:, None]

@@ -1,11 +1,10 @@
-"""Speed of the kernels on this machine, beside `lax.top_k`, XLA's own reductions and the floor of the memory.
+"""Measure the speed of the kernels on this machine against `lax.top_k`, XLA's reductions and the memory bandwidth.
 
     python -m scripts.kernels.bench_kernels --output scripts/results/bench_kernels_cpu.json
 
-The forms of one shape are timed in turn (A B A B ...) after a warm-up of each; the figures are medians and
-every single time is in the JSON. The floor is the time one read of the operands takes at the bandwidth of
-a copy of the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on
-the values.
+The forms of one shape are timed in turns (A B A B ...) after a warm-up of each. Figures are medians; the JSON has every
+single time. The floor is the time of one read of the operands at the bandwidth of a copy of the same array, measured in
+the same run (a copy moves each byte twice). Speed does not depend on the values.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STATS_SHAPES = {
 def timed_in_turns(
     forms: dict[str, Callable[..., Any]], operands: tuple[Any, ...], repeats: int
 ) -> dict[str, Any]:
-    """Seconds of each form, compiled."""
+    """Return the seconds of each form, compiled."""
     compiled = {name: functools.partial(jax.jit(form), *operands) for name, form in forms.items()}
     seconds = common.in_turns(compiled, repeats)
     return {
@@ -43,8 +42,7 @@ def timed_in_turns(
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
-    """One result; with a copy among the forms also the floor and the share of the bandwidth each form
-    reaches."""
+    """Return one result. If a form is a copy, add the floor and the share of the bandwidth that each form reaches."""
     result: dict[str, Any] = {"name": name, "bytes_read": bytes_read, "forms": timed}
     if copy is not None:
         floor = timed[copy]["median_ms"] / 2
@@ -70,7 +68,7 @@ def bench_stats(shape: tuple[int, ...], dtype: Any, repeats: int) -> dict[str, A
         "top_k logsumexp": lambda z: (top_k(z), jax.nn.logsumexp(z.astype(jnp.float32), axis=-1)),
     }
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # On bfloat16 XLA's CPU top_k falls back to a sort, 100 times slower: the fair rival widens first.
+        # XLA's CPU top_k sorts bfloat16, which is 100 times slower: for a fair comparison, widen it first.
         forms["top_k"] = lambda z: top_k(z.astype(jnp.float32))
         del forms["top_k logsumexp"]
     timed = timed_in_turns(forms, (logits,), repeats)
@@ -126,7 +124,7 @@ def main() -> None:
             show(bench_stats(shape, dtype, chosen.repeats))
     for draft in ("chain",) if backend == "cpu" else ("chain", "chain-batch"):
         show(bench_accept(draft, 128256, chosen.repeats))
-    # A busy machine slows the forms that use every core more than those that use one: `top_k` does.
+    # A busy machine slows forms that use every core more than those that use one, such as `top_k`.
     machine = common.provenance() | {"load_average": os.getloadavg(), "backend": backend}
     machine |= {"device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
     report = {"jax": jax.__version__, "machine": machine, "repeats": chosen.repeats, "results": results}

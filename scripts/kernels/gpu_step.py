@@ -1,12 +1,12 @@
-"""Times of an 8B's steps and prompts on one GPU, compiled with several XLA options.
+"""Time an 8B's steps and prompts on one GPU, compiled with several XLA options.
 
     python -m scripts.kernels.gpu_step --output scripts/results/gpu_step_h100.json
 
 Weights are random and acceptance is simulated, as in `mars-jax check`. Each program also lists the copies, fusions and
-concatenations in the body of its decode loop. A section is one group of programs with one variant. It runs in a process
-of its own with a time limit, so a compiler that hangs or crashes costs one section. The report is written again after
-every figure. Run the same command again to continue a report: finished sections are skipped, and so are variants
-with an option that this XLA lacks.
+concatenations in the body of its decode loop. A section is one group of programs with one variant. It runs in a child
+process with a time limit, so a compiler that hangs or crashes costs one section. The report is written after every
+figure. Run the same command again to continue a report: finished sections are skipped, and so are variants with an
+option that this XLA lacks.
 
     JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
 
@@ -80,7 +80,7 @@ VARIANTS = {
 
 
 class Shape(NamedTuple):
-    """Sizes of the model and of what is measured."""
+    """Sizes of the model and of the measurements."""
 
     config: ModelConfig
     dtype: str
@@ -152,7 +152,7 @@ SECTIONS = {
         *(("prompts", name) for name, variant in VARIANTS.items() if not variant.joined),
     ],
 }
-"""(what, variant) of each section by shape, the most informative first: the budget may end before the list does."""
+"""(group, variant) of each section by shape, most informative first, since the budget may end before the list does."""
 SHORTEST = 20
 """Seconds below which no section starts."""
 
@@ -395,7 +395,7 @@ def _unsupported() -> dict[str, str]:
 
 
 def measure_in_child(what: str, name: str, shape: str, path: Path, limit: float) -> None:
-    """Measure one section in a process of its own, and write into the report how it ended if it failed."""
+    """Measure one section in a child process. If it fails, record its status in the report."""
     command = [sys.executable, __file__, "--shape", shape, "--output", str(path), "--section", what, name]
     try:
         environment = os.environ | {"PYTHONPATH": str(common.ROOT)}

@@ -1,4 +1,4 @@
-"""Kernels: `margin_stats` on a CPU, attention of batches on a TPU by its schedule, and a step of an 8B on a GPU."""
+"""Figures of the kernels: `margin_stats` on a CPU, attention on a TPU by its schedule, and an 8B's step on a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from scripts.common import load
 
 
 def figures() -> dict[str, Any]:
-    """The variables of the page."""
+    """Return the variables of the page."""
     return {"kernels": kernels(), "gpu": gpu()}
 
 
 def kernels() -> dict[str, Any]:
-    """bench_kernels_cpu.json: `margin_stats` on the CPU; tpu_cost_batch.json: attention of batches on a TPU."""
+    """Return `margin_stats` on a CPU from bench_kernels_cpu.json, and attention on a TPU from tpu_cost_batch.json."""
     report = load("bench_kernels_cpu.json")
     prefix = "margin_stats "
     found = [row for row in report["results"] if row["name"].startswith(prefix)]
@@ -39,7 +39,7 @@ def kernels() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """check_h100.json and bench_attention_h100.json: a step of an 8B on a GPU, and attention of one of its layers."""
+    """Return an 8B's step on a GPU from check_h100.json, and attention of a layer from bench_attention_h100.json."""
     report, attention = load("check_h100.json"), load("bench_attention_h100.json")
     large = report["large"]
     copy, product = large["copy_bytes_per_second"], large["product_flops"]

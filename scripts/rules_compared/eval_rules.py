@@ -5,10 +5,10 @@
     python -m scripts.rules_compared.eval_rules report --rows rows.jsonl --output scripts/results/eval_rules.json
     python -m scripts.rules_compared.rules_pictures
 
-Two tasks, stories (likelihood under the target) and arithmetic (exact match), temperatures 0 and 1, a chain of 5 and
-a dynamic tree of 12 nodes by the embedded draft. All arms get the same prompts with the same seeds, so that
-differences are paired. `decode` takes 40 minutes of a core, appends a line for every prompt of an arm and goes on
-where it was killed. At temperature 0 rules of distributions are exact, and so is `nucleus`: they run at 1 alone.
+The tasks are stories (likelihood under the target) and arithmetic (exact match), at temperatures 0 and 1, with a chain
+of 5 and a dynamic tree of 12 nodes by the embedded draft. All arms get the same prompts with the same seeds, so that
+differences are paired. `decode` takes 40 minutes of a core and appends a line for every prompt of an arm; after a kill,
+the same command continues. At temperature 0, `nucleus` and the rules of distributions are exact, so they only run at 1.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from scripts import common
 from scripts.rules_compared.rules_report import report
 
 CHAIN, TREE = 5, mj.drafters.Dynamic(top_k=3, depth=5, nodes=12)
-# With the prompts of each task, one width of the token buffer, and so one compilation of a rule.
+# Together with the prompts, each task needs one width of the token buffer, and so one compilation per rule.
 NEW_TOKENS = {"stories": 104, "arithmetic": 96}
 BATCH = 32
 TASKS = ("stories", "arithmetic")
-# Prompts of an arm. The rules of the paired answer get most.
+# Prompts of an arm. The rules of the paired comparison get most.
 MOST, MANY = 64, 32
 
 RATIOS, GAPS = (0.95, 0.9, 0.85, 0.8, 0.7), (0.5, 1.0, 1.5, 2.25, 3.5)
@@ -54,7 +54,7 @@ RATIOS, GAPS = (0.95, 0.9, 0.85, 0.8, 0.7), (0.5, 1.0, 1.5, 2.25, 3.5)
 class Arm:
     """A rule with its settings, or a control."""
 
-    family: str  # the rule as a curve is named, or what a control is
+    family: str  # name of the rule's curve, or of the control
     name: str  # unique
     settings: Mapping[str, Any]
     draft: str  # none, chain or tree
@@ -68,7 +68,7 @@ class Arm:
 def swept(
     spec: str, draft: str, values: Sequence[Mapping[str, Any]], *, family: str = "", **more: Any
 ) -> list[Arm]:
-    """An arm for each of the settings."""
+    """Return an arm for each of the settings."""
     family = family or spec
 
     def words(settings: Mapping[str, Any]) -> str:
@@ -88,7 +88,7 @@ def one(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any]
 
 
 def margins(draft: str) -> list[Arm]:
-    """The strict rule and the margins, over `exact`."""
+    """Return the strict rule and the margins, over `exact`."""
     chain = draft == "chain"
     many = {"prompts": MOST if chain else MANY, "base": "exact"}
     some = slice(None) if chain else slice(1, 4, 2)
@@ -100,7 +100,7 @@ def margins(draft: str) -> list[Arm]:
 
 
 def edges(draft: str) -> list[Arm]:
-    """The other relaxed rules over `exact`; on a tree, some of them at one setting."""
+    """Return the other relaxed rules over `exact`; on a tree, some of them at one setting."""
     few = {"prompts": MANY, "base": "exact"}
     if draft == "tree":
         return [
@@ -121,7 +121,7 @@ def edges(draft: str) -> list[Arm]:
 
 
 def distributions(draft: str) -> list[Arm]:
-    """What speculative sampling is the base of; at temperature 1."""
+    """Return the rules over speculative sampling, for temperature 1."""
     few: dict[str, Any] = {"prompts": MANY, "sampled": True, "base": "rejection"}
     over = {"base": "rejection"}
     strict = swept("rejection", draft, [{}], **few)
@@ -139,7 +139,7 @@ def distributions(draft: str) -> list[Arm]:
         *swept("rejection", draft, [{"block": True}], family="block", **few),
         *mars(one("theta", (0.95, 0.9, 0.8), **over)),
         *swept("mixture", draft, one("weight", (0.8, 0.5, 0.2)), **few),
-        # What the head learned gives the target nearly all; less than 0 gives the draft more.
+        # The head learned to weight the target almost fully; a shift below 0 gives the draft more weight.
         *swept("diversed", draft, one("shift", (0.0, -4.0, -6.0)), **few),
         *swept("lenience", draft, one("factor", (0.7, 0.5, 0.3)), **few),
         *swept("nucleus", draft, one("mass", (0.5, 0.8, 0.9)), **few),
@@ -153,7 +153,7 @@ def distributions(draft: str) -> list[Arm]:
 
 
 def controls(temperature: float) -> list[Arm]:
-    """Return arms of the target alone: with its distribution, and limited to the tokens that a relaxed rule allows."""
+    """Return arms without a draft: the target's distribution, and the tokens that a relaxed rule would allow."""
     made = [Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)]
     if temperature > 0:
         made.append(
@@ -181,14 +181,14 @@ def controls(temperature: float) -> list[Arm]:
 
 
 def arms(temperature: float, draft: str) -> list[Arm]:
-    """All arms of a temperature with a draft: none, chain or tree."""
+    """Return all arms of a temperature with a draft: none, chain or tree."""
     if draft == "none":
         return controls(temperature)
     return [*margins(draft), *edges(draft), *(distributions(draft) if temperature > 0 else [])]
 
 
 def passes(drafts: Sequence[str]) -> Iterator[tuple[str, float, str, list[Arm]]]:
-    """Task, temperature, draft and arms, in the order of their worth: a sweep that ends early has the first ones."""
+    """Yield (task, temperature, draft, arms), most important first, in case the sweep ends early."""
     for draft in drafts:
         parts = (margins, edges, distributions) if draft != "none" else (None,)
         for part in parts:
@@ -199,7 +199,7 @@ def passes(drafts: Sequence[str]) -> Iterator[tuple[str, float, str, list[Arm]]]
 
 
 class Pair:
-    """The models, and one session for every kind of draft."""
+    """The models, and one session for each kind of draft."""
 
     def __init__(self, learned: Path | None) -> None:
         self.learned = learned
@@ -208,7 +208,7 @@ class Pair:
         self._sessions: dict[tuple[str, bool], Session] = {}
 
     def session(self, draft: str, sampled: bool) -> Session:
-        """The one with drafts of a kind; it remembers what is compiled."""
+        """Return the session for a kind of draft. It keeps its compiled programs."""
         if (draft, sampled) not in self._sessions:
             self._sessions[draft, sampled] = self._session(draft, sampled)
         return self._sessions[draft, sampled]
@@ -233,7 +233,7 @@ class Pair:
 
 
 def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarray | None) -> dict[str, Any]:
-    """The figures of one answer."""
+    """Return the figures of one answer."""
     m, told = completion.metrics, completion.log_probs
     assert told is not None
     log_p = np.asarray(told.log_prob)
@@ -259,7 +259,7 @@ def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarr
 def decode_batch(
     pair: Pair, arm: Arm, task: str, temperature: float, group: list[tuple[int, Problem]]
 ) -> list[dict]:
-    """The rows of up to `BATCH` prompts."""
+    """Decode up to `BATCH` prompts and return their rows."""
     prompts = [prompt_tokens(pair.target, problem, chat=task == "arithmetic") for _, problem in group]
     requests = make_requests(
         pair.target,
@@ -283,7 +283,7 @@ def decode_batch(
 
 
 def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learned: Path | None) -> None:
-    """Append what is missing of all rows; those of `learned` where its head is given."""
+    """Append all missing rows; those of `learned` only if its head is given."""
     have = set()
     for row in read_rows(file):
         have.add((row["task"], row["temperature"], row["draft"], row["arm"], row["id"]))
@@ -292,7 +292,7 @@ def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learn
         "stories": read("stories", str(stories), chat=False, limit=MOST),
         "arithmetic": read("arithmetic", chat=True, limit=MOST),
     }
-    if file.exists():  # a kill may have cut off the last line; what follows begins one of its own
+    if file.exists():  # drop a last line that a kill cut off, so that new rows start a line
         whole = file.read_bytes()
         file.write_bytes(whole[: whole.rfind(b"\n") + 1])
     with file.open("a", encoding="utf-8") as out:
@@ -317,7 +317,7 @@ def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learn
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, which a kill may have cut off in its last one."""
+    """Return the complete lines of a file; a kill may have cut off the last one."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").splitlines()

@@ -2,8 +2,8 @@
 
     python -m scripts.rules_compared.rules_pictures            # after eval_rules.py was run again
 
-A point is a rule at a setting, a line its sweep, whiskers are 95% intervals over prompts. Colours are those of every
-picture, and no two families share colour and marker.
+A point is a rule at a setting, a line is its sweep, and whiskers are 95% intervals over prompts. Colours are the same
+in all pictures, and no two families share both colour and marker.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answ
 
 
 LEAST = {"stories": 0.3, "arithmetic": 0.1}
-"""Least range of an axis of scores."""
+"""Minimum range of an axis of scores."""
 STRICT = ("exact", "rejection", "block")
 PER_PANEL = 5
-"""Families in a panel next to the strict rules: few, so that the lines are distinguishable."""
+"""Families in a panel in addition to the strict rules: few, so that the lines are distinguishable."""
 
 
 def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
-    """The families of a task, a few for each row of panels, those of `mars` first and together."""
+    """Return the families of a task, a few for each row of panels, with those of `mars` first and together."""
     found = [
         arm["family"]
         for table in report["tables"]
@@ -46,8 +46,7 @@ def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
 def panel(
     axis: Any, table: Mapping[str, Any], alone: Sequence[float] | None, chosen: Sequence[str]
 ) -> list[float]:
-    """Some families on one task, at one temperature, with one draft; returns the scores that are drawn, and the ends of
-    their intervals."""
+    """Draw some families on one task, at one temperature, with one draft; return all scores and ends of intervals."""
     ends: list[float] = []
     if not any(arm["family"] in chosen for arm in table["arms"]):
         return ends
@@ -102,7 +101,7 @@ def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
 
 
 def caption(report: Mapping[str, Any], task: str) -> str:
-    """The pair, n and the date."""
+    """Return the caption: the pair, n and the date."""
     count = max(
         arm["prompts"] for table in report["tables"] if table["task"] == task for arm in table["arms"]
     )

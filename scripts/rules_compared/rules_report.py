@@ -1,6 +1,6 @@
-"""What the rows of eval_rules.py say: figures of every arm with intervals, and comparisons at equal tau.
+"""Statistics of the rows of eval_rules.py: figures of every arm with intervals, and comparisons at equal tau.
 
-n prompts, R resamples. Intervals are 95%, by the bootstrap over prompts; whatever is compared is resampled together.
+n prompts, R resamples. Intervals are 95%, by the bootstrap over prompts; compared arms are resampled together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sums(NamedTuple):
     steps: np.ndarray
     emitted: np.ndarray
     score: np.ndarray  # summed log-likelihoods, or 1 for a right answer
-    of: np.ndarray  # their tokens, or 1
+    of: np.ndarray  # tokens of the log-likelihoods, or 1
     relaxed: np.ndarray
     accepted: np.ndarray
     regret: np.ndarray
@@ -35,9 +35,9 @@ class Sums(NamedTuple):
 
 
 def sums(rows: Rows) -> Sums:
-    """Of the rows of one arm, in the order of its prompts.
+    """Sum the rows of one arm, in the order of its prompts.
 
-    Arms are paired by the order of their prompts, so one that is missing would pair all that follow it wrongly.
+    Arms are paired by the order of their prompts, so a missing prompt would misalign all prompts after it.
     """
     rows = sorted(rows, key=lambda row: row["id"])
     if [row["id"] for row in rows] != list(range(len(rows))):
@@ -63,23 +63,23 @@ def sums(rows: Rows) -> Sums:
 
 
 def weights(n: int) -> np.ndarray:
-    """f64[R + 1, n]: how often each prompt counts in a resample; the first row is the sample itself."""
+    """Return f64[R + 1, n]: how often each prompt counts in a resample; the first row is the sample itself."""
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     return np.concatenate([np.ones((1, n)), drawn]).astype(np.float64)
 
 
 def tau_of(arm: Sums, w: np.ndarray) -> np.ndarray:
-    """f64[R + 1]"""
+    """Return the tau of an arm, f64[R + 1]."""
     return (w @ arm.emitted) / (w @ arm.steps)
 
 
 def score_of(arm: Sums, w: np.ndarray) -> np.ndarray:
-    """f64[R + 1]: nats per token, or a share."""
+    """Return the score of an arm, f64[R + 1]: nats per token, or a share."""
     return (w @ arm.score) / (w @ arm.of)
 
 
 def spread(values: np.ndarray) -> list[float] | None:
-    """Value, low and high; of values whose first is the sample's own. None where many resamples have none."""
+    """Return [value, low, high] of values that begin with the sample's own; None if it or over a tenth is NaN."""
     good = values[~np.isnan(values)]
     if np.isnan(values[0]) or len(good) < 0.9 * len(values):
         return None
@@ -92,7 +92,7 @@ def share(top: np.ndarray, bottom: np.ndarray) -> float:
 
 
 def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
-    """The score f64[R + 1] of a curve at tau f64[R + 1], between its neighbours in tau; NaN outside of it."""
+    """Interpolate the score f64[R + 1] of a curve at tau f64[R + 1]; NaN outside the curve's range."""
     taus = np.stack([tau_of(arm, w) for arm in curve])
     values = np.stack([score_of(arm, w) for arm in curve])
     made = np.full(tau.shape, np.nan)
@@ -104,7 +104,7 @@ def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
 
 
 def figures(arm: Sums, alone: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
-    """Compare an arm with the target alone, with the strict rule of its draft, and with `mars` at the same tau."""
+    """Compare an arm with the undrafted target, with the strict rule of its draft, and with `mars` at the same tau."""
     n = len(arm.steps)
     w = weights(n)
     tau, score = tau_of(arm, w), score_of(arm, w)
@@ -133,11 +133,11 @@ def figures(arm: Sums, alone: Sums, strict: Sums | None, curve: Sequence[Sums]) 
 
 
 def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str, Any]:
-    """The ratio's curve less the gap's: at the tau of the ratio's default, and in the mean over the tau that both have.
+    """Subtract the gap's curve from the ratio's, at the tau of the ratio's default and averaged over their common taus.
 
     Args:
-      ratio, gap: the arms of the two sweeps, the strict one at the beginning of both.
-      default: place of the ratio's default theta in its sweep.
+      ratio, gap: the arms of the two sweeps, each beginning with the strict one.
+      default: index of the ratio's default theta in its sweep.
     """
     n = min(len(arm.steps) for arm in (*ratio, *gap))
     ratio, gap = ([arm.first(n) for arm in curve] for curve in (ratio, gap))
@@ -159,11 +159,11 @@ def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str
 
 
 def report(rows: Rows, arms: Mapping[str, Mapping[float, Sequence[Any]]]) -> dict[str, Any]:
-    """All tables.
+    """Return all tables.
 
     Args:
       rows: of the file.
-      arms: of each draft and temperature, as `eval_rules.arms` makes them.
+      arms: by draft and temperature, from `eval_rules.arms`.
     """
     grouped: dict[tuple[str, float, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""All rules side by side: eval_rules.json."""
+"""Figures of all rules side by side, from eval_rules.json."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from scripts.common import load, span
 
 SCORE = {"stories": "{:+.3f}", "arithmetic": "{:+.1f}"}
-"""Nats per token; percent of the answers."""
+"""Formats of scores in nats per token and in percent of the answers."""
 EDGES = (
     *("mars (ratio)", "mars (gap)", "adaptive", "topk"),
     *("budget", "typical", "entropy_gate", "fly"),
 )
 """The families over `exact`."""
 GONE = "mars (prob_ratio)"
-"""A family of the record that is not shown: its margin was the gap under another name, and is no more."""
+"""A family in the record that is not shown: its margin was the gap under another name, and no longer exists."""
 COSTED = {
     "mars (ratio)": "mars",
     "speccascade (token_v3)": "speccascade",
     "mars over rejection": "mars over rejection",
 }
-"""Families whose name in rule_cost.json is another."""
+"""Families that have another name in rule_cost.json."""
 
 
 def figures() -> dict[str, Any]:
-    """The variables of the page."""
+    """Return the variables of the page."""
     return {"rules": compared()}
 
 
 def compared() -> dict[str, Any]:
-    """Tables, the paired answer, and the arms by name."""
+    """Return the tables, the paired comparison, and the arms by name."""
     report = load("eval_rules.json")
     for table in report["tables"]:
         table["arms"] = [arm for arm in table["arms"] if arm["family"] != GONE]
@@ -79,7 +79,7 @@ def _draft(draft: str) -> str:
 
 
 def _score(task: str, values: list[float] | None) -> str:
-    """A difference of scores, in nats per token or in points."""
+    """Format a difference of scores, in nats per token or in points."""
     if values is None:
         return "-"
     scale = 100 if task == "arithmetic" else 1
@@ -87,8 +87,10 @@ def _score(task: str, values: list[float] | None) -> str:
 
 
 def _steps() -> dict[tuple[str, float], float]:
-    """Seconds of a step with a chain of 5 at batch 1, by rule and temperature: the median of its base in all its cases,
-    times the rule's ratio to it."""
+    """Return the seconds of a step with a chain of 5 at batch 1, by rule and temperature.
+
+    They are the median of the base over all of its cases, times the ratio of the rule to its base.
+    """
     cases = load("rule_cost.json")["cases"]
     found: dict[tuple[str, float], float] = {}
     for group in {case["group"] for case in cases}:
@@ -100,7 +102,7 @@ def _steps() -> dict[tuple[str, float], float]:
 
 
 def _rate(table: Mapping[str, Any], arm: Mapping[str, Any], steps: Mapping[tuple[str, float], float]) -> str:
-    """Tokens/s: tau over the seconds of a step; "-" where no step was timed."""
+    """Return tokens/s, which is tau over the seconds of a step, or "-" if no step was timed."""
     name = COSTED.get(arm["family"], arm["family"])
     seconds = steps.get((str(name), table["temperature"])) if table["draft"] == "chain" else None
     return "-" if seconds is None else f"{arm['tau'][0] / seconds:.0f}"

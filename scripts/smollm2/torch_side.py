@@ -1,4 +1,4 @@
-"""transformers in PyTorch, as all scripts that compare with it call it."""
+"""PyTorch transformers, as called by all scripts that compare with it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Tokens = list[list[int]]
 
 
 class Transformers:
-    """A checkpoint in float32 if nothing else is said, with as many threads as this process may use cores."""
+    """A checkpoint, by default in float32, with one thread for each core that this process may use."""
 
     def __init__(self, path: Path, dtype: str = "float32", **how: Any):
         """
         Args:
           path: a folder, or a GGUF file.
           dtype: of the weights.
-          how: more of `from_pretrained`.
+          how: further arguments of `from_pretrained`.
         """
         import torch
         import transformers
@@ -36,20 +36,20 @@ class Transformers:
         ).eval()
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """f32[n, V] of a text."""
+        """Return the logits f32[n, V] of a text."""
         with self._torch.inference_mode():
             return self.model(self._torch.tensor([list(ids)])).logits[0].numpy()
 
     def generate(
         self, given: Sequence[Sequence[int]], new: int, *, stops: Sequence[int] = (), **how: Any
     ) -> Tokens:
-        """Continue prompts together, padded on the left; greedily, unless `how` says something else.
+        """Continue prompts in one batch, padded on the left; greedily, unless `how` overrides it.
 
         Args:
           given: prompts.
-          new: tokens of a text; fewer only where it meets a stop token, which it keeps.
-          stops: stop tokens; none where every text is to be equally long.
-          how: more of transformers' `generate`.
+          new: tokens of a text; fewer only if it reaches a stop token, which is kept.
+          stops: stop tokens; empty if all texts must have the same length.
+          how: further arguments of transformers' `generate`.
         """
         width, pad = max(map(len, given)), stops[0] if stops else 0
         ids = self._torch.tensor([[pad] * (width - len(p)) + list(p) for p in given])
@@ -63,7 +63,7 @@ class Transformers:
 
 
 def cut(tokens: list[int], stops: Sequence[int]) -> list[int]:
-    """A text up to its first stop token.
+    """Return a text up to and including its first stop token.
 
     >>> cut([1, 2, 9, 9], [9])
     [1, 2, 9]

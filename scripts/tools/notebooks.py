@@ -1,10 +1,10 @@
-"""Write colab/*.ipynb from colab/*.py, with one way to install, the badge, and what Colab is told of the runtime.
+"""Write colab/*.ipynb from colab/*.py, with a common install section, the badge, and Colab's runtime settings.
 
-    python -m scripts.tools.notebooks              # outputs of cells that are as they were stay
+    python -m scripts.tools.notebooks              # keeps the outputs of unchanged cells
     python -m scripts.tools.notebooks --run NAME   # runs one from end to end, and stores its outputs
 
-The address to install from, and that of the badge, is `Repository` among `[project.urls]` of pyproject.toml. While
-there is none, notebooks have no badge, and install the wheel or the address that the user fills in. It needs the extra
+The address of the package, and of the badge, is `Repository` in `[project.urls]` of pyproject.toml. Without one,
+notebooks have no badge, and install the wheel or the address that the user fills in. The script needs the extra
 `notebook`.
 
 Oracle: tests/test_colab.py.
@@ -48,13 +48,13 @@ if importlib.util.find_spec("mars_jax") is None:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 """
-"""The part of every notebook with this heading."""
+"""The install section of every notebook."""
 RUNTIME = {"accelerator": "TPU", "colab": {"gpuType": "V5E1", "provenance": []}}
-"""What Colab takes a runtime for. Every notebook runs on a CPU too."""
+"""Colab's runtime settings. Every notebook also runs on a CPU."""
 
 
 def installing(source: str) -> str:
-    """The text of a notebook with the common way to install."""
+    """Return the text of a notebook with the common install section."""
     address = site_pages.repository()
     install = INSTALL.replace("ADDRESS", f"git+{address}" if address else "")
     made, count = re.subn(r"^# ## Install\n.*?check=True\)\n\n", lambda _: install, source, flags=re.M | re.S)
@@ -64,7 +64,7 @@ def installing(source: str) -> str:
 
 
 def notebook(name: str, old: Any = None) -> Any:
-    """The notebook of colab/NAME.py; the outputs of its cells are those of `old` where their code is the same."""
+    """Return the notebook of colab/NAME.py. Cells with unchanged code keep their outputs from `old`."""
     import jupytext
 
     made = jupytext.read(COLAB / f"{name}.py")
@@ -86,7 +86,7 @@ def notebook(name: str, old: Any = None) -> Any:
 
 
 def run(made: Any) -> None:
-    """Run a notebook in an empty folder, and print how long each cell took, so that its text can state the times.
+    """Run a notebook in an empty folder, and print the time of each cell, so that the text can state it.
 
     Output on stderr, mostly progress, is not kept.
     """

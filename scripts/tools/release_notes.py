@@ -1,8 +1,8 @@
-"""Print the part of CHANGELOG.md about a version; fail if that version is not ready to be released.
+"""Print the section of CHANGELOG.md about a version; fail if that version is not ready for release.
 
     python -m scripts.tools.release_notes v0.1.0
 
-The tag, `version` in pyproject.toml and `__version__` have to be one version, and the changelog has to date it.
+The tag, `version` in pyproject.toml and `__version__` must be equal, and the changelog must date that version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def notes_of(version: str, changelog: str) -> str:
     """Return the changes of a version.
 
     Raises:
-      SystemExit: the changelog has none, or marks them as unreleased.
+      SystemExit: the changelog has none, or marks the version as unreleased.
     """
     parts = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     part = next((part for part in parts if part.split()[0] == version), None)

@@ -1,4 +1,4 @@
-"""Docstrings as mkdocstrings reads them: an extension of griffe that marks their examples and lists fields."""
+"""A griffe extension that prepares docstrings for mkdocstrings: it marks their examples and lists fields."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ griffe: Any = importlib.import_module("griffe")
 
 
 class Told(griffe.Extension):
-    """Prepare docstrings for Markdown, which reads `>>>` as nested quotes, and add the comments of fields."""
+    """Extension that prepares docstrings for Markdown, which reads `>>>` as nested quotes, and adds field comments."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """After an object of the source is read."""
+        """Rewrite the docstring of an object after it is read."""
         if obj.docstring is not None:
             obj.docstring.value = told(obj.docstring.value, obj.path if obj.is_class else "")

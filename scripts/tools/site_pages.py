@@ -1,9 +1,9 @@
-"""The pages of the documentation site: those of docs/, and those that are made from something else.
+"""Pages of the documentation site: those of docs/, and those that are generated.
 
     python -m scripts.tools.site_pages    # writes build/pages, from which `zensical build --strict` makes build/site
 
-Nothing here imports jax or the generator: flags come from the parsers, names from the packages' own tables and from
-docs/stability.md, fields and docstrings from the source. So another generator of Markdown could take the folder.
+This module imports neither jax nor the site generator: flags come from the parsers, names from the packages' own tables
+and from docs/stability.md, fields and docstrings from the source. Any generator that reads Markdown can use the folder.
 
 Oracle: tests/test_site.py.
 """
@@ -37,7 +37,7 @@ FROM_ROOT = {
     "SECURITY.md": "security.md",
     "mars_jax/assets/tiny/README.md": "tiny.md",
 }
-"""Documents outside of docs/ that are pages of the site, by their path in the repository."""
+"""Documents outside docs/ that are pages of the site, by their path in the repository."""
 _FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)$)", re.MULTILINE | re.DOTALL)
 
 
@@ -52,18 +52,18 @@ def repository() -> str:
 
 
 def on_site(text: str, source: str, address: str) -> str:
-    """A document of the repository as a page of the site.
+    """Convert a document of the repository to a page of the site.
 
-    Links to other pages stay. Links to files that are no pages lead into the repository, or become plain text if its
-    address is not known.
+    Links to other pages stay. Links to files that are not pages point into the repository, or become plain text if its
+    address is unknown.
 
     Args:
       text: of the document.
       source: its path in the repository.
-      address: as of `repository`.
+      address: as returned by `repository`.
 
     Raises:
-      ValueError: a link to nothing.
+      ValueError: the target of a link does not exist.
 
     >>> on_site("[rules](docs/rules.md#rules) and [all](LICENSE)", "README.md", "https://x.org/y")
     '[rules](rules.md#rules) and [all](https://x.org/y/blob/main/LICENSE)'
@@ -101,7 +101,7 @@ def on_site(text: str, source: str, address: str) -> str:
 
 
 def parsers() -> dict[str, Parser]:
-    """The parser of every command that has one of its own: all but lm_eval, whose flags are the harness's."""
+    """Return the parser of every command that has one: all except lm_eval, whose flags are the harness's."""
     from mars_jax.cli.commands import parser_of
 
     return {name: made for name in _commands() if (made := parser_of(name)) is not None}
@@ -112,7 +112,7 @@ def _commands() -> dict[str, str]:
 
 
 def flags_page() -> str:
-    """The flags of every command, as its parser has them."""
+    """Return the page of flags of every command, from its parser."""
     lines = [
         "# Flags",
         "",
@@ -129,7 +129,7 @@ def flags_page() -> str:
 
 
 def _tables(command: str, made: Mapping[str, Parser]) -> list[str]:
-    """The groups of flags; one that several parsers share stands once."""
+    """Return the groups of flags as tables; a group that several parsers share appears once."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, parser in made.items():
         for title, group in parser.groups().items():
@@ -144,7 +144,7 @@ def _tables(command: str, made: Mapping[str, Parser]) -> list[str]:
 
 
 def _told_apart(group: argparse._ArgumentGroup) -> list[argparse.Action]:
-    """The arguments of a group, each subcommand as one of its own."""
+    """Return the arguments of a group, with each subcommand as a separate argument."""
     made = []
     for action in group._group_actions:
         made += action._choices_actions if isinstance(action, argparse._SubParsersAction) else [action]
@@ -163,7 +163,7 @@ def _flag(action: argparse.Action) -> str:
 
 
 def _prose(text: str) -> str:
-    """A comment as Markdown: what is in backquotes is code."""
+    """Return a comment as Markdown. Text in backquotes is code."""
     return "`".join(_escaped(part) if i % 2 == 0 else part for i, part in enumerate(text.split("`")))
 
 
@@ -175,7 +175,7 @@ def _escaped(text: str) -> str:
 
 
 class Name(NamedTuple):
-    """A name of the reference: how a user calls it, and where it is defined."""
+    """A name of the reference: how a user refers to it, and where it is defined."""
 
     shown: str
     home: str
@@ -198,7 +198,7 @@ REFERENCE = {
         "All of `mars_jax.contrib` may change in any version.",
     ),
 }
-"""Pages of the reference by purpose, which is that of docs/stability.md for all but the last: (file, first line)."""
+"""Pages of the reference by purpose: (file, first line). All purposes but the last are those of docs/stability.md."""
 
 
 def promised() -> dict[str, list[str]]:
@@ -237,7 +237,7 @@ def api_names() -> dict[str, list[Name]]:
 
 
 def exported(package: str) -> list[str]:
-    """The names in `__all__` of a package, which is not imported."""
+    """Return the names in `__all__` of a package, without importing it."""
     for node in _parsed(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return [f"{package}.{name}" for name in ast.literal_eval(node.value)]
@@ -245,7 +245,7 @@ def exported(package: str) -> list[str]:
 
 
 def home_of(name: str) -> str:
-    """The module that defines a name, and the name there; packages are asked where they import it from.
+    """Return the module that defines a name, with the name there, by following the imports of packages.
 
     >>> home_of("mars_jax.load"), home_of("mars_jax.verify.exact")
     ('mars_jax.hub.load.load', 'mars_jax.verify.exact.exact')
@@ -270,12 +270,12 @@ def _file(module: str) -> Path:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module:
-    path = _file(module)  # none is a class around a class, or a module of another package
+    path = _file(module)  # missing for a class in a class, or a module of another package
     return ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def api_pages() -> dict[str, str]:
-    """Pages whose entries mkdocstrings fills from the docstrings, by their path on the site."""
+    """Return the pages that mkdocstrings fills from the docstrings, by their path on the site."""
     import mars_jax
 
     names = api_names()
@@ -289,7 +289,7 @@ def api_pages() -> dict[str, str]:
     lines = []
     for name in sorted(mars_jax._MODULES.keys() - {"verify", "drafters"}, key=_is_later):
         home = f"mars_jax.{mars_jax._MODULES[name]}"
-        # What has an entry on another page has none here.
+        # Names with an entry on another page get no entry here.
         filters = ", ".join(
             f'"!^{own}$"' for own in ("_.*", *sorted(own for m, _, own in known if m == home))
         )
@@ -317,9 +317,9 @@ class Field(NamedTuple):
 
 
 def fields(home: str) -> list[Field]:
-    """The fields of a class and of its bases in this repository, those of the bases first.
+    """Return the fields of a class and of its bases in this repository, with those of the bases first.
 
-    A comment stands after a field, or on the lines before it; a docstring after it.
+    The meaning of a field is a comment after it or on the lines before it, or a docstring after it.
 
     >>> fields("mars_jax.verify.mars.Mars")[-1].name, fields("mars_jax.core.types.Verdict")[1]
     ('margin', Field(name='num_accepted', annotation='Array', meaning='i32[B]; edges walked'))
@@ -340,7 +340,7 @@ def fields(home: str) -> list[Field]:
             meaning = _beside(node, after, lines) or (found[target.id].meaning if target.id in found else "")
             found[target.id] = Field(target.id, annotation, meaning)
         elif isinstance(node, ast.FunctionDef):
-            found.pop(node.name, None)  # a property in the place of a field
+            found.pop(node.name, None)  # a property replaces a field
     return list(found.values())
 
 
@@ -357,7 +357,7 @@ def _beside(node: ast.stmt, after: ast.stmt | None, lines: list[str]) -> str:
 
 
 def told(docstring: str, home: str) -> str:
-    """A docstring as the site shows it: examples are blocks of code, and a class lists its fields."""
+    """Return a docstring as shown on the site: examples are code blocks, and a class lists its fields."""
     rows = [
         f"  {name} ({annotation or 'Any'}): {_prose(meaning)}" for name, annotation, meaning in fields(home)
     ]
@@ -365,7 +365,7 @@ def told(docstring: str, home: str) -> str:
 
 
 def fenced(docstring: str) -> str:
-    """A docstring whose examples are blocks of code, as the site shows them.
+    """Return a docstring with its examples as code blocks, as shown on the site.
 
     >>> fenced("One.\\n\\n>>> 1 + 1\\n2").splitlines()
     ['One.', '', '```pycon', '>>> 1 + 1', '2', '```']
@@ -385,7 +385,7 @@ def fenced(docstring: str) -> str:
 
 
 def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
-    """A notebook as Markdown: its texts, its code and its stored outputs, and its pictures by their path."""
+    """Return a notebook as Markdown with its text, code and stored outputs, and its pictures by path."""
     cells = json.loads((ROOT / "colab" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     parts, pictures = [], {}
     for cell in cells:
@@ -406,7 +406,7 @@ def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def write(folder: Path) -> None:
-    """Write every page and picture into a folder, which is emptied first."""
+    """Write every page and picture into a folder, after emptying it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs", folder)
     address = repository()

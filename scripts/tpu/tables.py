@@ -1,4 +1,4 @@
-"""Slices of TPUs: plans by the compiler, one chip in few bits, and the taus of the MARS paper."""
+"""Figures of TPU slices: plans by the compiler, one chip at few bits, and the taus of the MARS paper."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ GENERATIONS = ("v5e", "v6e", "v5p")
 
 
 def figures() -> dict[str, Any]:
-    """The variables of the page."""
+    """Return the variables of the page."""
     return {"plans": plans(), "one_chip": one_chip(), "published": published()}
 
 
 def one_chip() -> dict[str, Any]:
-    """plan_bits.json: a published model in few bits on one chip, by the compiler's schedule."""
+    """Return a published model at few bits on one chip by the compiler's schedule, from plan_bits.json."""
     results = load("plan_bits.json")["results"]
 
     def row(name: str, found: Mapping[str, Any]) -> list[str]:
@@ -48,13 +48,13 @@ def one_chip() -> dict[str, Any]:
 
 
 def published() -> dict[str, Any]:
-    """plan_published.json: taus of the MARS paper times the compiler's steps."""
+    """Return the taus of the MARS paper times the compiler's steps, from plan_published.json."""
     results = load("plan_published.json")["results"]
 
     def row(name: str, found: Mapping[str, Any]) -> list[str]:
         paper, step, alone = found["published"], found["step"], found["alone"]
         ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (alone, step)]
-        # The lower time of a routine for both steps, or the upper one for both.
+        # Take the lower time of a routine for both steps, or the upper one for both.
         shares = sorted(a / b for a, b in zip(alone, step, strict=True))
         ours = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
         both = [f"{tau} ({speed:.2f})" for tau, speed in zip(paper["tau"], paper["speed"], strict=True)]
@@ -67,7 +67,7 @@ def published() -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """plans.json, and paper_plans.json where it has the same slice: slices by the TPU's compiler."""
+    """Return slices by the TPU's compiler, from plans.json, or from paper_plans.json if it has the same slice."""
     report, own = load("plans.json"), load("paper_plans.json")["rows"]
     targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
     entries = sorted(

@@ -1,1 +1,1 @@
-"""Reader of the schedules that libtpu's compiler writes: what each part of a decode step costs on a TPU."""
+"""Reader of the schedules that libtpu's compiler writes, for the cost of each part of a decode step on a TPU."""

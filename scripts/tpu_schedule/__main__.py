@@ -1,4 +1,4 @@
-"""What a decode step costs on a TPU, by the schedule of libtpu's compiler. No TPU is needed.
+"""Print the cost of a decode step on a TPU, by the schedule of libtpu's compiler. No TPU is needed.
 
     python -m scripts.tpu_schedule tree chain-5 none        # a minute or more each
     python -m scripts.tpu_schedule tree --model llama-3.3-70b --topology v5p:2x2x1

@@ -1,4 +1,4 @@
-"""Final schedules that libtpu dumps, one VLIW bundle a line. A bundle is a cycle of the core without stalls.
+"""Final schedules that libtpu dumps, one VLIW bundle per line. Without stalls, a bundle is one cycle of the core.
 
 libtpu writes a file for the whole program, `...-TLP-NN-final_bundles.txt`, which mostly calls routines, and a file for
 each routine, named after the first HLO instruction that calls it.
@@ -64,7 +64,7 @@ class Schedule(NamedTuple):
     """The dump of one program."""
 
     top: Routine
-    # By the HLO instruction after which the file is named.
+    # The key is the HLO instruction in the name of the file.
     routines: dict[str, Routine]
 
 
@@ -158,7 +158,7 @@ class _Interpreter:
         return count
 
     def _branch(self, statement: _Statement, at: int) -> int | None:
-        """Return the bundle to which a branch jumps, None if it is not taken."""
+        """Return the target bundle of a branch, or None if the branch is not taken."""
         destination = self.regions.get(statement.operands[1])
         taken = bool(self._value(statement.operands[0]))
         if destination is not None and destination <= at:

@@ -1,4 +1,4 @@
-"""Compile the decode loop of a published model and read the cost of its step off the schedule.
+"""Compile the decode loop of a published model and read the cost of its step from the schedule.
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER ..." python -m scripts.tpu_schedule.compile_step FOLDER CASE
 

@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the array is in HBM. Scalars do not count."""
+        """True if the array is in HBM. Scalars do not count."""
         return self.space == 0 and self.size > 1
 
 
@@ -80,7 +80,7 @@ class Instruction:
         return tuple(names)
 
     def attribute(self, name: str) -> str:
-        """The text after `name=`, up to the next comma or space, or ""."""
+        """Return the text after `name=`, up to the next comma or space, or ""."""
         match = re.search(rf"\b{name}=\"?%?([^\s,\"]+)", self.rest)
         return match[1] if match else ""
 

@@ -1,4 +1,4 @@
-"""The table of overheads from which `mars-jax plan` estimates."""
+"""Table of overheads for the estimates of `mars-jax plan`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.tpu_schedule.step import StepCost
 SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 DTYPES = ("bfloat16", "int8", "int4")
 LAYERS = 4
-"""Layers of the measured Llama-3.1-8B. A few suffice, since the cost of a layer and the rest are told apart by part."""
+"""Layers of the measured Llama-3.1-8B. A few suffice, since the parts separate the cost of a layer from the rest."""
 DRAFTS = {"none": "none", "chain": "chain-5", "tree": "tree", "ngram": "ngram-5"}
 LAYER_PARTS = ("target", "target/attention", "target/mlp")
 
@@ -59,8 +59,8 @@ def overheads_of(
 ) -> tuple[int, dict[str, float], dict[str, float]]:
     """Return the tokens of a step, the overheads of a layer, and those of the rest of the step.
 
-    `stretch` is the time of the layers over that of their counted bytes. `pass_seconds` and `step_seconds` are what the
-    passes of the draft and the rest of the step take beyond their counted bytes.
+    `stretch` is the time of the layers over that of their counted bytes. `pass_seconds` and `step_seconds` are the
+    times of the draft's passes and of the rest of the step beyond those of their counted bytes.
     """
     work = count_work(pair)
     layers = _Total.of(cost, [part for part in cost.parts if part in LAYER_PARTS])
@@ -86,7 +86,7 @@ def overheads_of(
 
 
 class _Total(NamedTuple):
-    """Totals of several parts, collectives not in the seconds."""
+    """Totals of several parts. The seconds exclude collectives."""
 
     seconds: float
     launches: float

@@ -1,4 +1,4 @@
-"""Cost of one decode step by the program that libtpu compiled: launches, bytes, bundles and collectives of each part.
+"""Cost of one decode step in the program that libtpu compiled: launches, bytes, bundles and collectives of each part.
 
 The last loop of the program is the decode loop, and one run of its body is the step. Inner loops are multiplied out. A
 conditional counts as its cheapest branch, which requests without sampling or constraints take.
@@ -21,9 +21,9 @@ from scripts.tpu_schedule.parts import part_of
 from scripts.tpu_schedule.traffic import is_free, moved_bytes
 
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
-"""Bundles a second: the clocks by which the matrix units reach their published peak."""
+"""Bundles per second: the clocks at which the matrix units reach their published peak."""
 COPIES = ("copy-start", "slice-start", "async-start")
-"""Opcodes that run in parallel to the instructions after them."""
+"""Opcodes that run in parallel with the instructions after them."""
 _COPIED = ("bitcast", "reshape", "copy", "convert", "copy-done", "copy-start")
 
 
@@ -36,7 +36,7 @@ class Op(NamedTuple):
     times: int
     bytes: int
     bundles: int
-    # Whether it launches a routine or a collective: copies overlap, and scalars are a few bundles of the top level.
+    # True if it launches a routine or a collective: copies overlap, and scalars are a few bundles of the top level.
     is_launch: bool
     # Bytes of a collective's operands and results, and devices of its group (0 for other instructions).
     sent: int
@@ -109,7 +109,7 @@ def step_cost(
 
 
 class Reader:
-    """Reads the executed instructions of a step off a program and its schedule."""
+    """Reader of the executed instructions of a step, from a program and its schedule."""
 
     def __init__(self, module: Module, schedule: Schedule, live: int):
         self.module = module
@@ -209,10 +209,10 @@ class Reader:
         return f"{_signature(computation, instruction)} {attributes} {bodies}"
 
     def turns(self, computation: Computation, loop: Instruction) -> int:
-        """Return the turns of an inner loop, 1 if they are unknown.
+        """Return the number of turns of an inner loop, 1 if it is unknown.
 
-        Known are a counter with a constant bound, and a loop over the blocks of a cache, which visits the blocks with
-        live slots.
+        It is known for a counter with a constant bound, and for a loop over the blocks of a cache, which visits the
+        blocks with live slots.
         """
         condition = self.module.computations[loop.attribute("condition")]
         counted = _counted_turns(computation, loop, condition)
@@ -261,7 +261,7 @@ def _counted_turns(computation: Computation, loop: Instruction, condition: Compu
 def _initial(
     computation: Computation, loop: Instruction, condition: Computation, value: Instruction
 ) -> int | None:
-    """Return the integer that a value of the condition is before the first turn."""
+    """Return the initial integer of a value of the condition, or None if it is unknown."""
     while value.opcode in _COPIED:
         value = condition.instructions[value.operands[0]]
     if value.opcode == "get-tuple-element":

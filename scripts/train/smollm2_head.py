@@ -1,4 +1,4 @@
-"""The prompts that SmolLM2-135M's EAGLE-3 head learns from. What comes after is `mars-jax distill`:
+"""Write the training prompts of SmolLM2-135M's EAGLE-3 head, for `mars-jax distill`:
 
     python -m scripts.train.smollm2_head texts --data SHARED/data --count 3000 --output prompts/texts.txt
     python -m scripts.train.smollm2_head sources --data SHARED/data --output prompts/sources.txt
@@ -12,8 +12,8 @@
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
         --output heads/smollm2
 
-`texts` are conversations of other people's, which the target only reads: they cost a fifth of what it writes itself.
-That made the first head, and answers of the target's own made what ships of it:
+`texts` are conversations written by others, which the target only reads; this costs a fifth of letting it write. The
+first head was trained that way. The head that ships was then trained on the target's own answers:
 
     python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
     # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
@@ -23,8 +23,8 @@ That made the first head, and answers of the target's own made what ships of it:
         --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
     python -m scripts.train.smollm2_head tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-After a kill, each command continues with the same arguments. No prompt of an evaluation is among these: MT-Bench,
-Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read.
+After a kill, each command continues with the same arguments. Training uses no prompt of an evaluation: MT-Bench,
+Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def dialogues(folder: Path) -> Iterator[str]:
-    """Half are answered, half summarised."""
+    """Yield dialogues, half of them to answer and half to summarise."""
     for number, text in enumerate(data.documents(folder / "sgd_train.txt.xz")):
         lines = text.splitlines()
         if number % 2:
@@ -100,7 +100,7 @@ def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def functions(folder: Path) -> Iterator[str]:
-    """A function to complete, or its docstring as a task."""
+    """Yield a function to complete, or its docstring as a task."""
     for number, (name, task, head, _) in enumerate(definitions(folder)):
         yield (
             f"Write a Python function `{name}`. {task}"
@@ -113,12 +113,12 @@ SOURCES = {problems: 0.35, dialogues: 0.15, passages: 0.25, stories: 0.05, funct
 
 
 def sources(args: argparse.Namespace) -> None:
-    """Prompts made of the training data, in a fixed random order."""
+    """Write prompts made from the training data, in a fixed random order."""
     mix(args, SOURCES)
 
 
 def texts(args: argparse.Namespace) -> None:
-    """Conversations made of the training data, nobody's prompt among them: cheap, since nothing is written."""
+    """Write conversations made from the training data, without prompts of users. It is cheap: nothing is generated."""
     mix(args, TEXTS)
 
 
@@ -133,7 +133,7 @@ def mix(args: argparse.Namespace, parts: dict[Callable[[Path], Iterator[str]], f
 
 
 def chat(*turns: str) -> str:
-    """A conversation as the chat template writes it, turns of the user and of the assistant in alternation."""
+    """Format a conversation as the chat template does, with alternating turns of the user and the assistant."""
     text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
     for number, turn in enumerate(turns):
         text += f"<|im_start|>{('user', 'assistant')[number % 2]}\n{turn}<|im_end|>\n"
@@ -177,7 +177,7 @@ TEXTS = {worked: 0.3, turns: 0.15, told: 0.15, continued: 0.2, written: 0.2}
 
 
 def own(args: argparse.Namespace) -> None:
-    """User turns that the model writes itself (Magpie, arXiv 2406.08464): what it was tuned on, as it remembers it."""
+    """Write user turns that the model generates itself (Magpie, arXiv 2406.08464), which resemble its tuning data."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")
@@ -195,7 +195,7 @@ def own(args: argparse.Namespace) -> None:
             max_new_tokens=96,
             batch_size=args.batch_size,
         )
-        # A turn that does not end is rarely one.
+        # A turn that does not end is rarely a user turn.
         ended = [c.text.strip() for c in made.completions if c.finish_reason == "stop"]
         turns = [text for text in (t.replace("<|im_end|>", "").strip() for t in ended) if len(text) > 8]
         write(args.output, turns, mode="a")
@@ -203,7 +203,7 @@ def own(args: argparse.Namespace) -> None:
 
 
 def widen(args: argparse.Namespace) -> None:
-    """Write a head with the draft vocabulary that the target's answers ask for; new rows begin as the target's own."""
+    """Write a head with a draft vocabulary chosen by the target's answers; new rows start as the target's own."""
     import dataclasses
 
     import numpy as np
@@ -232,11 +232,11 @@ def widen(args: argparse.Namespace) -> None:
 
 
 INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
-"""Prompts of a kind that `tau` decodes; none is among those that the head learns from."""
+"""Prompts of each kind that `tau` decodes. No head is trained on them."""
 
 
 def tau(args: argparse.Namespace) -> None:
-    """Tokens of a target forward, bonus token included, on instructions that no head has read; float32."""
+    """Measure tokens per target forward, bonus token included, in float32 on instructions that no head has read."""
     import numpy as np
 
     import mars_jax as mj

@@ -1,13 +1,12 @@
-"""Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, a draft distilled from it,
-and an EAGLE-3 head on its features.
+"""Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, a distilled draft, an EAGLE-3 head.
 
     python -m scripts.train.train_embedded --work runs/tiny --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --novels novels.txt.xz --export mars_jax/assets/tiny
 
 Files hold documents separated by lines of `<|endoftext|>`; dialogues are lines of `User:` and `Assistant:`. Arithmetic
-problems are generated. Killed and started again with the same arguments, it continues where its last checkpoint was.
-On a CPU under glibc, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 saves a quarter of the processor time: the step's
-temporaries are then mapped in huge pages.
+problems are generated. After a kill, the same command continues from the last checkpoint. On a CPU under glibc,
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 saves a quarter of the processor time: the step's temporaries are then mapped in
+huge pages.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SHAPE = {
     "bos_token_id": SEPARATOR_ID,
     "eos_token_ids": (SEPARATOR_ID,),
 }
-# Few wide layers: on a CPU a layer costs its overhead, whether it checks one token or eight.
+# Few wide layers: on a CPU, a layer costs its overhead, both for one token and for eight.
 TARGET = ModelConfig(
     hidden_size=384, intermediate_size=1152, num_layers=6, num_heads=6, num_kv_heads=2, **SHAPE
 )
@@ -55,14 +54,14 @@ EAGLE3_LAYERS, EAGLE3_MLP, EAGLE3_VOCAB = (1, 3, 5), 768, 3072
 EAGLE3_STEPS = 3  # of training-time test
 
 SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07}
-# The target's second stage. After the first it copies every number and chooses every operation of a word problem
-# rightly, but adds and subtracts wrongly half of the time; problems alone would need many more tokens to teach it.
+# The target's second stage. After the first one, the target copies every number and chooses every operation of a word
+# problem correctly, but half of its sums and differences are wrong. Word problems would need many more tokens.
 REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
 LENGTHS = {
     256: 0.95,
     CONTEXT: 0.05,
 }  # rows of 256 tokens, whose attention is cheap, and of 1024 at the very end
-# A draft learns from many small steps; for the target Muon's matrix products would cost too much of each.
+# A draft learns from many small steps. For the target, Muon's matrix products would make small steps too expensive.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
@@ -72,13 +71,13 @@ CHAT_TEMPLATE = (
 
 
 def novels(path: Path, *, limit: int, size: int = 3000) -> Iterator[str]:
-    """Pieces of about `size` characters, spread over all books until they come to about `limit` characters."""
+    """Yield pieces of about `size` characters, spread over all books, about `limit` characters in total."""
     pieces = [text[i : i + size] for text in data.documents(path) for i in range(0, len(text), size)]
     yield from pieces[:: max(1, len(pieces) * size // limit)]
 
 
 def dialogues(path: Path) -> Iterator[str]:
-    """Every turn of the user's starts with the separator, as in the chat template, so that an answer ends with it."""
+    """Yield dialogues whose user turns start with the separator, as in the chat template, so answers end with it."""
     for text in data.documents(path):
         yield text.strip().replace("\nUser:", data.SEPARATOR + "User:")
 
@@ -89,7 +88,7 @@ def problems(count: int) -> Iterator[str]:
 
 
 def texts(args) -> dict[str, list[str]]:
-    """The documents of every source."""
+    """Return the documents of every source."""
     return {
         "stories": [t for path in args.stories for t in data.documents(path)],
         "arithmetic": list(problems(args.problems)),
@@ -100,7 +99,7 @@ def texts(args) -> dict[str, list[str]]:
 
 
 def train_tokenizer(sources: dict[str, list[str]], path: Path) -> None:
-    """Byte-level BPE with digits apart, so that a number is spelled the same way wherever it stands."""
+    """Train a byte-level BPE tokenizer with separate digits, so that a number has the same tokens everywhere."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -114,7 +113,7 @@ def train_tokenizer(sources: dict[str, list[str]], path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # In proportion to what the models will read, about 20 MB in all.
+    # Sample in proportion to the training mixture, about 20 MB in total.
     sample = [t for name, share in SHARES.items() for t in _first(sources[name], int(20e6 * share))]
     tokenizer.train_from_iterator((t.replace(data.SEPARATOR, "\n") for t in sample), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -134,7 +133,7 @@ def _first(documents: list[str], characters: int) -> Iterator[str]:
 
 
 def logits(config: ModelConfig, params: Any, batch: Batch) -> jax.Array:
-    """Computed in bfloat16 from float32 params."""
+    """Compute logits in bfloat16 from float32 params."""
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     return predict(
         language_model(config, dtype="bfloat16"), low, batch.tokens[:, :-1], batch.segments[:, :-1]
@@ -149,7 +148,7 @@ def target_loss(params, batch: Batch, _):
 
 
 def draft_loss(params, batch: Batch, teacher):
-    """Half KL, which covers every token of the target, half total variation, which is the cost of rejection."""
+    """Add KL, which covers every token of the target, and total variation, which is the cost of rejection."""
     p = jax.lax.stop_gradient(logits(TARGET, teacher, batch))
     q = logits(DRAFT, params, batch)
     kl, tv = jnp.mean(forward_kl(p, q)), jnp.mean(total_variation(p, q))
@@ -158,7 +157,7 @@ def draft_loss(params, batch: Batch, teacher):
 
 
 def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> grain.MapDataset:
-    """Batches of about `tokens` tokens, in rows of the lengths of `LENGTHS`, one length after the other."""
+    """Return batches of about `tokens` tokens, in rows of the lengths of `LENGTHS`, one length after the other."""
     parts, first = [], 0
     for share, length in zip(itertools.accumulate(LENGTHS.values()), LENGTHS, strict=True):
         last = round(steps * share)
@@ -170,14 +169,14 @@ def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> g
 
 def initial(config: ModelConfig, seed: int):
     params = init_params(config, jax.random.key(seed))
-    # What a layer adds to the residual stream starts small: its variance would grow with depth (GPT-2).
+    # Scale down the output of each layer: otherwise the variance of the residual stream grows with depth (GPT-2).
     shrink = (2 * config.num_layers) ** -0.5
     layers = tuple({**x, "o": x["o"] * shrink, "down": x["down"] * shrink} for x in params["layers"])
     return {**params, "layers": layers}
 
 
 def initial_draft(target, seed: int):
-    """Random, but for the embedding: the target's, projected on its principal directions."""
+    """Initialise randomly, except for the embedding: the target's, projected on its principal directions."""
     table = np.asarray(target["embed"], np.float32)
     _, _, directions = np.linalg.svd(table, full_matrices=False)
     projected = table @ directions[: DRAFT.hidden_size].T
@@ -258,7 +257,7 @@ def main() -> None:
         REFINE_SHARES,
         args.refine_tokens,
         TARGET_STEP,
-        seed=args.seed + 1,  # the text in another order: mostly rows that the first stage did not reach
+        seed=args.seed + 1,  # another order of the text: mostly rows that the first stage did not reach
     )
     export(args, "target", TARGET, target)
     teacher = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)

@@ -26,7 +26,7 @@ from scripts.arithmetic import generator
 from scripts.train.train_embedded import dialogues, problems
 
 KEPT = (0, 5)
-"""Layers of the target with which the proxy starts."""
+"""Layers of the target that initialise the proxy."""
 
 
 def text(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Lossy rules beside the best that is lossless, each at its own best draft length: a study for each of `STUDIES`.
+"""Compare lossy rules with the best lossless one, each at its own best draft length, in one study of `STUDIES`.
 
     python -m scripts.when_it_pays.fair_arms costs --study model --output costs.json   # while nothing else runs
     python -m scripts.when_it_pays.fair_arms decode --study model --data DATA --costs costs.json --rows rows.jsonl
@@ -7,12 +7,12 @@
     python -m scripts.when_it_pays.fair_arms report --study model --costs costs.json --check check.json \\
         --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
 
-A chain of a draft at several lengths, temperatures 0 and 1. An arm's length is the one of most tokens per second on
-prompts that no figure uses; its figures are then of other prompts. Tokens per second are tau over what a step costs,
-twice: on this CPU, as `costs` timed it at batch 1, and as on an accelerator that memory bounds, where a step costs
-1 + 0.05 K plain ones with a draft as small as an EAGLE head and 1 + 0.01 K with n-grams. Source of the challenge:
-arXiv 2607.08690, which finds that tuned lengths give much of what relaxing gives. `decode` goes on where it was
-killed. `check` holds tau over cost against a clock.
+A study decodes a chain of a draft at several lengths, at temperatures 0 and 1. The length of an arm is the one with the
+most tokens per second on prompts that no figure uses; its figures then come from other prompts. Tokens per second are
+tau over the cost of a step, on two devices: this CPU, as timed by `costs` at batch 1, and a memory-bound accelerator,
+where a step costs 1 + 0.05 K plain ones with a draft as small as an EAGLE head and 1 + 0.01 K with n-grams. Source of
+the challenge: arXiv 2607.08690, which finds that tuned lengths give much of the benefit of relaxing. After a kill,
+`decode` continues with the same arguments. `check` compares tau over cost with a clock.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
 from scripts.rules_compared.rules_report import score_of, spread, sums, tau_of, weights
 
 CHEAP = {"chain": 0.05, "ngram": 0.01}
-"""What a drafted token costs, in plain steps, on an accelerator that memory bounds: of a draft as small as an EAGLE
-head, and at most of one that is looked up and only verified."""
+"""Cost of a drafted token in plain steps on a memory-bound accelerator: with a draft as small as an EAGLE head, and at
+most for a token that is looked up and only verified."""
 TURNS = 7
 LONGEST = 800
-"""Characters of a prompt of SmolLM2 at most, some 200 tokens."""
+"""Maximum characters of a prompt of SmolLM2, some 200 tokens."""
 TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
-"""What `check` decodes, of a study's `clocked` task."""
+"""Arms that `check` decodes, on the `clocked` task of a study."""
 LOSSLESS = ("exact", "rejection")
 Problems = Sequence[Problem]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """Prompts: the first choose lengths, the others are scored."""
+    """Prompts of a task: the first ones choose lengths, the others are scored."""
 
     read: Callable[[Path], Problems]  # from the folder of data
     choose: int
@@ -72,9 +72,9 @@ class Study:
     lengths: tuple[int, ...]
     tasks: Mapping[str, Task]
     clocked: str
-    rows: int = BATCH  # decoded side by side
-    ngram: tuple[int, ...] = ()  # lengths of drafts from the text so far, one more lossless arm
-    more: bool = False  # with the rules that MARS is compared with elsewhere
+    rows: int = BATCH  # decoded in one batch
+    ngram: tuple[int, ...] = ()  # draft lengths of n-grams, one more lossless arm
+    more: bool = False  # adds the rules that MARS is compared with elsewhere
 
     def lengths_of(self, arm: Arm) -> tuple[int, ...]:
         return self.ngram if arm.draft == "ngram" else self.lengths
@@ -85,7 +85,7 @@ def _stories(data: Path) -> Problems:
 
 
 def _jsonl(data: Path, name: str) -> Problems:
-    """The short ones in an order drawn once, and then the long ones in another."""
+    """Return the short problems in a fixed random order, then the long ones in another."""
     found = read(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
     parts: tuple[list[Problem], list[Problem]] = [], []
     for problem in found:
@@ -98,7 +98,7 @@ def _open(data: Path) -> Problems:
 
 
 def _mixed(data: Path) -> Problems:
-    """As many of each task of Spec-Bench with short prompts, in turns; the likelihood judges what they say."""
+    """Return equally many short problems of each task of Spec-Bench, in turns; the likelihood judges the answers."""
     parts: dict[str, list[Problem]] = {
         f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
     }
@@ -110,7 +110,7 @@ def _mixed(data: Path) -> Problems:
 
 
 def _news(data: Path) -> Problems:
-    """The shorter ones in an order drawn once: SmolLM2 reads up to 900 tokens of them."""
+    """Return the shorter articles in a fixed random order: SmolLM2 reads up to 900 tokens of them."""
     found = sorted(
         read("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True), key=lambda p: len(p.turns[0])
     )
@@ -156,7 +156,7 @@ class Pair:
         self._sessions: dict[tuple[str, bool], Session] = {}
 
     def session(self, draft: str, sampled: bool = False) -> Session:
-        """The one with drafts of a kind and length, or "none"; it remembers what is compiled."""
+        """Return the session for a kind and length of draft, or for "none". It keeps its compiled programs."""
         if (draft, sampled) not in self._sessions:
             kind, _, length = draft.partition(" ")
             options: dict[str, Any] = {"num_draft_tokens": int(length)} if length else {}
@@ -178,7 +178,7 @@ class Pair:
     def rows_of(
         self, arm: Arm, task: str, temperature: float, group: Sequence[tuple[int, Problem]]
     ) -> list[dict[str, Any]]:
-        """The figures of some prompts."""
+        """Decode some prompts and return their rows."""
         prompts = self.prompts(task, (problem for _, problem in group))
         requests = mj.make_requests(
             self.target,
@@ -197,14 +197,14 @@ class Pair:
         rows = []
         for (number, problem), completion, q in zip(group, done, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
-            if problem.metric == "bleu":  # which has no score of a sentence
+            if problem.metric == "bleu":  # BLEU has no sentence score
                 row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
             rows.append(row)
         return rows
 
 
 def arms(study: Study, temperature: float) -> list[Arm]:
-    """The lossless ones first. `sized` gives each the length of its draft."""
+    """Return the arms, lossless ones first. `sized` sets the draft length of each."""
     drawn: dict[str, Any] = {"sampled": True}
     exact = swept("exact", "chain", [{}])
     if study.ngram:
@@ -242,7 +242,7 @@ def sized(arm: Arm, length: int) -> Arm:
 
 
 def step_costs(study: Study, seconds: Mapping[str, Any], arm: Arm) -> dict[str, dict[int, float]]:
-    """What a step of each length costs, in plain ones, by where it runs."""
+    """Return the cost of a step of each length in plain steps, by device."""
     kind = "ngram" if arm.draft == "ngram" else "drawn" if arm.sampled else "greedy"
     lengths = study.lengths_of(arm)
     return {
@@ -256,7 +256,7 @@ def best(taus: Mapping[int, float], costs: Mapping[int, float]) -> int:
 
 
 def time_steps(study: Study) -> dict[str, Any]:
-    """Seconds of a step at batch 1, in turns, of plain decoding and of each length; next to nothing is read before."""
+    """Time a step at batch 1 of plain decoding and of each length, in turns, after a prompt of two tokens."""
     pair = Pair(study, 1)
     prompt = pair.target.encode("Once upon a time")[:2]
     ways: dict[str, Any] = {}
@@ -336,7 +336,7 @@ def check(
 def choices(
     study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Of each task, temperature and arm: tau by length, and the best length by where it runs."""
+    """Yield, for each task, temperature and arm, tau by length, and the best length by device."""
     for task, asked in study.tasks.items():
         for temperature in (0.0, 1.0):
             for kind in arms(study, temperature):
@@ -363,7 +363,7 @@ def of(rows: Sequence[Mapping[str, Any]], task: str, temperature: float, arm: Ar
 
 
 def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
-    """Append what is missing of all rows: those that choose first."""
+    """Append all missing rows, those that choose lengths first."""
     pair = Pair(study, study.rows)
     problems = {name: task.read(data) for name, task in study.tasks.items()}
 
@@ -375,7 +375,7 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
             == (task, temperature, arm.draft, arm.name)
         }
         missing = [(i, problems[task][i]) for i in ids if i not in have]
-        # Prompts of a like length share a compilation.
+        # Prompts of similar length share a compilation.
         missing.sort(key=lambda found: len(found[1].turns[0]))
         for first in range(0, len(missing), study.rows):
             made = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])
@@ -396,7 +396,7 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
 
 
 def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A table for each task, temperature and place: arms at their best lengths, beside the best lossless one."""
+    """Return a table for each task, temperature and device: arms at their best lengths, and the best lossless one."""
     tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     chosen = list(choices(study, rows, costs))
     for choice in chosen:
@@ -407,7 +407,7 @@ def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, 
             ids = range(asked.choose, asked.choose + asked.score)
             w = weights(asked.score)
             mine = of(rows, task, temperature, arm, ids)
-            # `exact` gives the texts of plain decoding, at whatever length it was decoded.
+            # `exact` gives the texts of plain decoding at any draft length.
             exact = next(
                 c for c in chosen if (c["task"], c["temperature"], c["arm"]) == (task, temperature, "exact")
             )
@@ -445,7 +445,7 @@ def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, 
 
 
 def packed_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl.xz."""
+    """Return the rows of a .jsonl.xz file."""
     return [json.loads(line) for line in lzma.decompress(file.read_bytes()).decode().splitlines()]
 
 

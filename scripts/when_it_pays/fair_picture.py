@@ -3,7 +3,7 @@
     python -m scripts.when_it_pays.fair_picture            # after `fair_arms.py report --study model` was run again
     python -m scripts.when_it_pays.fair_picture --caption  # prints the line that belongs under the picture
 
-Bars are speed over plain decoding, whiskers 95% intervals. Every arm has the draft length that is best for it.
+Bars show the speed over plain decoding, whiskers 95% intervals. Every arm has its own best draft length.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ARMS = {
     "block": ("rejection, by blocks: lossless, at temperature 1", "rejection"),
     "mars theta 0.9": ("mars(theta=0.9)", "mars"),
 }
-"""Words and look of the arms that are drawn."""
+"""Label and look of each arm in the picture."""
 GROUPS = (("stories", 0.0), ("arithmetic", 0.0), ("stories", 1.0), ("arithmetic", 1.0))
 
 
 def caption(report: Mapping[str, Any]) -> str:
-    """The line under the picture: the pair, the device, n and the date."""
+    """Return the line under the picture: the pair, the device, n and the date."""
     count = report["costs"]["cores"]
     cores = "1 core" if count == 1 else f"{count} cores"
     return (
@@ -40,7 +40,7 @@ def caption(report: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Write the picture to a file, whose name says the format."""
+    """Write the picture to a file, whose suffix sets the format."""
     found = {
         (table["where"], table["task"], table["temperature"], arm["arm"]): arm["speed"]
         for table in report["tables"]

@@ -1,4 +1,4 @@
-"""Arms at their own best draft lengths: fair_arms.json, and those of the other studies."""
+"""Figures of arms at their own best draft lengths, from fair_arms.json and the reports of the other studies."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ HEADER = (
     *("over the best lossless one", "score less plain's", "relaxed"),
 )
 POINTS = ("arithmetic", "translations", "news")
-"""Tasks whose score is in points of 100; that of the others is in nats per token."""
+"""Tasks whose score is in points of 100. The others are scored in nats per token."""
 
 
 def figures() -> dict[str, Any]:
-    """The variables of the page."""
+    """Return the variables of the page."""
     return {"fair": fair()}
 
 
 def fair() -> dict[str, Any]:
-    """The variables of each study of which there is a report, by its name, and what a step costs on a TPU slice."""
+    """Return the variables of each study that has a report, by name, and the cost of a step on a TPU slice."""
     return {name: _study(load(file)) for name, file in FILES.items() if (RESULTS / file).exists()} | {
         "slice": _slice()
     }
 
 
 def _slice() -> float:
-    """A step with a chain of 5 over a plain one, of an 8B target and its EAGLE-3 head, by the TPU compiler."""
+    """Return the cost of a step with a chain of 5 over a plain one, for an 8B and its EAGLE-3 head on a TPU slice."""
     cases = load("tpu_cost.json")["cases"]["now"]
     chain, plain = (cases[name]["estimate"]["in_order_seconds"] for name in ("chain-5", "none"))
     return chain / plain
 
 
 def _study(report: dict[str, Any]) -> dict[str, Any]:
-    """A table for each task and temperature, and every arm by name."""
+    """Return a table for each task and temperature, and every arm by name."""
     groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     best: dict[tuple[str, float, str], str] = {}
     for table in report["tables"]:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with a tokenizer, and the command line called in-process."""
+"""Tiny random checkpoints with a tokenizer, and the command line called in the test's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
 
-# A context of 64 keeps every test in one token buffer, so that they share what they compile.
+# A context of 64 keeps every test in one token buffer, so that tests share compiled programs.
 CONTEXT = 64
 
 
@@ -44,7 +44,7 @@ def write_tokenizer(directory: Path, corpus: str, merges: int) -> int:
 def write_checkpoint(
     directory: Path, *, seed: int, corpus: str = "a story of the sea and the sun", merges: int = 12
 ):
-    """A random llama of one layer."""
+    """Write a random llama of one layer."""
     vocab_size = write_tokenizer(directory, corpus, merges)
     config = ModelConfig(
         vocab_size=vocab_size,
@@ -72,7 +72,7 @@ def draft(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory):
-    """A checkpoint with another tokenizer."""
+    """Write a checkpoint with another tokenizer."""
     return write_checkpoint(
         tmp_path_factory.mktemp("cli") / "foreign", seed=0, corpus="numbers 0123456789", merges=9
     )
@@ -80,7 +80,7 @@ def foreign(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def eagle(target, tmp_path_factory):
-    """A random EAGLE head of the target."""
+    """Write a random EAGLE head of the target."""
     layer = hub.read_config(target)
     head = EagleConfig(
         version=1,
@@ -95,7 +95,7 @@ def eagle(target, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def medusa(target, tmp_path_factory):
-    """Three random Medusa heads of the target."""
+    """Write three random Medusa heads of the target."""
     of = hub.read_config(target)
     heads = MedusaConfig(num_heads=3, num_layers=1, hidden_size=of.hidden_size, vocab_size=of.vocab_size)
     params = medusa_layers.init_params(heads, jax.random.key(3), scale=0.3)
@@ -104,13 +104,13 @@ def medusa(target, tmp_path_factory):
 
 @pytest.fixture
 def broken(target, tmp_path):
-    """A copy of the target to damage."""
+    """Return a copy of the target, for tests that damage it."""
     return Path(shutil.copytree(target, tmp_path / "broken"))
 
 
 @pytest.fixture(autouse=True)
 def _no_heartbeat(monkeypatch):
-    """Tests that look at all of stderr do not depend on how fast the machine is."""
+    """Disable progress lines, so that stderr does not depend on the speed of the machine."""
     monkeypatch.setattr(progress, "SECONDS", 3600.0)
 
 
@@ -122,7 +122,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Call the command line: run("--target", path, ...) -> Outcome."""
+    """Return a function that calls the command line: run("--target", path, ...) -> Outcome."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def call(*argv: object) -> Outcome:
@@ -136,7 +136,7 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture
 def refused(run):
-    """Call the command line with bad input; returns the sentence on stderr."""
+    """Return a function that calls the command line with bad input and returns the sentence on stderr."""
 
     def call(*argv: object) -> str:
         outcome = run(*argv)

@@ -1,4 +1,4 @@
-"""Commit against a cache that a chain would have written."""
+"""`commit` and `write`: commit is compared with the cache that a chain would have written."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +39,7 @@ def test_every_form_of_write_gives_the_same(form):
 
 
 def test_short_rows_are_moved_by_selects_as_by_scatters_and_gathers():
-    """A TPU has scales so, and a scale that is no number stays where it is."""
+    """A TPU stores scales this way. A scale that is not a number stays in place."""
     rng = np.random.default_rng(3)
     buffer, rows = rng.standard_normal((3, 9, 2)).astype(np.float32), rng.standard_normal((3, 4, 2))
     rows[1, 2, 0], buffer[2, 1, 1] = np.nan, np.inf

@@ -1,4 +1,4 @@
-"""Compilations that outlive a process."""
+"""Compiled programs that are kept on disk for later processes."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def run(*args, **env):
 
 @pytest.mark.slow
 def test_programs_compiled_from_now_on_are_kept(tmp_path):
-    """Also where the process has compiled before; in the folder that is named, or that JAX is told."""
+    """The process has compiled before. The folder is the argument, or the one that JAX's variable sets."""
     assert run(str(tmp_path / "mine")) == str(tmp_path / "mine")
     assert any((tmp_path / "mine").iterdir())
     told = run(XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "told"))

@@ -1,4 +1,4 @@
-"""Bans and constraints hold under every rule, whatever it would accept."""
+"""Bans and constraints hold under every rule, even a rule that accepts anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATTERN = constraints.regex(r"[ab]+-[ab1]{1,9}")
 
 @struct.dataclass
 class Anything:
-    """A user's rule that takes every draft, and says what the target likes least."""
+    """A user's rule that accepts every draft and emits the target's least likely token."""
 
     def __call__(self, given):
         path, accepted, relaxed = walk(given.tree, given.tree.tokens >= 0, None)
@@ -37,7 +37,7 @@ class Anything:
 
 @struct.dataclass
 class AnyEdge(verify.Relaxed):
-    """A user's rule of edges that relaxes all of them."""
+    """A user's rule over edges that relaxes all of them."""
 
     def relaxable(self, given):
         return jnp.ones_like(given.tree.tokens, bool)
@@ -54,7 +54,7 @@ RULES = {
 
 @struct.dataclass
 class OneEach:
-    """Rows 2 i and 2 i + 1 are verified by the i-th rule: all of them in one program."""
+    """Rows 2 i and 2 i + 1 are verified by the i-th rule, with all rules in one program."""
 
     rules: tuple
 
@@ -68,7 +68,7 @@ class OneEach:
 
 
 def unheeding(drafter):
-    """One that knows nothing of constraints, as one of a user's may not."""
+    """Return the drafter without constraints, as a user's drafter may ignore them."""
     return drafter._replace(
         propose=lambda p, state, given: drafter.propose(p, state, given.replace(guide=None))
     )
@@ -100,7 +100,7 @@ def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
 
 
 def some_evidence(seed, temperature):
-    """A tree of random tokens, some of them padding, and logits of which a third are -inf."""
+    """Return a tree of random tokens, some of them padding, with a third of the logits -inf."""
     rng = np.random.default_rng(seed)
     parents = np.asarray([-1, 0, 0, 1, 1, 3])
     depths = np.asarray([0, 1, 1, 2, 2, 3])

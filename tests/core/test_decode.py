@@ -1,4 +1,4 @@
-"""The step and its loops, with a model that sees wrong masks, positions, slots and rollbacks."""
+"""The step and its loops, with a model that exposes wrong masks, positions, slots and rollbacks."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ def test_greedy_output_is_that_of_autoregression(drafter, rule):
 
 
 def test_autoregression_is_the_plain_loop_over_the_model():
-    """The oracle of the oracle: the hash computed afresh over the whole prefix at every token."""
+    """The oracle of the oracle: the hash of the whole prefix, recomputed for every token."""
     prompts, lengths = ragged([1, 3, 9, 47], 48, VOCAB)
     state, stats = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths)
     got = committed(state)
@@ -92,7 +92,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(drafter, rule):
 
 
 def test_stream_takes_the_steps_of_run():
-    """Texts, counters, and the recorded fields of every token, recounted from the `StepInfo` of each step."""
+    """Compare texts, counters, and the recorded fields of every token, recounted from the `StepInfo` of each step."""
     prompts, lengths = ragged([2, 9, 17, 30], 48, VOCAB)
     settings = {
         "limit": [48, 30, 40, 48],
@@ -162,7 +162,7 @@ def test_slots_past_the_length_are_never_read(drafter, name):
     caches = []
 
     def poison(leaf):
-        """Fill the slots of a cache from the last token of each prompt on."""
+        """Fill the slots of a cache, starting at the last token of each prompt."""
         if not isinstance(leaf, KVCache):
             return leaf
         caches.append(leaf)
@@ -221,7 +221,7 @@ def test_equal_arguments_give_the_same_decoder():
 
 
 def test_the_step_embeds_in_a_program_of_its_user():
-    """Inside a jitted function, a scan and a vmap over batches."""
+    """The step works inside a jitted function, a scan, and a vmap over batches."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], verify.exact(), prefill_chunk=16)
 
@@ -244,7 +244,7 @@ def test_the_step_embeds_in_a_program_of_its_user():
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "rule"), [("chain", "mars"), ("sampled chain", "mars over rejection")])
 def test_a_relaxed_step_under_vmap_gives_the_tokens_of_each_batch(drafter, rule):
-    """Under `vmap` the kernels are batched once more, and every `cond` over rows becomes a select."""
+    """Under `vmap` the kernels get another batch dimension, and every `cond` over rows becomes a select."""
     made = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
     chosen = {"temperature": [0.0, 1.0], "theta": [0.5, 0.6]}
     seeds = [[0, 1], [2, 3]]

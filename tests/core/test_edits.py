@@ -1,4 +1,4 @@
-"""Biases and penalties: those of transformers and of OpenAI's formula, and exact after drafted tokens."""
+"""Biases and penalties: equal to transformers and to OpenAI's formula, and exact after drafted tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PENALTIES = {
 
 
 def test_every_node_is_edited_after_the_tokens_before_it():
-    """A tree with padding, against the processors of transformers over each node's own text, and OpenAI's formula."""
+    """Compare a padded tree with transformers' processors over the text of each node, and with OpenAI's formula."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     rng = np.random.default_rng(0)
     tokens, lengths = rng.integers(0, VOCAB, (3, 20)), np.asarray([6, 9, 17])
@@ -52,7 +52,7 @@ def test_every_node_is_edited_after_the_tokens_before_it():
                 path, node = [drafted[b, node], *path], parents[b, node]
             text = [*tokens[b, : lengths[b]], *path]
             if -1 in text:
-                continue  # nothing is read of a node that is padding
+                continue  # the logits of padding are never read
             ids, z = torch.tensor([text]), torch.tensor(logits[b, i][None])
             bias = {(token,): value for token, value in BIAS[b].items()}
             if bias:
@@ -94,7 +94,7 @@ def test_neutral_edits_change_nothing():
 
 
 def drawn_minus_raw(stats):
-    """Log-probabilities of the sampled row without filters: as drawn from minus those of the raw target."""
+    """Return log-probabilities of the sampled row without filters, as drawn minus those of the raw target."""
     return np.asarray(stats.tokens.processed_log_prob - stats.tokens.temperature_log_prob)[1]
 
 
@@ -127,7 +127,7 @@ def test_only_the_row_whose_tokens_are_all_banned_fails():
 
 
 def test_a_ban_hides_no_broken_logit():
-    """An infinite logit means broken weights, also if the request bans that token."""
+    """An infinite logit means broken weights, even if the request bans that token."""
 
     def unembed(params, hidden):
         return TARGET.unembed(params, hidden).at[..., 5].set(jnp.inf)

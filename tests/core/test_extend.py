@@ -1,4 +1,4 @@
-"""A state that goes on with other prompts: tokens, drafts and counters of a fresh one, and only what is new is read."""
+"""`extend`: tokens, drafts and counters equal those of a fresh state, and only new tokens are read."""
 
 import dataclasses
 import functools
@@ -33,9 +33,9 @@ FIRST = [5, 2, 17]
 
 
 class Reads(list):
-    """A model that notes the first position of every forward of a chunk, of whatever rows there are."""
+    """A list that records the first position of every chunked forward of a model, for all rows."""
 
-    @functools.cache  # noqa: B019 one object, so that what is compiled for it is found again
+    @functools.cache  # noqa: B019 one object, so that its compiled programs are reused
     def of(self, model):
         def forward(params, tokens, visible, cache):
             if tokens.shape[1] == CHUNK:
@@ -51,7 +51,7 @@ class Reads(list):
 
 
 class Talk:
-    """Turns over one state."""
+    """Turns of a conversation over one state."""
 
     def __init__(self, name, rule, *, target=None):
         own, self.drafter, self.params, self.vocab = made_of(name)
@@ -74,7 +74,7 @@ class Talk:
     def turn(self, texts, more=9, steps=99):
         """Decode from the running state and from a fresh one.
 
-        Return (texts, counters) of both, and how many tokens `extend` read of each row.
+        Return (texts, counters) of both, and the number of tokens that `extend` read in each row.
         """
         batch = self.batch(texts, more)
         fresh = decode.start(self.decoder, self.params, batch)
@@ -94,9 +94,9 @@ class Talk:
 
 
 def conversation(talk):
-    """Four turns: every text grows, one changes in the middle, one is cut short, and nothing is new.
+    """Yield four turns: all texts grow, then one changes in the middle, then one is cut short, then nothing is new.
 
-    Yield the turn, the texts before it, the tokens that each row shares with its new prompt, the prompts, the results
+    Each is the turn, the texts before it, the tokens that each row shares with its new prompt, the prompts, the results
     of `Talk.turn`, and the tokens read.
     """
     talk.turn([talk.new(n) for n in FIRST])
@@ -113,7 +113,7 @@ def conversation(talk):
             next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
             for x, y in zip(before, texts, strict=True)
         ]
-        # Stopped after a step, the rows are not done, and no step has fed the draft their last tokens again.
+        # Stopped after one step, the rows are not done, and no step has fed their last tokens to the draft again.
         found, read = talk.turn(texts, more=6, steps=99 if change % 2 else 1)
         yield change, before, held, texts, found, read
 
@@ -123,7 +123,7 @@ IN_TIME = ("none", "model, dynamic tree")
 
 @pytest.mark.parametrize("name", slow_but([*PLAIN, *TRUSTED, *HEADS], *IN_TIME))
 def test_every_turn_decodes_like_a_fresh_state(name):
-    """Tokens, steps, drafts and what each token was: so the draft's own state is that of a fresh one too."""
+    """Tokens, steps, drafts and the kind of each token are equal, so the draft's own state equals a fresh one too."""
     rule = verify.rejection() if "sampled" in name else verify.mars(theta=0.5)
     talk = Talk(name, rule)
     for change, before, held, texts, found, read in conversation(talk):
@@ -139,16 +139,16 @@ def test_every_turn_decodes_like_a_fresh_state(name):
 
 @pytest.mark.slow
 def test_an_adaptive_draft_continues_with_the_same_text():
-    """What it expects of its drafts it remembers, so its steps are others."""
+    """The drafter keeps its estimates between turns, so its steps differ."""
     talk = Talk("sized", verify.exact())
     for *_, (fresh, found), _ in conversation(talk):
         for ours, theirs in zip(found[0], fresh[0], strict=True):
-            both = min(len(ours), len(theirs))  # one step of a size may say more than one of another
+            both = min(len(ours), len(theirs))  # steps of another size may emit more tokens
             assert ours[:both] == theirs[:both]
 
 
 def test_tokens_in_the_cache_are_not_read_again():
-    """Counted where the target is run, in chunks of 16, of which a fresh state of so many tokens takes three."""
+    """Count the forwards of the target in chunks of 16; a fresh state of this length takes three."""
     reads = Reads()
     talk = Talk("model chain", verify.exact(), target=reads.of(TARGET))
     talk.turn([talk.new(33)] * ROWS, more=2)
@@ -168,7 +168,7 @@ def test_tokens_in_the_cache_are_not_read_again():
 
 @pytest.mark.slow
 def test_turns_share_one_compilation():
-    talk = Talk("ngram of 6", verify.mars(theta=0.25))  # a drafter that no other test compiles for
+    talk = Talk("ngram of 6", verify.mars(theta=0.25))  # no other test compiles for this drafter
     talk.turn([talk.new(n) for n in FIRST])
     extended = decode._extend._cache_size()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Bad arguments are refused before anything runs, in one sentence that names the argument."""
+"""Bad arguments are rejected before anything runs, with one sentence that names the argument."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def zeros(x):
 
 @functools.cache
 def state():
-    """A state of the right shapes. The calls below fail before they read its values."""
+    """Return a state of the right shapes. The calls below fail before they read its values."""
     return jax.tree.map(zeros, decode.shapes(DECODER, NO_WEIGHTS, prompts_of(ROWS, BUFFER)))
 
 

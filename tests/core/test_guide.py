@@ -1,4 +1,4 @@
-"""Constraints in the step: greedy texts and distributions of the masked target, by every draft and rule."""
+"""Constraints in the step: greedy texts and distributions equal the masked target's, for every draft and rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATTERNS = (r"(abc)+ 1?2?", r"[ab]+-[ab1]{1,3}", r"abcabcabc(1|2| )*")
 
 
 def masked_logits(pattern, row):
-    """What may follow the tokens of a text, found without tables: by what some text of the pattern begins with."""
+    """Return bool[V], the tokens that may follow a text. Without tables: test each with the pattern's automaton."""
     automaton = constraints.regex(pattern).automaton
     said = text_of(row).encode()
     return [
@@ -60,7 +60,7 @@ CHOSEN = (PATTERNS[0], None, PATTERNS[1], PATTERNS[2])
 
 
 def greedy_by_hand(index, limit):
-    """Autoregression with the free program, one token at a time, and a mask of Python's making."""
+    """Decode autoregressively, one token at a time, with the unconstrained program and a mask made in Python."""
     prompts, lengths = ragged([1, 6, 12, 4], limit, VOCAB)
     row, n = prompts[index].tolist(), int(lengths[index])
     said = row[:n]
@@ -87,14 +87,14 @@ def by_hand():
 
 @pytest.mark.parametrize("name", slow_but(DRAFTERS, "dynamic tree"))
 def test_greedy_texts_are_the_masked_targets(name, by_hand):
-    """Mixed rows, every kind of draft: token for token what masking by hand gives."""
+    """Rows with and without constraints, under every kind of draft, equal masking by hand token for token."""
     state, stats = decoded(DRAFTERS[name], verify.exact(), CHOSEN)
     assert texts(state) == by_hand
     assert int(stats.accepted_exact.sum()) > 0
 
 
 def test_a_text_that_no_token_may_follow_ends_without_failing():
-    """Without a stop token and with edits, by which a row without any token left would be broken."""
+    """There is no stop token, and there are edits, which would fail a row without any possible token."""
     decoder, params, state = start(drafters.none(), verify.exact(), ("abc",), stops=())
     controls = dataclasses.replace(state.controls, edits=make_edits(1))
     state, _ = decode.run(decoder, params, dataclasses.replace(state, controls=controls))
@@ -103,13 +103,13 @@ def test_a_text_that_no_token_may_follow_ends_without_failing():
 
 
 def test_broken_logits_at_the_end_of_a_text_fail_its_row():
-    """Weights are broken there too, although no token is chosen by them any more."""
+    """Broken weights fail the row there too, although they choose no further token."""
 
     def forward(params, tokens, visible, cache):
         output = TARGET.forward(params, tokens, visible, cache)
         last = jnp.isin(tokens, jnp.asarray([4, 6, 7]))[:, :, None].astype(
             jnp.uint32
-        )  # those that end with c
+        )  # pieces that end with c
         return output._replace(hidden=jnp.concatenate([output.hidden, last], axis=2))
 
     def unembed(params, hidden):
@@ -124,7 +124,7 @@ def test_broken_logits_at_the_end_of_a_text_fail_its_row():
 
 
 def test_a_draft_with_another_vocabulary_is_masked_by_its_own_bits():
-    """As by the bits of the target's, picked one by one, and as by where each token leads; stop tokens among them."""
+    """Compare with the target's bits, picked one by one, and with the state after each token, stop tokens included."""
     made = [constraints.regex(p) for p in PATTERNS]
     found = compiled(made, VOCABULARY)
     ids = jnp.asarray([9, 2, STOP, 7, 5], jnp.int32)
@@ -141,7 +141,7 @@ def test_a_draft_with_another_vocabulary_is_masked_by_its_own_bits():
     own = dataclasses.replace(guide, tables=narrowed(found.tables, ids))
     np.testing.assert_array_equal(own.masked(logits, states, ids=lambda: ids), plain)
     owned = {key: state for key, (state, _) in found.starts.items()}
-    for row, pattern in enumerate(PATTERNS[:2]):  # states of a row's own constraint
+    for row, pattern in enumerate(PATTERNS[:2]):  # states of the row's own constraint
         first = owned[constraints.regex(pattern)]
         place = states[row].tolist().index(first)
         leads = [int(guide.moved(states[:, place : place + 1], jnp.full((2, 1), i))[row, 0]) for i in ids]
@@ -176,7 +176,7 @@ LAW, LAW_PROMPT, NEW = r"[ab]+-[ab1]{1,3}|abcab(1|2)?", (5, 3), 4
 
 
 def law():
-    """The probability of every text of at most `NEW` tokens, of the masked target by enumeration."""
+    """Enumerate the texts of at most `NEW` tokens, with their probabilities under the masked target."""
     logits_of = jax.jit(jax.vmap(all_logits))
     width = len(LAW_PROMPT) + NEW
     found, open_ = {}, {(): 1.0}
@@ -220,10 +220,10 @@ def test_the_law_is_the_masked_targets_for_every_lossless_rule():
         assert len(common) > 8
         observed = [counts[text] for text in common]
         expected = [want[text] * rows for text in common]
-        # All rare texts are one category.
+        # Merge the rare completions into one category.
         observed, expected = ([*x, rows - sum(x)] for x in (observed, expected))
         assert chisquare(observed, expected).pvalue > 1e-4, name
-        # Raw log-probabilities are the target's; what was drawn from is the masked law.
+        # Raw log-probabilities are the target's; tokens are drawn from the masked law.
         drawn = np.exp(np.asarray(stats.tokens.processed_log_prob, np.float64))
         first = np.asarray([want_first(want, text[0]) for text in emitted[:50]])
         if rule.lossless:
@@ -236,12 +236,12 @@ def want_first(want, token):
 
 @pytest.mark.slow
 def test_rows_come_with_their_constraints_and_another_one_compiles_nothing(by_hand):
-    """Rows that `refill` puts into a running state decode as they do alone."""
+    """Rows that `refill` puts into a running state decode as in a separate batch."""
     drafter, rule, order = DRAFTERS["chain"], verify.exact(), [3, 2, 1, 0]
     decoder, params, state = start(drafter, rule, CHOSEN)
     stats = zero_stats(4, decoder.max_depth)
     state, stats, _ = refill.advance(decoder, params, state, stats, most=3)
-    # Every row starts again with the prompt and the constraint of another one.
+    # Every row restarts with the prompt and the constraint of another row.
     prompts, lengths = ragged([1, 6, 12, 4], 40, VOCAB)
     constraint_of = [pattern and constraints.regex(pattern) for pattern in CHOSEN]
     tables = compiled([one for one in constraint_of if one], VOCABULARY)

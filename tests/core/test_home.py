@@ -1,4 +1,4 @@
-"""Users whom the system does not know, and those without a home."""
+"""Unknown users, and users without a home folder."""
 
 import os
 import pwd
@@ -32,7 +32,7 @@ def test_the_home_of_an_unknown_user_gets_one_sentence(argv, tmp_path, capsys):
 
 @pytest.fixture
 def homeless(monkeypatch, tmp_path):
-    """A process whose user has neither a HOME nor an entry among the users, as in many containers."""
+    """Simulate a process without HOME, whose user is not in the user database, as in many containers."""
 
     def unknown(uid):
         raise KeyError(uid)

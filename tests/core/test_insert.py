@@ -1,4 +1,4 @@
-"""Rows that come and go: what is put into a running state decodes as alone, and the others do not notice."""
+"""Rows inserted into a running state decode as in a batch of one, and leave the other rows unchanged."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers.small_models import CONFIG, EAGLE_3, MEDUSA
 
 ROWS, BUFFER = 3, 40
-# Seven requests through three rows: one ends at once, one is long, and their settings differ.
+# Seven requests pass through three rows: one ends at once, one is long, and their settings differ.
 LENGTHS = [1, 6, 12, 17, 2, 9, 30]
 LIMITS = [40, 7, 30, 22, 25, 40, 36]
 TEMPERATURES = [0.0, 0.9, 0.0, 1.3, 0.8, 0.0, 1.0]
@@ -49,7 +49,7 @@ COVERING = {
 
 
 class Served:
-    """All the requests through a few rows, refilled one by one."""
+    """All requests decoded in a few rows, which are refilled one by one."""
 
     def __init__(self, target, drafter, rule, params=NO_WEIGHTS, *, buffer=BUFFER, vocab=VOCAB, chunk=16):
         self.decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=chunk)
@@ -57,7 +57,7 @@ class Served:
         self.prompts, self.lengths = ragged(LENGTHS, buffer, vocab)
 
     def batch(self, requests):
-        """Prompts of some requests. The first one has two stop tokens, the others one."""
+        """Return the prompts of some requests. The first request has two stop tokens, the others one."""
         index = np.asarray(requests)
         controls = make_controls(
             len(requests),
@@ -90,7 +90,7 @@ class Served:
         return committed(state)[0], row_of(stats, 0)
 
     def together(self):
-        """Return (tokens, counters) of every request, and the steps that all of them took."""
+        """Return (tokens, counters) of every request, and the number of steps of the whole batch."""
         state, stats, steps = self.start([0, 1, 2]), self.counters(), 0
         in_rows, waiting, results = [0, 1, 2], [3, 4, 5, 6], {}
         while any(i is not None for i in in_rows):
@@ -117,14 +117,14 @@ def row_of(stats, row):
 
 
 def without_keys(state):
-    """Every leaf as numbers."""
+    """Return the state with its keys as numbers."""
     return jax.tree.map(
         lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state
     )
 
 
 def check_untouched(before, after, row):
-    """Every leaf of the other rows, bit for bit."""
+    """Check that every leaf of the other rows is unchanged, bit for bit."""
     others = [r for r in range(ROWS) if r != row]
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert np.asarray(old)[others].tobytes() == np.asarray(new)[others].tobytes()
@@ -137,13 +137,13 @@ IN_TIME = ("ngram, mars",)
     "pair", [pytest.param(pair, marks=[pytest.mark.slow] * (pair not in IN_TIME)) for pair in COVERING]
 )
 def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
-    """Tokens, counters and what each token was; a rule's own state and a draft's begin again as well."""
+    """Compare tokens, counters and token kinds; the state of a rule and of a draft also starts again."""
     served = Served(TARGET, *COVERING[pair])
     found, steps = served.together()
     assert len(found) == len(LENGTHS)
     alone = served.truly_alone if pair == "sampled chain, mars over block" else served.alone
     for i, told in found.items():
-        # As text, in which NaN is itself.
+        # Compare strings, since NaN does not equal NaN as a float.
         assert repr(told) == repr(alone(i))
     assert steps < sum(stats.steps for _, stats in found.values())
 
@@ -151,7 +151,7 @@ def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_rows_are_put_into_each_part_of_a_mesh(name):
-    """A head that reads the prompt's features, over two devices of rows with two of heads each; and on one device."""
+    """The head reads the prompt's features, on two devices of rows with two of heads each, and on one device."""
     model = language_model(CONFIG)
     weights = init_params(CONFIG, jax.random.key(0))
     if name == "eagle":

@@ -1,4 +1,4 @@
-"""Both forms of `pick` and `put` against numpy."""
+"""Both forms of `pick` and `put`, compared with numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ def test_values_at_places(form, dtype, shape):
 
 @pytest.mark.parametrize("form", [module._gather, module._compare])
 def test_values_that_are_not_picked_are_not_read(form):
-    """A row's broken numbers harm none of the others."""
+    """The broken numbers of a row do not affect other values."""
     values = jnp.asarray([[1.0, jnp.nan, -jnp.inf, jnp.inf]])
     np.testing.assert_array_equal(form(values, jnp.asarray([[0, 2]])), [[1.0, -np.inf]])
 

@@ -1,7 +1,7 @@
-"""Draws are keyed by position: a seed's text, its law, and what a step says of its tokens.
+"""Draws are keyed by position: the text and the law of a seed, and the reported values of its tokens.
 
-The model's logits are a hash of what a node sees, the same in every batch and every shape of a draft; so texts are
-compared for equality, and laws with the joint distribution of all continuations.
+The model's logits are a hash of the visible tokens of a node, equal in every batch and for every draft shape. So
+sequences are compared for equality, and laws with the joint distribution of all continuations.
 """
 
 import functools
@@ -34,7 +34,7 @@ def test_under_exact_a_seed_gives_the_same_text_with_any_deterministic_draft_and
     plain, _ = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)
     drafted, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths, **chosen)
     assert committed(drafted) == committed(plain)
-    assert int(stats.accepted_exact.sum()) > 5  # not for want of drafts
+    assert int(stats.accepted_exact.sum()) > 5  # drafts do occur
 
 
 TINY = fake.hash_model(vocab_size=3, agree=0.6, scale=1.0)
@@ -44,7 +44,7 @@ NEW = 4
 
 @functools.cache
 def law(length):
-    """The joint distribution of `NEW` tokens after the prompt, f64[3] * NEW."""
+    """Return the joint distribution of `NEW` tokens after the prompt, f64[3] * NEW."""
     prompt = ragged([length], length + NEW, 3)[0][0, :length].tolist()
     joint = np.ones((3,) * NEW)
     for depth in range(NEW):
@@ -57,7 +57,7 @@ def law(length):
 
 @pytest.mark.parametrize("rule", slow_but(["exact", "exact on a tree", "rejection", "block"], "exact"))
 def test_texts_of_several_steps_follow_the_target(rule):
-    """Draws that are seen twice, by a draft's later nodes and by the next step, must not tie tokens together."""
+    """A draw used twice, by later nodes of a draft and by the next step, must not correlate tokens."""
     rows, length = 8000, 2
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([length], length + NEW, 3))
     made = {"exact": verify.exact(), "rejection": verify.rejection(), "block": verify.rejection(block=True)}
@@ -78,7 +78,7 @@ def log_softmax(z):
 
 @pytest.mark.parametrize("rule", slow_but(["exact", "mars"], "mars"))
 def test_a_step_reports_the_log_probabilities_regret_and_kind_of_its_tokens(rule):
-    """Three log-probabilities, the regret and the kind of every token, against the model run afresh on its prefix."""
+    """Compare three log-probabilities, the regret and the kind of every token with a forward over its prefix."""
     prompts, lengths = ragged([3, 9, 5], 32, VOCAB)
     settings = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 4, 0]}
     lossy = rule == "mars"
@@ -117,7 +117,7 @@ def test_a_step_reports_the_log_probabilities_regret_and_kind_of_its_tokens(rule
 
 
 def test_a_row_fails_only_if_logits_on_its_own_path_are_broken():
-    """NaN after chosen tokens: where only one row reads them, and where drafts hold them and no walk reaches them."""
+    """Put NaN after chosen tokens: some that only one row reads, and some that are only drafted and never walked."""
     vocab, tree = 97, (3, 2, 1)
     model = fake.hash_model(vocab_size=vocab, agree=0.6)
     drafter = drafters.language_model(fake.hash_model(vocab_size=vocab, seed=5, agree=0.6), tree=tree)

@@ -1,4 +1,4 @@
-"""The number of tokens that a forward of the prompt takes."""
+"""Number of tokens in each forward of the prompt."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ MODEL = hash_model(vocab_size=11)
 
 
 def noting(widths, prefill_chunk):
-    """A model that notes how many tokens each of its forwards takes."""
+    """Return a model that records the number of tokens in each of its forwards."""
 
     def forward(params, tokens, visible, cache):
         widths.append(tokens.shape[1])

@@ -1,4 +1,4 @@
-"""The processed logits against transformers and a sorting reference; the sampler against the softmax."""
+"""Processed logits compared with transformers and a sorting reference; the sampler compared with the softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from mars_jax.core.types import NO_TOKEN
 from tests.helpers import slow_but
 from tests.helpers.rule_oracles import chi_square
 
-# temperature, top_k, top_p, min_p of one row each
+# temperature, top_k, top_p and min_p of each row
 SETTINGS = [
     (1.0, 0, 1.0, 0.0),
     (0.7, 0, 1.0, 0.0),
@@ -30,7 +30,7 @@ process = jax.jit(sampling.process)
 
 
 def places(z):
-    """Positions 0, 1, ... of the nodes of z [B, N, V]."""
+    """Return the positions 0, 1, ... for the nodes of z [B, N, V]."""
     return jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape[:2])
 
 
@@ -47,7 +47,7 @@ def controls_of(rows):
 
 
 def python_process(z, temperature, top_k, top_p, min_p):
-    """One node, by sorting, in float64: -> (log weights, kept). Ties with the last one kept are kept."""
+    """Process one node by sorting in float64; return (log weights, kept). Ties with the last kept token are kept."""
     z = z.astype(np.float64)
     if temperature == 0:
         return None, np.arange(len(z)) == np.argmax(z)
@@ -79,7 +79,7 @@ def test_process_equals_the_warpers_of_transformers(vocab):
             expected = warper(None, expected)
         expected = expected.numpy()
         np.testing.assert_array_equal(np.isneginf(got[b]), np.isneginf(expected), err_msg=str(rows[b]))
-        # Ours are shifted so that the largest is 0; float32 rounds the two orders of operation differently.
+        # Ours are shifted so that the largest is 0. float32 rounds differently, since the operations differ in order.
         np.testing.assert_allclose(got[b], expected - expected.max(-1, keepdims=True), atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_process_equals_the_warpers_of_transformers(vocab):
 def test_process_equals_the_sorting_reference_with_ties(seed):
     rng = np.random.default_rng(seed)
     batch, nodes, vocab = 6, 3, 40
-    # Quarters tie often; sixteenths in top_p against irrational weights never meet a partial sum exactly.
+    # Quarters tie often. Partial sums of irrational weights never equal a top_p in sixteenths.
     z = np.round(rng.normal(0, 2, (batch, nodes, vocab)) * 4) / 4
     z[rng.random(z.shape) < 0.1] = -np.inf
     z[..., 0] = np.where(np.isneginf(z).all(-1), 0, z[..., 0])
@@ -112,7 +112,7 @@ def test_process_equals_the_sorting_reference_with_ties(seed):
 @pytest.mark.parametrize(
     ("top_p", "kept"),
     [
-        (0.5, 1),  # half of the mass is above the second token: not less than top_p
+        (0.5, 1),  # the mass above the second token is one half, which is not less than top_p
         (np.nextafter(np.float32(0.5), np.float32(1)), 2),
         (0.75, 2),
         (np.nextafter(np.float32(0.75), np.float32(1)), 4),  # the last two tie
@@ -121,11 +121,12 @@ def test_process_equals_the_sorting_reference_with_ties(seed):
     ],
 )
 def test_top_p_at_the_boundary_of_a_partial_sum(top_p, kept):
-    """Halves, quarters and eighths add up exactly, so that `<` and `<=` differ."""
+    """Halves, quarters and eighths have exact sums, so that `<` and `<=` differ."""
     weights = np.asarray([0.125, 0.5, 0.125, 0.25], np.float32)
     z = jnp.log(jnp.asarray(weights))[None, None]
     scaled = process(z, controls_of([(1.0, 0, 1.0, 0.0)]))
-    np.testing.assert_array_equal(jnp.exp(scaled)[0, 0], 2 * weights)  # else this tests nothing exactly
+    # Otherwise the sums below would not be exact.
+    np.testing.assert_array_equal(jnp.exp(scaled)[0, 0], 2 * weights)
     got = process(z, controls_of([(1.0, 0, top_p, 0.0)]))[0, 0]
     assert np.isfinite(got).tolist() == (np.argsort(np.argsort(-weights, kind="stable")) < kept).tolist()
 
@@ -164,7 +165,7 @@ def test_the_inverse_cdf_never_returns_a_token_of_weight_zero():
         rng.random((64, 500)) < 0.98, 0, rng.random((64, 500)) * 10.0 ** rng.integers(-20, 3, (64, 500))
     )
     weights[:, rng.integers(500)] = 1.0
-    last = 1.0 - 2.0**-24  # larger than any uniform drawn: the end of the sum, rounding included
+    last = 1.0 - 2.0**-24  # above every uniform that can be drawn: the end of the sum, including rounding
     for u in (0.0, 0.5, last, 1.0):
         tokens = sampling.inverse_cdf(jnp.asarray(weights, jnp.float32), jnp.full((64,), u, jnp.float32))
         assert np.all(weights[np.arange(64), tokens] > 0)
@@ -183,7 +184,7 @@ def test_the_inverse_cdf_is_the_inverse_of_the_cumulative_sum(seed):
 
 
 def test_a_number_belongs_to_its_position():
-    """Whatever tree a position is reached by, it draws the same."""
+    """The draw at a position is the same in every tree."""
     keys = jax.random.split(jax.random.key(5), 3)
     first = sampling.node_uniforms(keys, jnp.asarray([[4, 5, 6]] * 3, jnp.int32))
     tree = sampling.node_uniforms(keys, jnp.asarray([[5, 6, 6, 4]] * 3, jnp.int32))

@@ -1,4 +1,4 @@
-"""Spans in the step: a lossy rule relaxes where they let it, and is its strict base everywhere else."""
+"""Spans in the step: a lossy rule relaxes where they allow it, and equals its strict base everywhere else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def decoded(drafter, rule, spans, **settings):
 
 
 def inside(tokens):
-    """Whether a text ends inside of a span from "b" to "c"."""
+    """Return whether a text ends inside a span from "b" to "c"."""
     text = text_of(tokens)
     return text.rfind("b") > text.rfind("c")
 
@@ -48,7 +48,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", slow_but(RULES, "static tree"))
 def test_a_rule_relaxes_only_in_spans(name):
-    """Tags drafted within a window and tags in the prompt; a chain, a tree, rules of edges and of distributions."""
+    """Tags occur in drafts and in prompts. Drafts are a chain and a tree; rules relax edges or distributions."""
     spans, drafter, rule = Spans(relax_in=("b...c",)), DRAFTERS[name], RULES[name]
     sampled = {"temperature": 1.0} if name == "sampled chain" else {}
     state, kinds = decoded(drafter, rule, spans, **sampled)
@@ -61,7 +61,7 @@ def test_a_rule_relaxes_only_in_spans(name):
                 relaxed_inside += 1
     if not sampled:
         assert relaxed_inside > 3
-    # Where it is strict everywhere, it is its base; where nowhere, as if there were no span.
+    # Strict everywhere, the rule equals its base; strict nowhere, it behaves as if there were no span.
     never, _ = decoded(drafter, rule, Spans(relax_in=("12345...6",)), **sampled)
     strict, _ = decoded(drafter, rule, None, strict=True, **sampled)
     assert never.tokens.tolist() == strict.tokens.tolist()

@@ -1,6 +1,6 @@
-"""A state that was extended, filled again or begun with one token drafts as a fresh one, with every drafter.
+"""An extended, refilled or one-token state drafts like a fresh one, with every drafter.
 
-Tokens alone would not show a draft whose cache misses something: the target corrects it, in more steps.
+Equal tokens do not prove that a draft's cache is complete: the target would correct the draft, in more steps.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from mars_jax.drafters.sized import sized, with_size
 from tests.helpers import committed, draft_input, every_drafter
 from tests.helpers.every_drafter import CHUNK, ROWS, batch_of, check_same, made_of
 
-# Drafters of several sizes, by the one whose sizes they are.
+# Drafters of several sizes, and the drafter that they resize.
 SIZED = {
     "sized model": "model chain",
     "sized n-grams": "ngram",
@@ -29,7 +29,7 @@ NAMES = [*every_drafter.PLAIN, *every_drafter.TRUSTED, *every_drafter.HEADS, "re
 
 
 def drafter_of(name):
-    """(target, drafter, params, the params of steps that draft nothing, vocabulary)."""
+    """Return (target, drafter, params, params of steps without a draft, vocabulary)."""
     if name in SIZED:
         target, drafter, params, _, vocab = drafter_of(SIZED[name])
         loaded = sized(
@@ -45,7 +45,7 @@ def drafter_of(name):
 
 
 class States:
-    """A drafter's states, all of them in the same shapes."""
+    """States of one drafter, all with the same shapes."""
 
     def __init__(self, name):
         target, self.drafter, self.params, self.idle, self.vocab = drafter_of(name)
@@ -65,19 +65,19 @@ class States:
         return decode.run(self.decoder, params or self.params, state, record=True, max_steps=steps)
 
     def one_token(self):
-        """Begun with one token, steps without a draft where the drafter has such."""
+        """Return a state that began with one token and took steps without a draft, if the drafter supports that."""
         begun = self.fresh(self.texts(1, 1, 1), self.idle)
         state, _ = self.run(begun, 4, self.idle)
         return state, committed(state)
 
     def extended(self):
-        """From one token, as a conversation begins."""
+        """Return a state that was extended from one token, as at the start of a conversation."""
         texts = self.texts(33, 2, 47)
         state = self.fresh([text[:1] for text in texts])
         return decode.extend(self.decoder, self.params, state, batch_of(texts, self.rule))[0], texts
 
     def inserted(self):
-        """Into rows that go on, one of which stays."""
+        """Return a running state after two of its rows were replaced and one stayed."""
         state, _ = self.run(self.fresh(self.texts(5, 20, 1)), 2)
         texts = self.texts(33, 1, 2)
         stats, rows = zero_stats(ROWS, self.decoder.max_depth), jnp.asarray([0, -1, 2])
@@ -85,7 +85,7 @@ class States:
         return state, [texts[0], committed(state)[1], texts[2]]
 
     def drafted(self, state):
-        """The tokens of the next draft: a head that was never trained is seldom right, and its steps say little."""
+        """Return the tokens of the next draft. An untrained head is seldom right, so its steps prove little."""
         propose = jax.jit(self.drafter.propose)
         return np.asarray(propose(self.params, state.draft, draft_input(state))[0].tokens)
 

@@ -1,4 +1,4 @@
-"""A bounded number of steps and a state on disk: both go on as `run` does."""
+"""Runs of a bounded number of steps, and states saved to disk, continue as one `run` does."""
 
 import jax
 import pytest
@@ -24,7 +24,7 @@ def begun(rows=4):
 
 @pytest.fixture(scope="module")
 def whole():
-    """(tokens, steps of the longest row)."""
+    """Return (tokens, steps of the longest row)."""
     state, stats = decode.run(DECODER, NO_WEIGHTS, begun())
     return committed(state), int(stats.steps.max())
 

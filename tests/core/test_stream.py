@@ -1,4 +1,4 @@
-"""`stream` lets the device be some steps ahead of the host, and that changes nothing but when the host waits."""
+"""`stream` lets the device run some steps ahead of the host. The results stay the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def started(drafter, rule):
 
 
 def streamed(drafter, rule, ahead):
-    """The steps, what they add up to, and the last state."""
+    """Return the steps, their accumulated counters, and the last state."""
     decoder, first = started(drafter, rule)
     stats, steps = zero_stats(3, decoder.max_depth, record=48), []
     for state, info in decode.stream(decoder, NO_WEIGHTS, first, ahead=ahead):

@@ -1,4 +1,4 @@
-"""Our dataclasses against Flax's, which they mix with."""
+"""Dataclasses of `struct` compared with Flax's; the two can derive from each other."""
 
 import dataclasses
 

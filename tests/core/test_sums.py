@@ -1,4 +1,4 @@
-"""Sums of rows: against `math.fsum`, and the same bits among any number of rows."""
+"""Sums of rows: compared with `math.fsum`, and bitwise equal for any number of rows."""
 
 from __future__ import annotations
 

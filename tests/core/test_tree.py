@@ -1,4 +1,4 @@
-"""Trees against 15-line Python references, on random trees padded to one fixed shape."""
+"""Trees compared with short Python references, on random trees padded to one fixed shape."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ BOUNDS = {
     "number of relaxed edges": ("max_relaxed",),
     "budget": ("cost", "budget"),
     "number and budget": ("max_relaxed", "cost", "budget"),
-    # A cost without a budget bounds nothing.
+    # A cost without a budget limits nothing.
     "cost": ("cost",),
 }
 

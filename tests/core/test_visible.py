@@ -1,4 +1,4 @@
-"""`Visible.dense`: masks against their definition, slot by slot in Python, with windows and without."""
+"""`Visible.dense`: masks compared with their definition, slot by slot in Python, with and without windows."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ B, N, R, S = 3, 5, 8, 20
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 @pytest.mark.parametrize("rows", ["nodes", "region", "whole buffer"])
 def test_a_mask_is_its_definition(rows, window):
-    """Nodes of a tree stand at positions that are not their slots, in the region before and after where they write."""
+    """Positions of tree nodes differ from their slots, and the region extends before and after the written slots."""
     rng = np.random.default_rng(4)
     count = {"nodes": N, "region": R, "whole buffer": S}[rows]
     first = np.zeros(B, int) if rows == "whole buffer" else rng.integers(0, S - R, B)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: config.json, safetensors, indexes, a conversion that ends in one sentence or is whole."""
+"""Fuzzing of checkpoint files: config.json, safetensors, indexes, and conversions, which fail cleanly or succeed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _empty(folder: Path) -> None:
 
 
 def config(case: tuple[bytes, bytes | None], folder: Path) -> None:
-    """A config.json, some with a generation_config.json."""
+    """Read a config.json, in some cases with a generation_config.json."""
     place = folder / "in"
     data, generation = case
     (place / "config.json").write_bytes(data)
@@ -85,19 +85,19 @@ def _read_all(place: Path) -> None:
 
 
 def safetensors(case: bytes, folder: Path) -> None:
-    """A model.safetensors."""
+    """Read a model.safetensors."""
     (folder / "in" / "model.safetensors").write_bytes(case)
     _read_all(folder / "in")
 
 
 def index(case: bytes, folder: Path) -> None:
-    """A model.safetensors.index.json beside its files."""
+    """Read the tensors of a model.safetensors.index.json, whose files are next to it."""
     (folder / "in" / "model.safetensors.index.json").write_bytes(case)
     _read_all(folder / "in")
 
 
 def converted(case: tuple[str, bytes], folder: Path) -> None:
-    """A checkpoint with a damaged file, to convert: nothing, or a whole conversion."""
+    """Convert a checkpoint with a damaged file: it writes nothing, or a whole checkpoint."""
     place, made = folder / "damaged", folder / "made"
     shutil.copytree(folder / "in", place)
     (place / case[0]).write_bytes(case[1])
@@ -110,7 +110,7 @@ def converted(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def head(case: tuple[str, bytes], folder: Path) -> None:
-    """The config.json of a head or of a system of drafters."""
+    """Read the config.json of a head or of a system of drafters."""
     kind, data = case
     path = folder / "in" / "config.json"
     path.write_bytes(data)
@@ -123,7 +123,7 @@ def head(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def _base(kind: str) -> Path:
-    """A folder of the process, which strategies are made of."""
+    """Return a checkpoint in a temporary folder of the process, from which strategies are made."""
     made = Path(tempfile.mkdtemp(prefix="mars-jax-fuzz-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     _prepared(made)
@@ -134,7 +134,7 @@ def _base(kind: str) -> Path:
 
 @st.composite
 def _header(draw: st.DrawFn, data: bytes) -> bytes:
-    """A safetensors file whose header says something else, with its true length or another."""
+    """Damage the header of a safetensors file, and prefix it with its true length or a wrong one."""
     size = int.from_bytes(data[:8], "little")
     text = to_text(draw(damaged(json.loads(data[8 : 8 + size])))).encode()
     length = draw(

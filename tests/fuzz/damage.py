@@ -1,4 +1,4 @@
-"""Hypothesis strategies that damage what is valid: JSON values by their leaves and keys, files by their bytes."""
+"""Hypothesis strategies that damage valid input: JSON values in their leaves and keys, files in their bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 
 class Raw(NamedTuple):
-    """JSON that no Python value stands for, such as lists within lists, 100,000 deep."""
+    """JSON that no Python value represents, such as lists nested 100,000 deep."""
 
     text: str
 
 
 class Twice(NamedTuple):
-    """The value of a key that an object has twice."""
+    """The values of a key that occurs twice in an object."""
 
     first: Any
     second: Any
@@ -45,21 +45,21 @@ HOSTILE = st.one_of(
     st.floats(),
     st.text(max_size=8),
 )
-"""Values that mean nothing where they stand, or more than anybody meant."""
+"""Values that are invalid in most places, or valid but extreme."""
 HOSTILE_JSON = st.one_of(
     HOSTILE, HOSTILE, HOSTILE, st.sampled_from((*DEEP, Raw("1e999"), Raw("-"), Raw("0x1")))
 )
 
 
 def paths(value: Any, at: tuple = ()) -> list[tuple]:
-    """Of everything in a JSON value, itself included."""
+    """Return the paths of all parts of a JSON value, including the value itself."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [at, *(path for key, one in inside for path in paths(one, (*at, key)))]
 
 
 @st.composite
 def damaged(draw: st.DrawFn, value: Any, *, most: int = 3) -> Any:
-    """A JSON value some of whose leaves, keys or lists are others."""
+    """Replace, remove or add up to `most` leaves, keys or lists of a JSON value."""
     made = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, most))):
         found = [path for path in paths(made) if path]
@@ -85,7 +85,7 @@ def damaged(draw: st.DrawFn, value: Any, *, most: int = 3) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """As JSON, with `Raw` and `Twice`."""
+    """Return the value as JSON, with `Raw` and `Twice`."""
     if isinstance(value, Raw):
         return value.text
     if isinstance(value, dict):
@@ -100,19 +100,19 @@ def to_text(value: Any) -> str:
 
 
 def damaged_json(value: Any, *, most: int = 3) -> st.SearchStrategy[bytes]:
-    """The bytes of a JSON file that says something else than `value`, or is cut or flipped here and there."""
+    """Return the bytes of a JSON file of a damaged `value`, or of `value` with damaged bytes."""
     text = damaged(value, most=most).map(lambda made: to_text(made).encode())
     return st.one_of(text, text, text, damaged_bytes(json.dumps(value).encode()))
 
 
 @st.composite
 def damaged_bytes(draw: st.DrawFn, data: bytes, *, first: int = 0, last: int | None = None) -> bytes:
-    """A file with some bytes flipped, cut off, put in, doubled or overwritten by large numbers.
+    """Return a file with some bytes flipped, cut off, inserted, duplicated or overwritten by large numbers.
 
     Args:
       draw: of hypothesis.
       data: the valid file.
-      first, last: where in it damage begins; default: anywhere.
+      first, last: range of bytes in which damage begins; default: anywhere.
     """
     made = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):

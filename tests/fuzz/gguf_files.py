@@ -1,4 +1,4 @@
-"""GGUF files: damaged bytes, and well-formed metadata and tensors that contradict each other."""
+"""Fuzzing of GGUF files: damaged bytes, and well-formed metadata and tensors that contradict each other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read(case: bytes | tuple[dict, list[str]], folder: Path) -> None:
     shapes = {row.name: row.shape for row in weights(config)}
     for file in gguf_tensors(path, config):
         for name, tensor in file.items():
-            if tensor.shape == shapes.get(name):  # `find_tensors` refuses the others
+            if tensor.shape == shapes.get(name):  # `find_tensors` rejects the others
                 assert tensor.read().shape == tensor.shape
     read_tokenizer(path)("ab\n")
 
@@ -65,7 +65,7 @@ def read(case: bytes | tuple[dict, list[str]], folder: Path) -> None:
 def _prepare(folder: Path) -> None:
     import transformers
 
-    assert transformers.PreTrainedTokenizerFast  # the first case would wait for its import
+    assert transformers.PreTrainedTokenizerFast  # import it before the first case is timed
     (folder / "in").mkdir()
 
 

@@ -1,4 +1,4 @@
-"""What a case may do: succeed, or raise MarsError with one sentence; within seconds, and within a few GiB."""
+"""The contract of a fuzz case: succeed, or raise MarsError with one sentence, within time and memory limits."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from hypothesis import strategies as st
 from mars_jax.core.errors import MarsError
 
 SECONDS = 10
-"""For one case. The slowest that is not a hang takes a tenth of that on two busy cores."""
+"""Time limit of a case. The slowest case that does not hang takes a tenth of it on two busy cores."""
 GIB = 4
-"""More than the process has when cases begin. A size in a file that is believed asks for more."""
+"""Memory that cases may allocate in addition to what the process uses at the start. A reader that trusts a size in a
+damaged file allocates more."""
 SEED = "MARS_JAX_FUZZ_SEED"
-"""A whole number for other cases than the usual ones."""
+"""Environment variable: an integer seed that selects other cases than the default ones."""
 
 
 class Surface(NamedTuple):
-    """One kind of input that a user hands over."""
+    """One kind of user input."""
 
     cases: st.SearchStrategy[Any]
     check: Callable[[Any, Path], None]
-    """Reads a case, with an empty folder of its own for files. What it leaves there after a refusal is a fault."""
+    """Read a case, with a folder for its files. A rejected case must leave no new files there."""
     count: int
-    """Cases in the slow suite."""
+    """Number of cases in the slow suite."""
     prepare: Callable[[Path], None] = lambda folder: None
-    """Makes, once, what all cases read."""
+    """Write, once, the files that all cases read."""
 
 
 class Hang(BaseException):
-    """Time is up. No `except Exception` on the way takes it for a damaged file."""
+    """Timeout of a case. A BaseException, so that no `except Exception` mistakes it for a damaged file."""
 
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Raise Hang in what takes longer than SECONDS."""
+    """Raise Hang if the body takes longer than SECONDS."""
 
     def stop(number: int, frame: Any) -> None:
         raise Hang
@@ -59,7 +60,7 @@ def in_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_memory() -> Iterator[None]:
-    """Raise MemoryError in what asks for more than GIB."""
+    """Raise MemoryError if the body allocates more than GIB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + GIB * 2**30, hard))
@@ -70,17 +71,17 @@ def in_memory() -> Iterator[None]:
 
 
 def one_sentence(error: MarsError) -> None:
-    """Fail unless an error is one, with what is wrong and the cure. Commands join the lines of what it quotes."""
+    """Check that an error is one sentence with the problem and the fix. Commands join the lines of quoted text."""
     text = " ".join(str(error).split())
     assert text.endswith(".") and (":" in text or ";" in text), text
     assert "Traceback" not in text and "<bound" not in text and " object at 0x" not in text, text
 
 
 def run(surface: Surface, folder: Path, count: int) -> collections.Counter[str]:
-    """Try `count` cases; returns how many were accepted and how many refused.
+    """Try `count` cases; return the numbers of accepted and rejected ones.
 
     Raises:
-      AssertionError: of the simplest case that does something else.
+      AssertionError: with the simplest case that neither succeeds nor raises one sentence.
     """
     tally: collections.Counter[str] = collections.Counter()
     surface.prepare(folder)

@@ -1,4 +1,4 @@
-"""Prompts files, plain and JSON lines, read under several rules, and what a row says of its text."""
+"""Fuzzing of prompts files, plain and as JSON lines, under several rules, and of rows to replay."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ TEXT = "first line\r\n\n second\u2028half\nthird \u00e9\n".encode()
 def _read(path: Path, data: bytes, rule: RuleChoice) -> None:
     path.write_bytes(data)
     for row in read_prompts(str(path), rule):
-        # As `serve.requests` does when the prompt is tokenized.
+        # The same check as in `serve.requests`, after the prompt is tokenized.
         _with_constraints({name: row.settings.get(name) for name in CONSTRAINTS}, 1)
         for name in SPANS:
             names_of(row.settings.get(name, ()))
 
 
 def plain(case: bytes, folder: Path) -> None:
-    """A file of texts."""
+    """Read a file of plain prompts."""
     _read(folder / "in" / "prompts.txt", case, RULES[0])
 
 
 def lines(case: tuple[bytes, RuleChoice], folder: Path) -> None:
-    """A file of objects."""
+    """Read a file of JSON objects."""
     _read(folder / "in" / "prompts.jsonl", *case)
 
 
 def replayed(case: bytes, folder: Path) -> None:
-    """Read a corpus to draft from: the tokens of its rows, in their order, and none that the target lacks."""
+    """Read a corpus for replay; check that it holds the tokens of its rows in order, all in the target's vocabulary."""
     path = folder / "in" / "rows.jsonl"
     path.write_bytes(case)
     corpus = drafters.load(f"replay:{path}", _target()).params.tolist()

@@ -1,4 +1,4 @@
-"""Settings of rules and drafters, as texts, as JSON and as Python values; whole command lines; files to resume."""
+"""Fuzzing of settings of rules and drafters (strings, JSON, Python values), of command lines and of resumed files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VALUE = st.one_of(HOSTILE, _TEXT, st.lists(st.sampled_from(NUMBERS), max_size=3
 
 
 def as_texts(case: tuple[str, dict[str, str]], folder: Path) -> None:
-    """A rule as flags name it."""
+    """Choose a rule from strings, as command-line flags do."""
     spec, given = case
     choice = choose(spec, {name: Given(text, f"--{name}") for name, text in given.items()})
     choice.settled()
@@ -43,7 +43,7 @@ def as_texts(case: tuple[str, dict[str, str]], folder: Path) -> None:
 
 
 def as_values(case: tuple[str, dict[str, Any]], folder: Path) -> None:
-    """A rule as Python and files of a benchmark name it."""
+    """Choose a rule from values, as Python code and benchmark files do."""
     spec, given = case
     if specs.is_own(spec):
         return
@@ -56,7 +56,7 @@ def as_values(case: tuple[str, dict[str, Any]], folder: Path) -> None:
 
 
 def drafts(case: tuple[str, str], folder: Path) -> None:
-    """A drafter and its tree."""
+    """Parse a drafter and its tree."""
     specs.parse_draft(case[0])
     specs.parse_tree(case[1])
 
@@ -77,7 +77,7 @@ _GOOD = {
 
 
 def _argument(text: str) -> str:
-    """What a process can be started with: no NUL, and of halves of pairs those that stand for bytes."""
+    """Make the text a valid argument of a process: without NUL, and with only those surrogates that stand for bytes."""
     return text.replace("\0", "").replace("\ud800", "\udc80")
 
 
@@ -101,7 +101,7 @@ _ARGV = st.tuples(
 
 
 def command_line(case: list[str], folder: Path) -> None:
-    """`generate` for a target that is not there: whatever else is wrong, nothing is written."""
+    """Run `generate` with a target that does not exist: it must fail with one sentence and write nothing."""
     output, *rest = case[1:]
     argv = [
         "--target",
@@ -114,7 +114,7 @@ def command_line(case: list[str], folder: Path) -> None:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(argv)
-        except SystemExit as end:  # of --help and --version
+        except SystemExit as end:  # --help and --version exit
             code = end.code
     said = err.getvalue()
     assert "Traceback" not in said, said
@@ -140,7 +140,7 @@ _ROWS = st.one_of(
 
 
 def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
-    """An --output with its settings: it is continued, or stays as it is."""
+    """Resume an --output file with its settings. Accepted or rejected, both files stay unchanged."""
     path = folder / "in" / "rows.jsonl"
     beside = folder / "in" / "rows.jsonl.settings.json"
     rows = case[0] + b"\n"

@@ -1,7 +1,7 @@
-"""Damaged and hostile input of every kind: success or one sentence, in seconds, with nothing half-written.
+"""Damaged and hostile input of every kind: calls succeed or fail with one sentence, in seconds, without partial output.
 
-A share of the cases, always the same ones, runs with the fast tests; all of them, 20,000 and more, with the slow ones.
-MARS_JAX_FUZZ_SEED=7 tries others. A fault that is found gets a test of its own beside the code that was mended.
+The fast tests run a fixed share of the cases; the slow tests run all of them, more than 20,000.
+MARS_JAX_FUZZ_SEED=7 tries other cases. Each fault that fuzzing finds gets its own test next to the fixed code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.fuzz.harness import run
 
 SURFACES = prompts.SURFACES | settings.SURFACES | checkpoints.SURFACES | gguf_files.SURFACES | texts.SURFACES
 SHARE = 12
-"""Cases of a surface in the fast suite."""
+"""Cases of each surface in the fast suite."""
 
 
 @pytest.mark.parametrize("name", SURFACES)
@@ -27,5 +27,5 @@ def test_all_cases(name, tmp_path):
     surface = SURFACES[name]
     tally = run(surface, tmp_path, surface.count)
     assert tally.total() >= surface.count
-    # Strategies that break everything, or nothing, would find little.
+    # A strategy that produces only broken or only valid input would find little.
     assert min(tally["accepted"], tally["refused"]) >= surface.count / 100, tally

@@ -1,4 +1,4 @@
-"""What a text is to be, as patterns, schemas, choices and spans; and chat templates."""
+"""Fuzzing of output constraints (patterns, schemas, choices, spans) and of chat templates."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _PATTERNS = st.one_of(
 
 
 def regex(case: str, folder: Path) -> None:
-    """A pattern, over a vocabulary where its automaton is small."""
+    """Compile a pattern, and its token table if the automaton is small."""
     made = constraints.regex(case).automaton
     if len(made.next) <= 300:
         token_table(made, _VOCABULARY)
 
 
 def schema(case: tuple[bytes, bool], folder: Path) -> None:
-    """A file that holds a schema."""
+    """Read a schema file."""
     path = folder / "in" / "schema.json"
     path.write_bytes(case[0])
     constraints.json_schema(path, compact=case[1])
 
 
 def others(case: tuple[str, Any], folder: Path) -> None:
-    """A list of texts, of tokens or of spans."""
+    """Compile a list of choices, of tokens or of spans."""
     kind, value = case
     if kind == "choice":
         token_table(constraints.choice(value).automaton, _VOCABULARY)
@@ -77,14 +77,14 @@ def _chatter(template: str) -> Pretrained:
 
 
 def template(case: tuple[str, list[Any]], folder: Path) -> None:
-    """A chat template, and the turns that it is given."""
+    """Render a chat template with a list of turns."""
     target = _chatter("")
     target.tokenizer.chat_template = case[0]
     target.encode_chat(case[1])
 
 
 def _read(turns: Any) -> list[Any]:
-    """As a prompts file has been read by then: a list of what JSON can say."""
+    """Return the turns as a prompts file would provide them: a list of JSON values."""
     try:
         turns = json.loads(to_text(turns))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Shared by the tests: build a batch for the hash model, and decode it the slow way."""
+"""Helpers shared by the tests: build a batch for the hash model, and decode it the slow way."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NO_WEIGHTS = Params(target=(), draft=())
 
 
 def ragged(lengths, buffer, vocab, seed=0):
-    """Random prompts of the given lengths, left-aligned in a buffer; the rest is filled with junk, not zeros."""
+    """Return random prompts of the given lengths, left-aligned in a buffer that is filled up with junk, not zeros."""
     made = np.random.default_rng(seed).integers(0, vocab, (len(lengths), buffer))
     # `jnp.asarray` compiles a program for every shape.
     return jax.device_put((made.astype(np.int32), np.asarray(lengths, np.int32)))
 
 
 def draft_input(state, keys=None):
-    """What a drafter would be given for the state."""
+    """Return the input of a drafter for the state."""
     keys = state.keys if keys is None else keys
     return DraftInput(keys=keys, tokens=state.tokens, length=state.length, controls=state.controls)
 
@@ -42,14 +42,14 @@ NUMBERS = ("theta", "max_relaxed_run", "tau")
 
 @flax.struct.dataclass(kw_only=True)
 class Rows(Controls):
-    """Controls, and beside them the numbers of whatever rule is tried; None leaves the rule its own."""
+    """Controls plus per-row numbers of the rule under test. None keeps the rule's own number."""
 
     theta: Any = None
     max_relaxed_run: Any = None
 
 
 def make_rows(batch, **settings):
-    """As `make_controls`, which does not know a rule's numbers."""
+    """Return `make_controls` of the settings, together with the per-row numbers of a rule."""
     numbers = {name: settings.pop(name) for name in ("theta", "max_relaxed_run") if name in settings}
     made = make_controls(batch, **settings)
     fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
@@ -59,7 +59,7 @@ def make_rows(batch, **settings):
 
 
 def with_numbers(rule, **numbers):
-    """The rule with other numbers, where it has them."""
+    """Return the rule with new values for those of the numbers that it has."""
     fields = {f.name for f in dataclasses.fields(rule)}
     dtypes = {"max_relaxed_run": jnp.int32}
     given = {k: v for k, v in numbers.items() if k in fields and v is not None}
@@ -69,7 +69,7 @@ def with_numbers(rule, **numbers):
 
 
 def judge(rule):
-    """`(keys, tree, logits, rows, hidden=, params=) -> Verdict` of a rule, with the numbers of the rows."""
+    """Return `(keys, tree, logits, rows, hidden=, params=) -> Verdict` of a rule, with the numbers of the rows."""
 
     def decide(keys, tree, logits, rows, **given):
         numbers = {name: getattr(rows, name, None) for name in NUMBERS}
@@ -119,7 +119,7 @@ def decode_all(
 
 
 def decode_rows(target, drafter, rule, prompts, lengths, rows=slice(None), *, params, **chosen):
-    """Decode some rows of a batch; return their committed tokens and the counters. `chosen` has all rows."""
+    """Decode some rows of a batch; return their tokens and the counters. `chosen` holds values for all rows."""
     index = np.arange(len(lengths))[rows]
     chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
     state, stats = decode_all(
@@ -129,7 +129,7 @@ def decode_rows(target, drafter, rule, prompts, lengths, rows=slice(None), *, pa
 
 
 def slow_but(values, *fast):
-    """Values of `parametrize`, slow but for those that are named."""
+    """Return the values for `parametrize`; all but those in `fast` are marked slow."""
 
     def arguments(value):
         return value if type(value) is tuple else (value,)  # a named tuple is one value
@@ -139,14 +139,17 @@ def slow_but(values, *fast):
 
 @jax.jit
 def one_row(batch, row):
-    """A row of a tree of arrays as a batch of one. `x[row : row + 1]` outside of jit compiles for every row again."""
+    """Return a row of a tree of arrays as a batch of one.
+
+    `x[row : row + 1]` outside jit would compile once per row.
+    """
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), batch)
 
 
 def logits_after(model, tokens, *, width):
-    """Logits f32[V] of a model without weights after a list of tokens, from a cache that has no past.
+    """Return the logits f32[V] of a model without weights after a list of tokens, computed from an empty cache.
 
-    Padded to one width, so that every length shares a compilation; the mask hides the padding.
+    The tokens are padded to one width, so that every length shares a compilation; the mask hides the padding.
     """
     padded = np.full((1, width), 99, np.int32)
     padded[0, : len(tokens)] = tokens
@@ -165,7 +168,7 @@ def _last_logits(model, tokens, length):
 
 
 def noisy_copy(target, path):
-    """The checkpoint in a directory with some noise, as another one: a draft that often says the runner-up."""
+    """Copy a checkpoint and add noise to its weights: as a draft model it often picks the target's runner-up."""
     shutil.copytree(target, path)
     loaded = hub.load(str(target))
     leaves, tree = jax.tree.flatten(loaded.params)
@@ -176,6 +179,6 @@ def noisy_copy(target, path):
 
 
 def committed(state):
-    """The committed tokens of each row, as lists."""
+    """Return the committed tokens of each row, as lists."""
     tokens, length = jax.device_get((state.tokens, state.length))
     return [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]

@@ -1,4 +1,4 @@
-"""Cases of `margin_accept` that every implementation must pass, and a slow walk to compare with."""
+"""Test cases of `margin_accept` that every implementation must pass, checked against a slow walk."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def random_controls(rng, batch, *, stops=2, vocab=40):
 
 
 def random_trees(rng, logits, depth, *, chain=False):
-    """Trees whose tokens are mostly among the target's best three, so that walks go deep; some are
-    padding."""
+    """Return trees whose tokens are mostly among the target's best three, so that walks go deep; some are padding."""
     batch, nodes, vocab = logits.shape
     best = np.argsort(-np.asarray(logits, np.float32), axis=-1)[..., : min(3, vocab)]
     parents = np.full((batch, nodes), -1)
@@ -49,7 +48,7 @@ def random_trees(rng, logits, depth, *, chain=False):
 
 
 class Cases:
-    """Every case compares every field exactly."""
+    """Test cases for one implementation. Each compares every field exactly."""
 
     name: str
 
@@ -83,7 +82,7 @@ class Cases:
 
     def case(self, seed, batch, nodes, depth, vocab, *, chain=False, sampled=False, dtype=jnp.float32):
         rng = np.random.default_rng(seed)
-        # Rounded, so that equal logits and margins exactly at theta occur.
+        # Round the logits, so that ties and margins exactly at theta occur.
         z = np.round(rng.normal(1.0, 2.0, size=(batch, nodes, vocab)) * 4) / 4
         logits = jnp.asarray(z, jnp.float32).astype(dtype)
         tokens, parents = random_trees(rng, logits, depth, chain=chain)
@@ -91,7 +90,7 @@ class Cases:
         if sampled:
             best = np.argsort(-z, axis=-1, kind="stable")
             y = np.take_along_axis(best, rng.integers(0, min(3, vocab), (batch, nodes, 1)), axis=-1)[..., 0]
-            # Some nodes leave it to the rule, which takes the best.
+            # -1 leaves the choice of some nodes to the rule, which takes the best token.
             y = jnp.asarray(np.where(rng.random(y.shape) < 0.2, -1, y), jnp.int32)
         return (logits, tokens, parents, y, random_controls(rng, batch, vocab=vocab)), {"max_depth": depth}
 
@@ -109,11 +108,12 @@ class Cases:
     @pytest.mark.parametrize(
         ("seed", "shape", "options"),
         [
-            # Several blocks of trees, the last one partial. 8 nodes are rows of a matrix, 7 and 60 stay a tree's own.
+            # Several blocks of trees, the last one partial. Trees of 8 nodes are flattened to rows of a matrix; trees
+            # of 7 and 60 nodes are not.
             (27, (19, 8, 4, 260), {"sampled": True}),
             (26, (19, 7, 4, 260), {"sampled": True}),
             (62, (2, 60, 4, 260), {"sampled": True}),
-            # One node, which emits its token; a wide tree; a deep chain.
+            # One node, which emits its token; wide trees; deep chains.
             (3, (1, 1, 0, 130), {}),
             (3, (20, 1, 0, 130), {}),
             (5, (2, 64, 1, 140), {}),
@@ -152,7 +152,7 @@ class Cases:
         assert got.path.tolist() == [[0, 2]] and not got.relaxed.any()
 
     def test_stop_tokens_are_never_relaxed_over_on_any_side(self):
-        # Token 2 is the runner-up everywhere, 5 the best; y is 7.
+        # Token 2 is the runner-up at every node and token 5 the best; y is 7.
         logits = jnp.zeros((1, 2, 9)).at[0, :, jnp.asarray([2, 5])].set(jnp.asarray([[9.5], [10.0]]))
         tokens, parents, y = jnp.asarray([[0, 2]]), jnp.asarray([[-1, 0]]), jnp.asarray([[7, 7]])
         for stop, expected in ((2, 0), (5, 0), (7, 0), (3, 1), (-1, 1)):

@@ -1,4 +1,4 @@
-"""Strings that an automaton accepts."""
+"""Random strings that an automaton accepts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mars_jax.constraints.automaton import DEAD
 
 
 def said_by(made, rng, count, most=40):
-    """Random texts of an automaton; after `most` bytes they end as soon as they can."""
+    """Return random strings that the automaton accepts. After `most` bytes they end as soon as they can."""
     of_class = {}
     for byte, kind in enumerate(made.classes.tolist()):
         of_class.setdefault(kind, []).append(byte)
-    left = np.where(made.accepting, 0, len(made.next))  # bytes to the nearest end
+    left = np.where(made.accepting, 0, len(made.next))  # bytes to the nearest accepting state
     while (left != (left := np.minimum(left, 1 + left[made.next].min(axis=1)))).any():
         pass
     texts = []

@@ -1,4 +1,4 @@
-"""Chat templates that must be refused."""
+"""Chat templates that must be rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small checkpoints of several families, and edits of their files."""
+"""Small checkpoints of several families, and functions that edit their files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def message(call, *args, **kwargs) -> str:
 
 
 def shard(directory: Path, kind: str) -> list[str]:
-    """Split model.safetensors in two with an index; returns the names of the shards."""
+    """Split model.safetensors in two with an index; return the names of the shards."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     parts = [names[: len(names) // 2], names[len(names) // 2 :]]
@@ -61,7 +61,7 @@ MIXTRAL = ModelConfig(
     family="mixtral", vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
     num_experts=4, experts_per_token=2, norm_eps=1e-5,
 )  # fmt: skip
-# Published config.json files with fewer layers. Readers must fill in the defaults of keys that they leave out.
+# Published config.json files with fewer layers. Readers must fill in the defaults of missing keys.
 GEMMA_3 = {  # google/gemma-3-4b-it
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
     "text_config": {

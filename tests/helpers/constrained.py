@@ -1,10 +1,10 @@
-"""A vocabulary of a dozen tokens, and models and drafters over it, for tests of constraints."""
+"""A vocabulary of a dozen tokens, with models and drafters over it, for tests of constraints."""
 
 from __future__ import annotations
 
 from mars_jax import constraints, drafters, fake
 
-# Single letters, pieces of several, and tokens 0 and 1 without text; 1 ends a text.
+# Single letters and longer pieces. Tokens 0 and 1 have no text; 1 is the stop token.
 PIECES = (None, None, b"a", b"b", b"c", b"ab", b"bc", b"abc", b" ", b"1", b"12", b"-")
 VOCAB, STOP = len(PIECES), 1
 VOCABULARY = constraints.Vocabulary(tokens=PIECES)

@@ -12,7 +12,7 @@ from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.transformer import init_params
 
-VOCAB = 8  # small, so that a random head is right now and then
+VOCAB = 8  # small, so that a random head sometimes predicts the right token
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
 CONFIG = ModelConfig(num_layers=3, **SIZES)
 MODEL = language_model(CONFIG)
@@ -42,5 +42,5 @@ SHAPES = {"chain": None, "static tree": (3, 2, 1), "dynamic tree": Dynamic(3, 3,
 def weights(name):
     params = head.init_params(HEADS[name], jax.random.key(3), scale=0.3)
     if "ids" in params:
-        params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ones nor all
+        params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ids nor all of them
     return Params(target=init_params(CONFIG, jax.random.key(0), scale=0.3), draft=params)

@@ -1,4 +1,4 @@
-"""Draft trees in Python: the branches of a row, and the best children of every node."""
+"""Draft trees in Python: extract the branches of a row, and check the children of every node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mars_jax.core.types import NO_TOKEN
 
 
 def branches(tree, row):
-    """Return {node: tokens from the root's child to the node} of every node that is not padding; the root has ()."""
+    """Return {node: tokens from the root's child to the node} for every node except padding; the root maps to ()."""
     tokens, parents, depths = (np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.depths))
     paths = {0: ()}
     for node in range(1, len(tokens)):
@@ -20,7 +20,7 @@ def branches(tree, row):
 
 
 def check_best_children(tree, state, scores):
-    """Check that the children of every node are the best tokens by `scores(text up to the node)`, the best first."""
+    """Check that the children of every node are the best tokens by `scores(text up to the node)`, best first."""
     for row, length in enumerate(state.length.tolist()):
         past = state.tokens[row, :length].tolist()
         assert tree.tokens[row, 0] == past[-1]

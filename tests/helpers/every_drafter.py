@@ -22,7 +22,7 @@ MODEL = language_model(CONFIG)
 
 @functools.cache
 def of_model(name):
-    """A drafter that reads a small real target, its target, weights and vocabulary."""
+    """Return (target, drafter, params, vocabulary) of a drafter that reads a small real target."""
     if name.startswith("dflash"):
         shape = dflash.SHAPES[name.removeprefix("dflash ")]
         drafter = contrib.dflash(dflash.HEADS["dflash"], dflash.MODEL, tree=shape)
@@ -40,7 +40,7 @@ def of_model(name):
 
 
 def in_chunks(model):
-    """Windows that are narrower than the buffer: one as wide would read all of a text whatever it is told."""
+    """Prefill in chunks smaller than the buffer: one chunk as wide as the buffer would read all of a text."""
     return model._replace(prefill_chunk=CHUNK)
 
 
@@ -67,7 +67,7 @@ HEADS = ["eagle chain", "eagle tree", "medusa chain", "medusa tree", "dflash cha
 
 
 def made_of(name):
-    """(target, drafter, params, vocabulary) by name."""
+    """Return (target, drafter, params, vocabulary) by name."""
     if name in PLAIN:
         return TARGET, PLAIN[name], NO_WEIGHTS, VOCAB
     if name in TRUSTED:
@@ -85,7 +85,7 @@ def made_of(name):
 
 
 def batch_of(texts, rule, *, limit=BUFFER, temperature=(0.9, 0.0, 1.3), stop_tokens=()):
-    """Prompts of the given token lists, padded to `BUFFER`; each row has its own temperature."""
+    """Return prompts of the given token lists, padded to `BUFFER`; each row has its own temperature."""
     prompts = np.zeros((ROWS, BUFFER), np.int32)
     for row, text in enumerate(texts):
         prompts[row, : len(text)] = text
@@ -96,8 +96,11 @@ def batch_of(texts, rule, *, limit=BUFFER, temperature=(0.9, 0.0, 1.3), stop_tok
 
 
 def check_same(fresh, found):
-    """Tokens and counts are equal. What is held came out of forwards of other widths, whose float32 sums are rounded
-    in another order: log-probabilities and regrets differ by that."""
+    """Check that tokens and counts are equal, and floats nearly so.
+
+    The states result from forwards of different widths, which sum in a different order, so that log-probabilities and
+    regrets differ by float32 rounding.
+    """
     assert fresh[0] == found[0]
     for ours, theirs in zip(*map(jax.tree.leaves, (found[1], fresh[1])), strict=True):
         if np.issubdtype(ours.dtype, np.floating):

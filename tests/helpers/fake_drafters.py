@@ -1,4 +1,4 @@
-"""Drafters on the hash model, a fake target that reveals wrong masks, positions, slots and rollbacks."""
+"""Drafters on the hash model, a fake target that exposes wrong masks, positions, slots and rollbacks."""
 
 import functools
 
@@ -17,7 +17,7 @@ SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 
 @functools.lru_cache
 def random_tree_drafter(num_nodes=10, max_depth=4):
-    """A fresh random tree in every row and step: the shape is data. Tokens are the target's taste or noise."""
+    """Return a drafter of a new random tree per row and step, whose shape is data. Tokens are below 3, or padding."""
 
     def propose(params, state, given):
         keys, tokens, length = given.keys, given.tokens, given.length
@@ -27,13 +27,13 @@ def random_tree_drafter(num_nodes=10, max_depth=4):
             picks = jax.random.uniform(spread, (num_nodes,))
             parents, depths = [jnp.int32(-1)], [jnp.int32(0)]
             for i in range(1, num_nodes):
-                # Leaves at the maximal depth take no children; the root always can.
+                # Nodes at the maximum depth take no children; the root always can.
                 open_ = jnp.stack([d < max_depth for d in depths])
                 rank = jnp.floor(picks[i] * jnp.sum(open_, dtype=jnp.float32)).astype(jnp.int32)
                 parent = jnp.argmax(jnp.cumsum(open_, dtype=jnp.int32) == rank + 1).astype(jnp.int32)
                 parents.append(parent)
                 depths.append(jnp.stack(depths)[parent] + 1)
-            # A vocabulary of two in most nodes makes long accepted paths, and duplicate siblings.
+            # Few ids give long accepted paths and repeated siblings.
             drafted = jax.random.randint(token, (num_nodes,), -1, 3)
             return jnp.stack(parents), jnp.stack(depths), drafted
 

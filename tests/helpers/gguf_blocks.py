@@ -8,7 +8,7 @@ from mars_jax.models.weights import weights
 
 
 def file_of(path, data, *, hidden, inner, layers, vocab):
-    """A llama file; `data` gives a matrix's bytes and their kind by its name and shape."""
+    """Write a llama file. `data(name, shape)` returns the bytes of a matrix and their quantization type."""
     sizes = {
         "embedding_length": hidden,
         "feed_forward_length": inner,
@@ -37,12 +37,12 @@ def file_of(path, data, *, hidden, inner, layers, vocab):
 
 
 def random_blocks(draw, shape, kind):
-    """Return random bytes of a matrix in Q4_K, Q5_K or Q6_K, with factors as large as real ones."""
+    """Return random bytes of a matrix in Q4_K, Q5_K or Q6_K, with scale factors as large as real ones."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
     blocks = draw.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
     factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
     if kind.name == "Q6_K":
         blocks[..., -2:] = (factors[..., :1] * np.float16(2e-5)).view(np.uint8)
-    else:  # a factor of scales, and one of minima that is 7.5 times as large, so that weights are centred
+    else:  # one factor for scales, and one for minima that is 7.5 times as large, so that weights are centred
         blocks[..., :4] = (factors * np.float16([2e-4, 1.5e-3])).view(np.uint8)
     return blocks.reshape(shape[0], -1)

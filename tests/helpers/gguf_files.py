@@ -54,9 +54,9 @@ def metadata(writer, case):
 def write(
     path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=(), values=(), seed=0, **split
 ):
-    """A file of random weights, laid out as llama.cpp's converter lays them out.
+    """Write a file of random weights in the layout of llama.cpp's converter.
 
-    `values` are added to the metadata, or replace it; `split` holds arguments of the writer that divide it into parts.
+    `values` extend or override the metadata; `split` holds the writer's arguments that divide the file into parts.
     """
     architecture = "llama" if case == "llama3" else case
     writer = gguf.GGUFWriter(path, architecture, **split)
@@ -94,7 +94,7 @@ def write(
 
 
 def llama3_factors():
-    """What llama.cpp's converter writes for Llama 3.1: each frequency's divisor."""
+    """Return the divisor of each frequency that llama.cpp's converter writes for Llama 3.1."""
     frequency = 1 / 500000.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
     wavelength = 2 * np.pi / frequency
     smooth = (8192 / wavelength - 1) / 3

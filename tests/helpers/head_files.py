@@ -1,4 +1,4 @@
-"""Files of draft heads, and shapes that they should have."""
+"""Config of a draft head, and the tensor shapes of its file."""
 
 from __future__ import annotations
 

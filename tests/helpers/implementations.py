@@ -1,4 +1,4 @@
-"""The ways to run each operation, which the suites inherit."""
+"""Implementations of each kernel operation, for the test classes that inherit the shared suites."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 RACES = pltpu.InterpretParams(detect_races=True)
-"""Simulates TPU memory and looks for races. Hundreds of times slower than `interpret=True`."""
+"""Simulates TPU memory and detects races. Hundreds of times slower than `interpret=True`."""
 
 IMPLEMENTATIONS = {
     "default": {},
@@ -21,14 +21,17 @@ IMPLEMENTATIONS = {
 
 
 def compiled(operation, name, static):
-    """The jitted operation as that implementation. Interpreters are compiled in a hurry: they run once a shape."""
+    """Return the jitted operation for an implementation.
+
+    Interpreters compile without optimization, since they run once per shape.
+    """
     options = IMPLEMENTATIONS[name]
     quick = {"xla_backend_optimization_level": 0} if "interpret" in options else None
     return jax.jit(functools.partial(operation, **options), static_argnames=static, compiler_options=quick)
 
 
 def assert_no_races():
-    # The only door to the race detector's findings in jax 0.10 is this private module.
+    # In jax 0.10 the findings of the race detector are only accessible through this private module.
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.races.races_found

@@ -1,4 +1,4 @@
-"""The operations in numpy and plain Python, written from the definitions."""
+"""Kernel operations in numpy and plain Python, written from their definitions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def top_two(logits):
-    """(top1, id1, top2, id2, logsumexp) of float logits [..., V], each with the leading dimensions."""
+    """Return (top1, id1, top2, id2, logsumexp) of float logits [..., V], each with the leading dimensions."""
     z = np.asarray(logits).astype(np.float32)
     lead, vocab = z.shape[:-1], z.shape[-1]
     rows = z.reshape(-1, vocab)
@@ -36,7 +36,7 @@ def low_margin(z1, z2, theta, margin):
 
 
 def accept(logits, tokens, parents, y, controls, max_depth, margin):
-    """One row after the other, one node after the other: lists (path, num_accepted, next_token, relaxed)."""
+    """Walk the trees row by row and node by node; return a list of (path, num_accepted, next_token, relaxed)."""
     top1, id1, top2, id2, _ = top_two(logits)
     out = []
     for b in range(len(tokens)):

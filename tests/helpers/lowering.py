@@ -1,4 +1,4 @@
-"""Kernel operations as programs to lower, and their lowered text."""
+"""Kernel operations as functions to lower, and their lowered text."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ CONFIG = ModelConfig(
 
 
 def packed(q, zero, scale, method):
-    """The pieces of q [in, out], zero and scale [groups, out], a number at a time."""
+    """Return the packed tensors of q [in, out], zero and scale [groups, out], packed one number at a time."""
 
     def rows(array, order=range(8)):
-        """[n, 8 m] -> i32[n, m]"""
+        """Pack [n, 8 m] into i32[n, m]."""
         made = np.zeros((len(array), array.shape[1] // 8), np.uint32)
         for place, source in enumerate(order):
             made |= array[:, source::8].astype(np.uint32) << np.uint32(4 * place)

@@ -1,6 +1,6 @@
-"""The Python of the documents: block by block for the tests that run it, as files for pyright.
+"""Python blocks of the documentation pages: as strings for the tests that run them, as files for pyright.
 
-python -m tests.helpers.pages FOLDER      writes a file for each page, whose lines have the numbers of the page's
+python -m tests.helpers.pages FOLDER      writes a file for each page, with the line numbers of the page
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ PAGES = [
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if "\n```python\n" in path.read_text()
 ]
-"""Every page with Python in it."""
+"""Every page that contains Python."""
 
 
 def blocks(path: Path) -> list[str]:
-    """The blocks of Python of a page."""
+    """Return the Python blocks of a page."""
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def as_file(path: Path) -> str:
-    """The blocks of a page one after the other, each at its lines, so that a checker names the page's."""
+    """Return the blocks of a page as one file. Each keeps its line numbers, so that a checker reports the page's."""
     made, inside = [], False
     for line in path.read_text(encoding="utf-8").splitlines():
         inside = inside and line != "```"
@@ -34,7 +34,7 @@ def as_file(path: Path) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write the pages as files of Python into a folder."""
+    """Write the pages as Python files into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in PAGES:
         (folder / f"{path.stem.replace('-', '_')}_page.py").write_text(as_file(path), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The public names of the package and those that documents promise."""
+"""Public names of the package, and those that the documentation promises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMISE = Path(__file__).parents[2] / "docs" / "stability.md"
 
 
 def promised():
-    """The names of the table in docs/stability.md, as "package.name"."""
+    """Return the names in the table of docs/stability.md, as "package.name"."""
     rows = [line for line in PROMISE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     of_names = rows[1 : next(i for i, row in enumerate(rows) if row.startswith("| version"))]
     names = [name for row in of_names for name in re.findall(r"`([\w.]+)`", row)]
@@ -18,7 +18,7 @@ def promised():
 
 
 def named(full):
-    """What is meant by a name. `import mars_jax.generate` puts a module in the function's place."""
+    """Return the object of a full name, even if `import mars_jax.generate` has replaced a function by its module."""
     home, _, name = full.rpartition(".")
     package = importlib.import_module(home)
     place = getattr(package, "_HOME", {}).get(name)

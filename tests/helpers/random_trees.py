@@ -1,4 +1,4 @@
-"""Random draft trees of one padded shape, and a Python reference of the walk through them."""
+"""Random draft trees of one padded shape, and a Python reference of `tree.walk`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ B, N, D, S, V = 8, 12, 5, 24, 4
 
 
 def random_tree(rng: np.random.Generator, batch: int = B) -> DraftTree:
-    """Random topology of depth <= D; so few token ids that siblings repeat; about a sixth is padding."""
+    """Return a random topology of depth <= D. Token ids are few, so that siblings repeat; about a sixth is padding."""
     parents = np.full((batch, N), NO_NODE)
     depths = np.zeros((batch, N), int)
     for b in range(batch):
@@ -25,7 +25,7 @@ def random_tree(rng: np.random.Generator, batch: int = B) -> DraftTree:
 
 
 def python_walk(tokens, parents, exact, relaxed, max_run, max_depth, most=N, cost=(0,) * N, budget=0):
-    """One row, as the sentence in `tree.walk` says it, with at most `most` relaxed edges and within the budget."""
+    """Walk one row as documented in `tree.walk`, with at most `most` relaxed edges and within the budget."""
     node, path, edges, run = 0, [0], [], 0
     while len(edges) < max_depth:
         children = [i for i in range(len(tokens)) if parents[i] == node and tokens[i] >= 0]

@@ -1,4 +1,4 @@
-"""Helpers that the verifier tests share: tables of a prefix-dependent target, completions, and slow references."""
+"""Helpers of the verifier tests: tables of a prefix-dependent target, completions, and slow references."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def controls_of(rows, **more):
 
 
 def tables(seed: int, vocab: int, depth: int, scale: float = 1.5) -> list[np.ndarray]:
-    """Logits of the next token after every prefix: entry d is f32[V, ..., V] with d + 1 axes."""
+    """Return logits of the next token after every prefix: entry d is f32[V, ..., V] with d + 1 axes."""
     rng = np.random.default_rng(seed)
     return [rng.normal(0, scale, (vocab,) * (d + 1)).astype(np.float32) for d in range(depth)]
 
 
 def after(table: list[np.ndarray], prefixes: np.ndarray) -> np.ndarray:
-    """prefixes int[R, d] -> f32[R, V]."""
+    """Look up the logits f32[R, V] after the prefixes int[R, d]."""
     depth = prefixes.shape[1]
     return table[depth][tuple(prefixes.T)] if depth else np.tile(table[0], (len(prefixes), 1))
 
@@ -49,11 +49,11 @@ process = jax.jit(sampling.process)
 
 
 def processed_tables(table: list[np.ndarray], row) -> list[np.ndarray]:
-    """Probabilities f64 under one row of settings."""
+    """Return the probabilities f64 under one row of settings."""
     vocab = table[0].size
     nodes = np.concatenate(
         [logits.reshape(-1, vocab) for logits in table]
-    )  # all prefixes at once: one compile
+    )  # all prefixes at once, for a single compilation
     weights = np.exp(np.asarray(process(jnp.asarray(nodes)[None], controls_of([row])), np.float64))[0]
     weights /= weights.sum(-1, keepdims=True)
     ends = np.cumsum([logits.size // vocab for logits in table])
@@ -61,7 +61,7 @@ def processed_tables(table: list[np.ndarray], row) -> list[np.ndarray]:
 
 
 def sequence_probabilities(probabilities: list[np.ndarray]) -> np.ndarray:
-    """f64[V, ..., V]: probability of every sequence as long as the table is deep."""
+    """Return f64[V, ..., V]: the probability of every sequence of the table's length."""
     joint = probabilities[0]
     for p in probabilities[1:]:
         joint = joint[..., None] * p
@@ -69,7 +69,7 @@ def sequence_probabilities(probabilities: list[np.ndarray]) -> np.ndarray:
 
 
 def emitted(tokens: np.ndarray, verdict) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int[B, D + 1] that a step emits (garbage after the count) and their count int[B]."""
+    """Return the tokens int[B, D + 1] that a step emits (garbage after the count) and their count int[B]."""
     path, count = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
     walked = np.take_along_axis(np.asarray(tokens), path[:, 1:], 1)
     out = np.concatenate([walked, np.zeros((len(path), 1), int)], 1)
@@ -78,7 +78,7 @@ def emitted(tokens: np.ndarray, verdict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def complete(rng, out: np.ndarray, count: np.ndarray, probabilities: list[np.ndarray]) -> np.ndarray:
-    """Continue every row from the target itself: a lossless step then leaves the target's own sequences."""
+    """Continue every row with samples of the target: after a lossless step the sequences have the target's law."""
     out = out.copy()
     for i in range(out.shape[1]):
         p = after(probabilities, out[:, :i])
@@ -88,7 +88,7 @@ def complete(rng, out: np.ndarray, count: np.ndarray, probabilities: list[np.nda
 
 
 def chi_square(sequences: np.ndarray, joint: np.ndarray) -> float:
-    """p-value of sequences int[R, L] under joint f64[V, ..., V]; rare categories are joined into one."""
+    """Return the p-value of sequences int[R, L] under joint f64[V, ..., V]. Rare categories are merged into one."""
     counts = np.bincount(np.ravel_multi_index(tuple(sequences.T), joint.shape), minlength=joint.size)
     expected = joint.ravel() * len(sequences)
     assert counts[expected == 0].sum() == 0, "a token that the processed target excludes was emitted"

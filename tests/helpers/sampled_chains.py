@@ -1,4 +1,4 @@
-"""Sampled chains with their q, and the probabilities of a rule on them."""
+"""Sampled chains with their q, and the probabilities of a table."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ def probabilities(table):
 
 
 def sampled_chain(keys, q_table, settings, rows):
-    """Chains of two tokens drawn from the processed draft tables, with their true q."""
+    """Return chains of two tokens drawn from the processed draft tables, with their true q."""
     drafted, seen = np.zeros((rows, 0), int), []
     for i in range(2):
         node = rule_oracles.process(jnp.asarray(rule_oracles.after(q_table, drafted))[:, None], settings)

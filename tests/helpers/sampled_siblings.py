@@ -1,4 +1,4 @@
-"""Sampled trees, and the law of what a rule emits on them."""
+"""Decoding with sampled trees, and the exact distribution of its tokens."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ SETTINGS = (0.9, 4, 1.0, 0.0)
 
 @functools.cache
 def law(model):
-    """Processed probabilities of the next three tokens, entry d f64 of d + 1 axes."""
+    """Return the processed probabilities of the next three tokens; entry d is f64 with d + 1 axes."""
     tables = []
     for depth in range(3):
         prefixes = itertools.product(range(SMALL_VOCAB), repeat=depth)
@@ -29,7 +29,7 @@ def law(model):
 
 
 def sampled(drafter, rule, rows=12_000):
-    """Three tokens after the prompt, of every row, and tokens per step."""
+    """Return three tokens after the prompt in every row, and the mean tokens per step."""
     prompts = jnp.tile(jnp.asarray([[*PROMPT, 0, 0, 0]], jnp.int32), (rows, 1))
     made = make_controls(rows, limit=6, temperature=SETTINGS[0], top_k=SETTINGS[1])
     decoder = decode.speculative_decoder(TARGET, drafter, rule)

@@ -17,7 +17,7 @@ CONFIG = ModelConfig(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64
 )  # fmt: skip
 BLOCK = [40, 24]
-"""Outputs and inputs, which divide no matrix here."""
+"""Block size as outputs by inputs. Neither divides any matrix here."""
 
 
 GROUP = 32
@@ -36,7 +36,7 @@ HOW = {
 
 
 def rounded(w, how):
-    """A matrix's numbers and scales, and the matrix that they stand for, by PyTorch."""
+    """Quantize a matrix in PyTorch; return the stored numbers, the scales and the dequantized matrix."""
     tall, wide = {"blocks": BLOCK, "groups": [1, GROUP], "whole": w.shape}.get(how, [1, w.shape[1]])
     most = 127 if how in ("int8", "groups") else 448
     blocks = [[part.abs().max() / most for part in rows.split(wide, 1)] for rows in w.split(tall, 0)]
@@ -47,7 +47,7 @@ def rounded(w, how):
 
 
 def write(folder, how):
-    """A checkpoint whose matrices of layers are in 8 bits, in two files, and its weights by PyTorch."""
+    """Write a checkpoint in two files, with the matrices of its layers in 8 bits; return PyTorch's weights."""
     save(folder, CONFIG, init_params(CONFIG, jax.random.key(0), "float32"))
     plain = {name: torch.from_numpy(w.copy()) for name, w in load_file(folder / "model.safetensors").items()}
     stored, meant = {}, {}

@@ -1,4 +1,4 @@
-"""A server that speaks the hub's protocol, for huggingface_hub itself."""
+"""A local server of the hub's protocol, for tests with the real huggingface_hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "a" * 40
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The part of the hub's protocol that a download takes: listings by API, files by HEAD and GET with ranges."""
+    """The part of the hub's protocol that downloads use: listings by API, files by HEAD and GET with ranges."""
 
     protocol_version = "HTTP/1.1"
 
@@ -75,7 +75,7 @@ def digest_of(content: bytes) -> str:
 
 @contextlib.contextmanager
 def serving(cache, monkeypatch):
-    """A hub whose repositories are {name: {file: content}}, and a cache in a folder."""
+    """Serve a hub whose repositories are {name: {file: content}}, with a cache in a folder."""
     served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     served.repositories, served.asked, served.breaks, served.gated = {}, [], 0, set()
     thread = threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True)

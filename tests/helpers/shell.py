@@ -1,4 +1,4 @@
-"""A command in a terminal of its own, for tests: what it shows, and what is typed."""
+"""A command in its own terminal, for tests: read its output and type input."""
 
 import contextlib
 import fcntl
@@ -14,23 +14,23 @@ import time
 
 import pytest
 
-# Where tests run in the background Ctrl-C is ignored, and whatever they start would ignore it too.
+# In background runs SIGINT is ignored, and child processes would inherit that. Restore the default first.
 HEEDS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def plain(text):
-    """Without colours and what draws spinners."""
+    """Return the text without escape sequences, which draw colours and spinners."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 class Shell:
-    """A command in a terminal of its own."""
+    """A command in its own terminal."""
 
     def __init__(self, *command, columns=80, **env):
-        # Both ends stay open here, so that none is closed before the command has it.
+        # Keep both ends open here, so that neither closes before the command has opened the terminal.
         self._own, self._theirs = pty.openpty()
         fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        # Who opens a terminal in a session without one has it for its own, and gets its Ctrl-C.
+        # A process that opens a terminal in a session without one makes it its controlling terminal, and gets Ctrl-C.
         name = os.ttyname(self._theirs)
         begin = f'exec "$@" < {name} > {name} 2>&1'
         kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LC_ALL")}
@@ -44,7 +44,7 @@ class Shell:
         os.write(self._own, text.encode())
 
     def until(self, pattern, seconds=120):
-        """What is shown up to and with the pattern."""
+        """Return the output up to and including the pattern."""
         shown, end = b"", time.monotonic() + seconds
         while not re.search(pattern, text := shown.decode(errors="replace")):
             if select.select([self._own], [], [], 0.5)[0]:
@@ -55,7 +55,7 @@ class Shell:
         return text
 
     def ends(self):
-        """The exit code; what is left is shown to nobody."""
+        """Return the exit code; discard the remaining output."""
         if self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)

@@ -1,4 +1,4 @@
-"""Configurations of small real models and heads."""
+"""Configurations of small real models and draft heads."""
 
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.models import ModelConfig

@@ -1,4 +1,4 @@
-"""Look up test functions in the sources of tests, without importing them."""
+"""Lookup of test functions in source files, without importing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def find_test(path: Path, name: str) -> ast.FunctionDef | None:
-    """Return the function of a test such as `test_it` or `TestClass::test_it`, inherited ones included, or None."""
+    """Return the function of a test such as `test_it` or `TestClass::test_it`, including inherited ones, or None."""
     body = _parsed(path)
     *scope, function = name.split("::")
     bodies = [body]

@@ -9,7 +9,7 @@ from mars_jax.core.types import Params
 
 VOCAB, BUFFER, MOST = 13, 48, 6
 SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.9)
-# The fake model's hidden state is a hash, uniform in [0, 2 ** 32): this is sure of three quarters of the tokens.
+# The fake model's hidden state is a hash, uniform in [0, 2 ** 32), so this bound accepts three quarters of the tokens.
 SURE_BELOW = 0.75 * 2**32
 WEIGHT, BIAS = np.float32(-1e-7), np.float32(1e-7 * SURE_BELOW)
 

@@ -28,7 +28,7 @@ IDS = jnp.asarray([0, 1, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15], jnp.int32)
 
 
 def target_texts(rows, length):
-    """Text that the target itself would write, greedily, from random beginnings."""
+    """Return greedy completions of the target, from random prompts."""
     prompts, lengths = ragged([2] * rows, length, 16, seed=9)
     state, _ = decode_all(
         TARGET, drafters.none(), verify.exact(), prompts, lengths, params=Params(target=WEIGHTS)
@@ -37,7 +37,7 @@ def target_texts(rows, length):
 
 
 def drafted_text(drafter, params, rule, temperature):
-    """A text of 12 tokens with the chain that a drafter drafts after it, and that chain as a tree."""
+    """Return a text of 12 tokens followed by the chain that a drafter drafts after it, and that chain as a tree."""
     prompts, lengths = ragged([12], 24, 16, seed=4)
     decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=8)
     controls = make_controls(1, limit=24, temperature=temperature)
@@ -62,7 +62,7 @@ def scored_drafts(make_loss, params, text):
 
 
 def train(loss, params, steps):
-    """Train on texts of the target; returns the figures of each step."""
+    """Train on texts of the target; return the metrics of each step."""
     tokens = target_texts(16, 33)
     batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))
     optimizer = optax.adam(3e-3)

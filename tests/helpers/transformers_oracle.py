@@ -1,4 +1,4 @@
-"""The same checkpoint in PyTorch transformers, with eager attention in float32."""
+"""Reference models in PyTorch transformers, with eager attention in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @contextlib.contextmanager
 def third_party():
-    """Deprecation notices of torch and transformers are not ours to answer for."""
+    """Ignore warnings of torch and transformers, which this project cannot fix."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
@@ -32,7 +32,7 @@ def random_torch_model(config, seed: int = 0):
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)  # these models are too small to share
+    torch.set_num_threads(1)  # these models are too small for several threads
     torch.manual_seed(seed)
     with third_party():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -40,7 +40,7 @@ def random_torch_model(config, seed: int = 0):
 
 
 def randomize(model):
-    """Draw all parameters of a torch model, so that none is left at ones or zeros."""
+    """Draw all parameters of a torch model at random, so that none stays at ones or zeros."""
     import torch
 
     with torch.no_grad():
@@ -75,16 +75,16 @@ def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
 
 
 def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
-    """`count` greedy tokens, the whole prefix computed again for each: no cache to be wrong."""
+    """Return `count` greedy tokens, recomputing the whole prefix for each, without a cache."""
     for _ in range(count):
         tokens = np.concatenate([tokens, torch_logits(model, tokens)[:, -1:].argmax(-1)], axis=1)
     return tokens[:, -count:]
 
 
 def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, lengths=None):
-    """Logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
+    """Return the logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
 
-    Row b decodes from its first `lengths[b]` tokens, default all.
+    Row b decodes from its first `lengths[b]` tokens, by default all.
     """
     model = checkpoint.model
     batch, n = tokens.shape

@@ -1,7 +1,7 @@
 """Draw cases from the tables of drafters and rules.
 
 A case is a drafter on a surface with drawn settings. All rules that the drafter supports decode in one batch, so that
-every triple of drafter, rule and surface runs. A new row of `specs` needs no line here.
+every triple of drafter, rule and surface runs. A new row of `specs` needs no change here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rule:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Numbers that relax much: the loosest value in the grid of the first number."""
+        """Settings that relax often: the loosest value in the grid of the first number, and fixed values."""
         settings = dict(self.chosen)
         structure = {n: s.default for n, s in self.row.settings.items() if s.choices} | settings
         for name, setting in self.row.settings.items():
@@ -94,7 +94,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 class Case:
     drafter: str
     shape: str
-    drawn: bool  # rules that need the draft's q, and drafts sampled from it
+    drawn: bool  # rules that need the draft's q, with drafts sampled from it
     surface: str
     temperature: float
     constraint: str | None
@@ -121,7 +121,7 @@ class Case:
 
 
 def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
-    """Return a part of the message that refuses a drafter with a rule, or None if they work together."""
+    """Return a part of the error message for a drafter with a rule, or None if they work together."""
     if drafter.name == "none" and "draft" in rule.needs:
         return "none"
     if "chain" in rule.needs and shape in ("tree", "dynamic"):
@@ -135,7 +135,7 @@ def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
 
 @functools.cache
 def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
-    """Return the rules of a case. Trusted tokens never reach a rule, so with them its defaults suffice."""
+    """Return the rules of a case. Trusted tokens never reach a rule, so trusting drafters only need the defaults."""
     row = specs.DRAFTERS[drafter]
     return tuple(
         rule
@@ -148,7 +148,7 @@ def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Return a case for every drafter on every surface, drawn or not, each with its own draw of the settings."""
+    """Return a case for every drafter on every surface, drawn or not, each with its own draw of settings."""
     drawn_cases = []
     for (row, shape), drawn, surface in itertools.product(DRAFTERS, (False, True), SURFACES):
         if _rules(row.name, shape, drawn):
@@ -160,5 +160,5 @@ def _draw(drafter: str, shape: str, drawn: bool, surface: str) -> Case:
     draw = hashlib.sha256(f"{drafter} {shape} {drawn} {surface}".encode()).digest()
     settings = {name: levels[draw[i] % len(levels)] for i, (name, levels) in enumerate(SETTINGS.items())}
     if surface == "chat" and str(settings["mesh"]).startswith("data=2"):
-        settings["mesh"] = None  # a chat has one row, which does not divide
+        settings["mesh"] = None  # a chat has one row, which cannot be divided
     return Case(drafter, shape, drawn, surface, **settings)

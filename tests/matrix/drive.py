@@ -1,4 +1,4 @@
-"""Decode a case through its surface, and compare it with slow references.
+"""Decoding of a case through its surface, and comparison with slow references.
 
 References: the target without a draft, the same requests in batches without refilling, and log-probabilities from one
 forward over the text.
@@ -29,7 +29,7 @@ from tests.matrix.world import target, world
 PROMPTS = ("the sea", "a story of the sun, of the sun", "of a man", "t")
 NEW = 12
 BANNED = (261, 264, 265, 266, 271, 273)
-"""Frequent tokens of the target. Each has several letters, so that constraints can be met without them."""
+"""Frequent tokens of the target. Each has several letters, so that constraints can be satisfied without them."""
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 23, "of"]}}, "required": ["a"]}
 CONSTRAINTS: dict[str, Any] = {
     "regex": "(a|the) [a-e ,]{3,30}",
@@ -42,7 +42,7 @@ KINDS = ("free", "strict", "constrained", "strict and constrained")
 COSTS = [1.0, 1.3, 1.6]
 """Fixed costs of steps of each size for adaptive drafts, so that results do not depend on a clock."""
 ROWS = 4
-"""Rows of a batch that refills."""
+"""Rows of a batch with refilling."""
 
 
 @struct.dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Among:
 
     def __call__(self, evidence):
         verdicts, states = [], []
-        # Without branches, XLA compiles what the rules share only once.
+        # Without branches, XLA compiles the shared work of the rules only once.
         with mock.patch.object(jax.lax, "cond", _select):
             for rule, params in zip(self.rules, evidence.params, strict=True):
                 verdict, state = rule(evidence.replace(params=params))
@@ -161,7 +161,7 @@ def drafter_of(case: Case) -> Any:
 
 
 def rule_of(case: Case, prompt_numbers: list[int]) -> LoadedRule:
-    """Return one rule made of all rules of the case. The prompts of a rule have consecutive numbers."""
+    """Return one rule that combines all rules of the case. The prompts of each rule have consecutive numbers."""
     loaded = [verify.load(world().rules[r.row.name], target_of(case), **r.settings) for r in case.rules]
     if len(loaded) == 1:
         return loaded[0]
@@ -204,7 +204,7 @@ def by_batches(case: Case) -> list[Decoded]:
 
 
 def _stream(case: Case) -> list[Decoded]:
-    """Decode with refilling. The streamed pieces of a text add up to it."""
+    """Decode with refilling. Check that the streamed pieces add up to the text."""
     texts = prompts(case)
     streamed, results = ["" for _ in texts], {}
     for event in mj.generate_stream(
@@ -226,7 +226,7 @@ def _stream(case: Case) -> list[Decoded]:
 
 
 def _chat(case: Case) -> list[tuple[Decoded, Decoded]]:
-    """Return the second turn of a conversation under each rule, and the same turn after the first was read again."""
+    """Return, for each rule, the second turn of a chat, and the same turn after the first was read again."""
     turns = []
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
@@ -246,7 +246,7 @@ def _chat(case: Case) -> list[tuple[Decoded, Decoded]]:
 
 
 def check(case: Case) -> None:
-    """Decode the case, and compare."""
+    """Decode the case and compare it with its references."""
     if case.surface == "chat":
         for result, reread in _chat(case):
             check_allowed(case, result)
@@ -272,7 +272,7 @@ def check(case: Case) -> None:
 
 
 def check_allowed(case: Case, result: Decoded) -> None:
-    """Check that no token is banned and that the text meets its constraint."""
+    """Check that no token is banned and that the text satisfies its constraint."""
     assert result.tokens and result.finish != "failed", result
     if case.edits == "bans":
         assert not set(result.tokens) & set(BANNED), (result.tokens, BANNED)
@@ -300,8 +300,8 @@ def check_allowed(case: Case, result: Decoded) -> None:
 def check_same(case: Case, result: Decoded, other: Decoded, *, counted: bool = True) -> None:
     """Check that tokens, steps and counts are equal."""
     if result.tokens != other.tokens:
-        # With coarser rounding, or sums in another order over devices, nearly tied tokens may change places.
-        # A sampled draft of adaptive length gives another sample if the recent acceptance differs.
+        # With coarser rounding, or sums in another order on several devices, nearly tied tokens may swap places.
+        # A sampled draft of adaptive length yields another sample if the recent acceptance differs.
         adaptive_sample = case.shape == "auto" and case.drawn
         exact = case.weights == "float32" and case.cache is None and case.mesh is None and not adaptive_sample
         assert not exact, ("tokens", result, other)

@@ -1,4 +1,4 @@
-"""Every drafter and every rule on every surface, with drawn settings, from the tables."""
+"""Every drafter and every rule of the tables on every surface, with drawn settings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_command_opens_what_the_tables_allow_and_refuses_the_rest(drafter):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
-    """In each shape, sampled or constrained: a step keeps the shapes of the state, and emits drafted tokens."""
+    """Trace a step in each shape, sampled or constrained: it keeps the shapes of the state and emits drafted tokens."""
     lossy = verify.exact() if shape == "auto" else verify.mars(theta=0.5)
     rule = verify.rejection() if drawn else lossy
     case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, drawn))

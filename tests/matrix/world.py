@@ -1,4 +1,4 @@
-"""Random checkpoints of every kind that a command opens. They are so small that compilation takes most of the time."""
+"""Random checkpoints of every kind that a command opens. They are so small that compilation dominates the time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def world() -> World:
-    """Write the checkpoints, once in a process."""
+    """Write the checkpoints, once per process."""
     folder = Path(_folder().name)
     vocab = write_tokenizer(folder / "target", CORPUS, 20)
     (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
@@ -63,7 +63,7 @@ def world() -> World:
     shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
     def drawn(shapes, scale):
-        """Draw weights in numpy, which compiles nothing. Norms stay near 1."""
+        """Draw weights with numpy, which needs no compilation. Norms stay near 1."""
         return jax.tree.map(
             lambda x: (draw.normal(size=x.shape) * scale + (x.ndim == 1)).astype(np.float32), shapes
         )
@@ -77,11 +77,11 @@ def world() -> World:
         made = drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
         return made | {"ids": own.astype(np.int32)} if "ids" in made else made
 
-    # Heads draft from all but 8 tokens of the target.
+    # Heads draft from all tokens of the target except 8.
     own = np.setdiff1d(np.arange(vocab), np.random.default_rng(1).choice(vocab, 8, replace=False))
 
     params = drawn(shapes, 0.5)
-    # The target prefers letters and spaces, so that stop strings, spans and constraints occur in texts.
+    # The target prefers letters and spaces, so that stop strings, spans and constraints occur in its texts.
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     letters = {i for i in range(vocab) if set(tokenizer.decode([i])) <= set(string.ascii_lowercase + " ,")}
     params["unembed"] = params["unembed"] * np.isin(np.arange(vocab), [*letters])[:, None].astype(np.float32)

@@ -23,7 +23,7 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 LARGER = {"v5p": "v5p:2x2x2"}
 """Topologies of 8 devices."""
 NEW = {"tpu7x": "tpu7x:2x2x1"}
-"""Generations for which a few tests compile."""
+"""Newest generations, for which only a few tests compile."""
 
 
 def compile_for(
@@ -41,7 +41,7 @@ def compile_for(
 
 
 def arrays_written(program: str, elements: int) -> int:
-    """Count the instructions in the entry computation of an HLO text that write an array of so many elements to HBM.
+    """Count the instructions in the entry computation of an HLO text that write an array of `elements` to HBM.
 
     Prefetches of an operand into a chip's fast memory do not count.
     """
@@ -54,11 +54,10 @@ def arrays_written(program: str, elements: int) -> int:
 
 
 class Instruction(NamedTuple):
-    """A line of an HLO text."""
+    """A line of an HLO text. `dtype`, `size` and `dims` describe the first array of its result."""
 
     name: str
     opcode: str
-    # Of the first array of the result.
     dtype: str
     size: int
     dims: tuple[int, ...]
@@ -78,18 +77,17 @@ def instructions(program: str) -> list[Instruction]:
 
 
 def hbm_bytes(generation: str) -> int:
-    """Memory of one device."""
+    """Return the memory of one device in bytes."""
     return topology(TOPOLOGIES[generation]).hbm_bytes
 
 
 def mesh(generation: str, *, devices: int = 1, axis: str = "model") -> Mesh:
-    """The first devices of a topology of `generation` as a mesh of one axis."""
+    """Return the first devices of a topology of `generation` as a mesh of one axis."""
     found = topology((TOPOLOGIES | NEW)[generation] if devices <= 4 else LARGER[generation]).devices
     return Mesh(np.array(found[:devices]), (axis,))
 
 
 def abstract(tree: Any, on: Mesh, spec: PartitionSpec | None = None) -> Any:
-    """The shapes of a tree of arrays or `ShapeDtypeStruct`s, placed on a mesh; replicated where no spec is
-    given."""
+    """Return the shapes of a tree of arrays or `ShapeDtypeStruct`s, placed on a mesh; replicated by default."""
     sharding = NamedSharding(on, spec or PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -1,4 +1,4 @@
-"""The attention kernel at the shapes of published models, as functions to compile."""
+"""Functions that compile the attention kernel at the shapes of published models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tpu import aot
 
 
 class Heads(NamedTuple):
-    """What one device has of a model."""
+    """The attention heads of a model on one device."""
 
     kv_heads: int
     group: int
@@ -70,8 +70,11 @@ ALL = tuple(
 
 
 def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[str, Any]:
-    """Compile the kernel, also as the one that writes the rows of its queries. `arrays_of_logits` are the copies that
-    the program makes of keys or values, and `cache_bytes` what both take."""
+    """Compile the kernel, optionally the variant that also writes the rows of its queries.
+
+    In the report, `arrays_of_logits` counts the program's copies of keys or values, and `cache_bytes` is the size of
+    both.
+    """
     on, of, n = aot.mesh(generation), HEADS[case.heads], QUERIES[case.queries]
     dtype, scaled = jnp.dtype(case.dtype), case.dtype == "int8"
 
@@ -111,7 +114,7 @@ def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[s
 
 
 def layouts_of_scales(form: str, batch: int, generation: str) -> set[str]:
-    """Return the layouts of a cache's scales in a loop over steps: attention of a tree of 6, and the commit."""
+    """Return the layouts of a cache's scales in a loop over steps: attention of 6 nodes, and the commit."""
     on, heads, nodes, slots = aot.mesh(generation), HEADS["llama-3.1-8b"], 6, 4224
     sizes = {"kv_heads": heads.kv_heads, "head_dim": heads.dim}
     cache = jax.eval_shape(lambda: init_cache(layers=1, batch=batch, slots=slots, dtype="int8", **sizes))

@@ -1,4 +1,4 @@
-"""The whole decode step of published models in bfloat16, as a program to compile: draft, forward, verify, emit."""
+"""Functions that compile the whole decode step of published models in bfloat16: draft, forward, verify, emit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def weights(config: AnyConfig, on: Mesh) -> PyTree:
 
 
 def compile_step(case: Case, generation: str, chips: int, *, layers: int | None = None) -> dict[str, Any]:
-    """A Llama-3.1-8B, drafted by a Llama-3.2-1B or not at all. `layers` shortens both models."""
+    """Compile the loop of Llama-3.1-8B, drafted by Llama-3.2-1B or without a draft. `layers` shortens both models."""
     on = aot.mesh(generation, devices=chips)
     target, small = shortened("llama-3.1-8b", layers), shortened("llama-3.2-1b", layers)
     params = Params(target=weights(target, on))
@@ -80,23 +80,23 @@ def compile_step(case: Case, generation: str, chips: int, *, layers: int | None 
 
 
 def eagle_pair(target: ModelConfig, on: Mesh, **shape: Any) -> tuple[Drafter, Params]:
-    """An EAGLE-3 head of the published shape as a drafter, and the weights of both."""
+    """Return an EAGLE-3 head of the published shape as a drafter, and the weights of target and head."""
     head = EagleConfig.outline(target)
     drafter = drafters.eagle(head, model(target), 5, cache_dtype="bfloat16", **shape)
     return drafter, Params(target=weights(target, on), draft=weights(head, on))
 
 
 def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, Any]:
-    """The loop with an EAGLE-3 head, batch 1. `layers` shortens the target."""
+    """Compile the loop with an EAGLE-3 head at batch 1. `layers` shortens the target."""
     on, target = aot.mesh(case.generation, devices=case.chips), shortened(case.target, layers)
     drafter, params = eagle_pair(target, on, tree=TREE)
     return compile_loop(target, drafter, params, 1, case.generation, on)
 
 
 def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tuple[str, int, int]:
-    """The compiled loop of Llama-3.1-8B with an EAGLE-3 head over four v5e.
+    """Compile the loop of Llama-3.1-8B with an EAGLE-3 head on four v5e.
 
-    Return the program, the bytes of its temporaries, and those of one device's part of the embedding.
+    Return the program, the bytes of its temporaries, and the bytes of one device's part of the embedding.
     """
     on, target = aot.mesh("v5e", devices=4), shortened("llama-3.1-8b", layers)
     drafter, params = eagle_pair(target, on, tree=tree)
@@ -108,7 +108,7 @@ def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tu
 
 
 def prompt(context: int) -> str:
-    """The compiled program that reads a prompt, for a Llama-3.2-1B of two layers with an EAGLE-3 head over four v5e."""
+    """Compile the program that reads a prompt: Llama-3.2-1B of two layers with an EAGLE-3 head on four v5e."""
     on, target = aot.mesh("v5e", devices=4), shortened("llama-3.2-1b", 2)
     drafter, params = eagle_pair(target, on)
     decoder = speculative_decoder(model(target), drafter, verify.mars())

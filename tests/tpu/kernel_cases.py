@@ -1,4 +1,4 @@
-"""Every kernel at the named shapes, as functions to compile."""
+"""Functions that compile every kernel at the named shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from kernels_pallas.shapes import DRAFTS, VOCABULARIES, Draft
 from tests.tpu import aot
 
 HIDDEN = 256
-"""Width of the matmul that produces the logits: where they come from fixes their layout, and how wide it
-was does not."""
+"""Width of the matmul that produces the logits. The matmul fixes their layout; its width does not matter."""
 
 
 class Case(NamedTuple):
@@ -32,7 +31,7 @@ def name(case: Case) -> str:
 
 
 def kernel_cases() -> Iterator[Case]:
-    """Each of `VOCABULARIES` with each of `DRAFTS`, in float32; the batches in bfloat16 as well."""
+    """Yield each of `VOCABULARIES` with each of `DRAFTS` in float32, and the batches in bfloat16 as well."""
     for vocab in sorted(set(VOCABULARIES.values())):
         for draft in DRAFTS:
             yield Case("margin_stats", vocab, draft, "float32", False)
@@ -42,22 +41,29 @@ def kernel_cases() -> Iterator[Case]:
 
 
 def one_read(report: dict[str, Any]) -> int:
-    """Bytes that a kernel may move: the logits once, and its results, which are tiles of 512 bytes a row
-    each that are written, read and cut. A second read of the logits would be 64 KiB a row or more."""
+    """Return the bytes that a kernel may move: the logits once, and its results.
+
+    Each result is a tile of 512 bytes per row that is written, read and cut. A second read of the logits would be at
+    least 64 KiB per row.
+    """
     return report["logits_bytes"] + 10 * 2**10 * report["rows"] + 2**16
 
 
 def legal_arrays(report: dict[str, Any]) -> int:
-    """Arrays as large as the logits that a program may write: the matmul's. That of a single row is a
-    matrix-vector product, whose vector becomes a matrix of one row in a second array, half a megabyte
-    large."""
+    """Return the number of arrays as large as the logits that a program may write: the matmul's output.
+
+    For a single row, the matmul is a matrix-vector product, and its vector becomes a matrix of one row in a second
+    array of half a megabyte.
+    """
     return 2 if report["rows"] == 1 else 1
 
 
 def compile_kernel(case: Case, generation: str) -> dict[str, Any]:
-    """Compile unembedding and kernel, and unembedding alone. `arrays_of_logits` is 1 where nothing but the
-    matmul writes an array as large as the logits; `added_bytes` is the difference in the compiler's count
-    of bytes, in which another tiling of the matmul shows as well."""
+    """Compile the unembedding with the kernel, and the unembedding by itself.
+
+    In the report, `arrays_of_logits` is 1 if only the matmul writes an array as large as the logits. `added_bytes` is
+    the difference of the compiler's byte counts, which also reflects another tiling of the matmul.
+    """
     draft: Draft = DRAFTS[case.draft]
     dtype = jnp.dtype(case.dtype)
     on = aot.mesh(generation)
@@ -94,7 +100,7 @@ def compile_kernel(case: Case, generation: str) -> dict[str, Any]:
         report = aot.compile_for(stats, *producer, watch=elements)
     else:
         report = aot.compile_for(accept, *producer, *rest, watch=elements)
-    # In whatever layout the matmul leaves them, so that no copy into another one is counted.
+    # Let the matmul choose the layout of the logits, so that no copy into another layout counts.
     alone = aot.compile_for(unembed, *producer, out_shardings=Format(Layout.AUTO))
     logits = elements * dtype.itemsize
     added = report["bytes_accessed"] - alone["bytes_accessed"]

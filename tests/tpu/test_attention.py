@@ -1,4 +1,4 @@
-"""The attention kernel compiles for real TPUs, within their fast memory and without a copy of the cache."""
+"""The attention kernel compiles for real TPUs within their fast memory, without a copy of the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(case, generation):
     report = attention_cases.compile_case(case, generation)
     assert report["mosaic_kernels"] == 1 and not report["collectives"]
     if attention_cases.HEADS[case.heads].kv_heads > 1:
-        # One narrow head is stored with the rows of a batch in a tile where it is an argument, and not in a loop.
+        # A single narrow head is stored with the rows of a batch in one tile as an argument, but not in a loop.
         assert report["arrays_of_logits"] == 0 and report["temporary_bytes"] < report["cache_bytes"] / 2
 
 
@@ -43,7 +43,7 @@ def test_new_rows_are_written_in_place(case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "batch"), [("pallas", 8), ("xla", 4), ("xla", 1)])
 def test_scales_have_their_slots_in_the_lanes_all_the_time(form, batch):
-    """Heads there would be padded to 128: half as many bytes as the numbers, copied at every step."""
+    """Heads in the lanes would be padded to 128: half as many bytes as the values, copied in every step."""
     assert attention_cases.layouts_of_scales(form, batch, "v5e") == {"1,2,0"}
 
 

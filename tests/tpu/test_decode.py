@@ -1,4 +1,4 @@
-"""The whole decode loop compiles for real TPUs, alone and over four chips."""
+"""The whole decode loop compiles for real TPUs, on one chip and over four."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_the_autoregressive_loop_of_two_layers_compiles(generation, chips):
 def test_the_loop_with_a_draft_of_two_layers_compiles(case, generation, chips):
     report = decode_cases.compile_step(case, generation, chips, layers=2)
     assert report["hbm_share"] < 1
-    # The verifier runs a kernel, over four chips each on its part of the vocabulary, and so does each level of a draft
-    # that takes more than its likeliest token; over four chips a second kernel joins the parts. From 8 rows on each
-    # layer attends with one: the target's, and the draft's for what was accepted and for a level. Of one row the
-    # target's do where one chip has all heads, so that XLA would take its tree in turns.
+    # The verifier runs one kernel, over four chips each on its part of the vocabulary. So does each level of a draft
+    # that needs more than its likeliest token; over four chips a second kernel merges the parts. From 8 rows up, each
+    # layer attends with a kernel: the target's layers, and the draft's for accepted tokens and for a level. At one row
+    # only the target's layers do, if one chip has all heads, because XLA would process its tree serially.
     wide = sum(width > 1 for width in case.branching)
     in_turns = case.name == "tree" and chips == 1
     attending = 3 * 2 if case.batch >= KERNEL_ROWS else 2 * in_turns
@@ -48,11 +48,11 @@ def test_the_loop_with_a_draft_of_two_layers_compiles(case, generation, chips):
 def test_the_loop_with_an_eagle_head_and_a_dynamic_tree_compiles(case):
     report = decode_cases.compile_eagle(case, layers=4)
     assert report["hbm_share"] < 1
-    # The verifier's; two for the first level of the draft, and two in the loop over the others. One of two picks on
-    # each chip's part of the vocabulary and one joins the parts.
+    # One kernel for the verifier, two for the first level of the draft, and two in the loop over the other levels. The
+    # first of each two selects tokens on each chip's part of the vocabulary; the second merges the parts.
     assert report["mosaic_kernels"] == 5
-    # Between chips travel hidden states and a few numbers a node, but no vocabulary: at most the nodes of a tree by the
-    # hidden size of a 70B model.
+    # The chips exchange hidden states and a few numbers per node, but no vocabulary: at most the nodes of a tree times
+    # the hidden size of a 70B model.
     travels = [shape for name in report["collectives"] for shape in re.findall(r"\[([\d,]+)\]", name)]
     assert 0 < max(math.prod(map(int, shape.split(","))) for shape in travels) <= 64 * 8192
 
@@ -60,8 +60,10 @@ def test_the_loop_with_an_eagle_head_and_a_dynamic_tree_compiles(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [decode_cases.TREE, None], ids=["tree", "chain"])
 def test_a_loop_has_no_serial_gathers_large_sorts_or_copies(tree):
-    """Rows in a loop, masks and caches in gathers of single elements, sorts of a vocabulary, and copies of what is
-    large: each was once most of a step."""
+    """Check for rows in a loop, masks and caches in gathers of single elements, sorts of a vocabulary and large copies.
+
+    Each of them once took most of a step.
+    """
     batch, slots, levels = 5, 4096, 6 if tree else 4
     program, temporaries, embedding = decode_cases.eagle_loop(layers=2, batch=batch, tree=tree, slots=slots)
     instructions = aot.instructions(program)
@@ -75,7 +77,7 @@ def test_a_loop_has_no_serial_gathers_large_sorts_or_copies(tree):
         if i.opcode == "gather" and set(re.search(r"slice_sizes=\{([\d,]*)\}", i.text)[1].split(",")) <= {"1"}
     ]
     assert max(single, default=0) < slots
-    # Attention's loop over blocks of slots has no known length; what has one goes over the levels of the draft.
+    # Attention's loop over blocks of slots has no known trip count; the only loop with one is over the draft's levels.
     known = {int(n) for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', program)}
     assert known <= {levels}
     assert temporaries < embedding
@@ -83,15 +85,15 @@ def test_a_loop_has_no_serial_gathers_large_sorts_or_copies(tree):
 
 @pytest.mark.slow
 def test_a_prompt_is_passed_around_four_chips_and_read_by_the_kernel():
-    """Each of two layers sends rows around before two products and sums after two: three times, both ways."""
+    """Each of two layers sends rows around before two products and sums after two: three hops, both ways."""
     program = decode_cases.prompt(4096)
     assert program.count(" collective-permute-start(") == 2 * 4 * 3 * 2
-    # The halves of what each chip has, which are not in a row.
+    # Each chip has two halves of rows that are not contiguous.
     assert len(re.findall(r"%tree_attention-\S* = ", program)) == 2 * 4 * 2
 
 
 def test_neighbours_of_a_mesh_are_neighbours_on_the_slice():
-    """Rows of a prompt go around it."""
+    """The rows of a prompt travel around the mesh."""
     places = [chip.coords for chip in parse_mesh("model=4", topology("v5e:2x2").devices).devices]
     for one, other in zip(places, places[1:] + places[:1], strict=True):
         assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) == 1

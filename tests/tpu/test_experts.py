@@ -1,4 +1,4 @@
-"""Mixture of experts as the TPU compiler sees it: the experts are read where they are stored."""
+"""Mixture of experts compiled for TPUs: the kernel reads the experts in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERATIONS = ("v5e", "v5p", "v6e")
 def test_no_expert_is_copied(generation, rows):
     report = compiled(jax.ShapeDtypeStruct((EXPERTS, OUTER, INNER), "bfloat16"), rows, generation)
     assert report["mosaic_kernels"] == 1
-    # Rows are padded and copied; of 16 matrices not even one is.
+    # Only rows are padded and copied, and not even one of the 16 matrices.
     assert report["temporary_bytes"] < OUTER * INNER * 2
 
 
@@ -42,12 +42,12 @@ def test_no_expert_is_copied(generation, rows):
     ),
 )  # fmt: skip
 def test_in_8_bits_no_expert_is_copied_either(rows, outer, inner, generation):
-    """The last are the experts of Qwen3-235B on four chips, their hidden units divided."""
+    """The last case has the experts of Qwen3-235B on four chips, with their hidden units divided."""
     values = jax.ShapeDtypeStruct((64, outer, inner), "int8")
     w = Int8(values, jax.ShapeDtypeStruct((64, outer), "float32"), "bfloat16")
     report = compiled(w, rows, generation)
     assert report["mosaic_kernels"] == 1
-    # Rows, padded, and what is made of them in float32.
+    # The padded rows and their products in float32.
     assert report["temporary_bytes"] < 2 * 512 * (2 * inner + 4 * outer) < values.size
 
 
@@ -57,7 +57,7 @@ def test_where_xla_divides_the_work_it_gets_the_ragged_product():
     x = aot.abstract(jax.ShapeDtypeStruct((8, INNER), "bfloat16"), on)
     sizes = aot.abstract(jax.ShapeDtypeStruct((EXPERTS,), "int32"), on)
     report = aot.compile_for(dense_by_expert, x, w, sizes)
-    assert report["argument_bytes"] < EXPERTS * OUTER * INNER  # of 2 bytes each, on 4 chips
+    assert report["argument_bytes"] < EXPERTS * OUTER * INNER  # 2 bytes each, over 4 chips
 
 
 def compiled(w, rows, generation):

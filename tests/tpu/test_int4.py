@@ -1,4 +1,4 @@
-"""Products in 4 bits as the TPU compiler sees them: one kernel that reads the matrix where it is stored."""
+"""4-bit products compiled for TPUs: one kernel reads the matrix in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers import slow_but
 from tests.tpu import aot
 
 SHAPES = [(4096, 14336), (13824, 5120)]
-"""Inputs and outputs: of Llama-3.1-8B, and of Vicuna-13B, whose inputs are no multiple of 2,048."""
+"""Inputs and outputs of matrices of Llama-3.1-8B and Vicuna-13B; the latter's inputs are no multiple of 2,048."""
 
 
 def compiled(rows, size, shape, on, spec=None):
@@ -52,7 +52,7 @@ def compiled(rows, size, shape, on, spec=None):
 def test_a_product_is_one_kernel_and_copies_no_matrix(shape, rows, size, generation):
     report = compiled(rows, size, shape, aot.mesh(generation))
     assert report["mosaic_kernels"] == 1
-    # Rows, what is made of them, and scales, which are moved ahead.
+    # The rows, their intermediate results, and the prefetched scales.
     assert report["temporary_bytes"] < shape[0] * shape[1] / 4
 
 
@@ -73,7 +73,7 @@ def test_on_four_chips_each_multiplies_by_its_part_and_no_matrix_travels():
         others = [aot.abstract(x, on) for x in (tokens, start, cache)]
         report = aot.compile_for(by_rows(forward), params, *others)
     assert report["mosaic_kernels"] == 7
-    # What is added up after `o` and after `down`. The others are of the embeddings, which are in 8 bits.
+    # The sums after `o` and after `down`. The other collectives belong to the embeddings, which are in 8 bits.
     collectives = report["collectives"]
     assert collectives.pop("all-reduce bf16[8,512]") == 2
     assert all(re.fullmatch(r"all-reduce (f32\[8\]|u32\[2,512\])", name) for name in collectives)

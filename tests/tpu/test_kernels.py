@@ -1,4 +1,4 @@
-"""The kernels compile for real TPUs, with one read of the logits. Nothing is executed; libtpu is enough."""
+"""The kernels compile for real TPUs and read the logits once. Nothing is executed; libtpu suffices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOME = [
     kernel_cases.Case("margin_accept", 128256, "chain-batch", "float32", True),
     kernel_cases.Case("margin_accept", 151936, "tree-batch", "float32", True),
 ]
-"""Rows of a matrix and trees of their own, both dtypes, both operations."""
+"""Both kinds of draft (rows of a matrix, separate trees), both dtypes and both operations."""
 
 
 def check(case, generation):
@@ -51,7 +51,7 @@ def test_every_kernel_compiles_at_every_named_shape(case, generation):
 
 
 def logits_of(vocab, on, spec=None):
-    """A program's logits as the compiler sees them, and their arguments."""
+    """Return the abstract arguments of `unembed`: hidden states and weights."""
     hidden, weight = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 8, 128), (128, vocab)))
     return (aot.abstract(hidden, on), aot.abstract(weight, on, spec))
 

@@ -1,4 +1,4 @@
-"""Each kernel for the generations that are sold, with the libtpu that is there: `.ci/run newest` has the newest."""
+"""Each kernel for current TPU generations, with the installed libtpu; `.ci/run newest` installs the newest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The rules of distributions, and `nucleus` over rejection: how each decides, written again in Python from its paper,
-one draft and one token at a time. Every decision is compared with those, and the text of whole steps with their law."""
+"""Rules of distributions, and `nucleus` over rejection, compared with Python versions written from their papers.
+
+Every decision is compared one draft and one token at a time, and the text of whole steps with its law.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -21,13 +23,13 @@ VOCAB, ROWS = 4, 9_000
 
 
 def over(weights):
-    """Weights as a distribution; None where there is nothing."""
+    """Normalise weights to a distribution; return None if all are zero."""
     weights = np.maximum(weights, 0)
     return weights / weights.sum() if weights.sum() > 1e-12 else None
 
 
 def by_target(v, p, q, x):
-    """Rejection against v: the chance of x, and what is drawn from in its place."""
+    """Return rejection against v: the chance of accepting x, and the distribution drawn from otherwise."""
     return min(1.0, v[x] / q[x]), over(v - q)
 
 
@@ -58,7 +60,7 @@ def opt(z, p, q, x, alpha):
 
 @functools.cache
 def closest(p, q, bound):
-    """f64[V]: min(max(q, a p), b p) for tuples p and q, by nested roots of a and b: the KL divergence falls with a."""
+    """Return f64[V]: min(max(q, a p), b p) for tuples p and q, by nested roots for a and b; KL decreases with a."""
     p, q = over(np.asarray(p)), over(np.asarray(q))
     inside = p > 0
 
@@ -91,7 +93,7 @@ def fuzzy_tv(z, p, q, x, bound):
 
 
 def released(z, p, q, x, ratio):
-    kept = np.where(p > 0, z, -np.inf)  # the filters have set what they exclude to -inf
+    kept = np.where(p > 0, z, -np.inf)  # filters set excluded tokens to -inf
     first, second = np.argsort(-kept)[:2]
     if kept[second] / kept[first] > ratio and x in (first, second):
         return 1.0, None
@@ -107,7 +109,7 @@ def nucleus(z, p, q, x, mass):
 
 class Law(NamedTuple):
     rule: Any
-    decide: Any  # (z, p, q, x, number) -> chance of x, and the distribution that is drawn from else
+    decide: Any  # (z, p, q, x, number) -> chance of x, and the distribution to draw from otherwise
     number: float
 
 
@@ -128,7 +130,7 @@ LAWS = {
 
 
 def law_of(law, z, p, q):
-    """f64, shaped as p: the distribution of one emitted token after every prefix, over all drafts."""
+    """Return f64 of the shape of p: the law of one emitted token after every prefix, over all drafts."""
     flat = [x.reshape(-1, VOCAB) for x in (z, p, q)]
     made = np.zeros_like(flat[1])
     for row, (z_row, p_row, q_row) in enumerate(zip(*(x.astype(float) for x in flat), strict=True)):
@@ -142,7 +144,7 @@ def law_of(law, z, p, q):
 
 @functools.cache
 def steps():
-    """Drafts of two tokens and the target's logits; every setting in one batch."""
+    """Return drafts of two tokens and the target's logits, with every setting in one batch."""
     settings = rule_oracles.controls_of([rule_oracles.SETTINGS[b % 5] for b in range(ROWS)])
     z_table, q_table = rule_oracles.tables(41, VOCAB, 3), rule_oracles.tables(42, VOCAB, 2)
     tree, drafted = sampled_chain(rule_oracles.keys_of(1, ROWS), q_table, settings, ROWS)
@@ -152,7 +154,7 @@ def steps():
 
 @pytest.mark.parametrize("name", slow_but(LAWS, "opt"))
 def test_the_text_follows_the_law_of_the_paper(name):
-    """The token after the draft follows the target."""
+    """The emitted text follows the law; the token after the draft follows the target."""
     law = LAWS[name]
     settings, z_table, q_table, tree, logits = steps()
     verdict = jax.jit(judge(law.rule))(rule_oracles.keys_of(2, ROWS), tree, logits, settings)
@@ -160,14 +162,14 @@ def test_the_text_follows_the_law_of_the_paper(name):
     for s, row in enumerate(rule_oracles.SETTINGS):
         p, q = rule_oracles.processed_tables(z_table, row), rule_oracles.processed_tables(q_table, row)
         named = [law_of(law, *layer) for layer in zip(z_table[:2], p[:2], q, strict=True)] + [p[2]]
-        assert np.abs(named[0] - p[0]).max() > 0.02 or s  # another law than the target's
+        assert np.abs(named[0] - p[0]).max() > 0.02 or s  # the law differs from the target's
         sequences = rule_oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], named)
         assert rule_oracles.chi_square(sequences, rule_oracles.sequence_probabilities(named)) > 1e-3, row
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name and name != "nucleus"])
 def test_every_decision_is_the_papers(name):
-    """Without draws: of 300 pairs of distributions, some of which exclude tokens, every x that can be drafted."""
+    """Without random draws: check every possible x for 300 pairs of distributions, some of which exclude tokens."""
     law, rng, pairs = LAWS[name], np.random.default_rng(5), 300
     z, y = (rng.normal(0, 1.5, (pairs, VOCAB)).astype(np.float32) for _ in range(2))
     top_k = rng.integers(2, VOCAB + 1, pairs)
@@ -193,7 +195,7 @@ def test_every_decision_is_the_papers(name):
 
 
 def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
-    """The very function of transformers, given the numbers that it would draw: one on each side of our chance."""
+    """Run transformers' own function on fixed uniforms, one on each side of our acceptance probability."""
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("transformers.generation.utils")
     rng, weight = np.random.default_rng(7), 0.3
@@ -229,7 +231,7 @@ def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
 
 
 def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
-    """Every distribution of three tokens in steps of 1/200 that is within the bound; the second target excludes one."""
+    """Check all distributions of three tokens on a grid of 1/200 within the bound; the second target excludes one."""
     parts = np.arange(201)
     grid = np.stack(np.meshgrid(parts, parts, indexing="ij"), -1).reshape(-1, 2)
     grid = grid[grid.sum(1) <= 200]
@@ -247,7 +249,7 @@ def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
         assert harms[0] <= bound + 1e-6
         accepted = np.minimum(q_row, np.vstack([v, grid])).sum(1)
         best = accepted[1:][harms[1:] <= bound].max(initial=0)
-        # The best of the grid is off by a step for each token at most; at bound 0 p itself may be no point of it.
+        # The grid's optimum is at most one step per token off. At bound 0, p itself may not be on the grid.
         most = best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6
         assert best - 1e-5 <= accepted[0] <= most
 

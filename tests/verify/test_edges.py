@@ -1,5 +1,8 @@
-"""The rules of edges: the tokens that they let through are those that the warpers of transformers keep, entropies are
-scipy's, and what no package has is decided node by node in Python."""
+"""Rules of edges, compared with references.
+
+Accepted tokens are those that transformers' warpers keep, entropies are scipy's, and the rest is decided node by node
+in Python.
+"""
 
 import functools
 
@@ -23,7 +26,7 @@ VOCAB, ROWS, NODES = 12, 60, 7
 
 @functools.cache
 def case(chain: bool):
-    """Random trees, half of whose tokens are among the target's best, and its logits; entropies are of all sizes."""
+    """Return random trees with half of their tokens among the target's best, and logits of varied entropy."""
     rng = np.random.default_rng(3)
     logits = rng.normal(0, rng.choice([0.3, 1.0, 3.0], (ROWS, NODES, 1)), (ROWS, NODES, VOCAB))
     best = np.argsort(-logits, axis=-1)
@@ -48,18 +51,18 @@ both = pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 
 
 def relaxable(rule, tree, logits, **given):
-    """bool[B, N - 1]: of the edges below the root."""
+    """Return bool[B, N - 1]: the relaxable edges below the root."""
     return np.asarray(for_rows(rule, ROWS).relaxable(verify.evidence(tree, logits, **given)))[:, 1:]
 
 
 def at_edges(tree, per_node):
-    """What [B, N, V] says of each drafted token at its parent, [B, N - 1]."""
+    """Return the value of [B, N, V] at each drafted token and its parent, [B, N - 1]."""
     tokens, parents = np.asarray(tree.tokens)[:, 1:], np.asarray(tree.parents)[:, 1:]
     return np.asarray(per_node)[np.arange(ROWS)[:, None], parents, tokens]
 
 
 def warped(logits, *warpers):
-    """bool[B, N, V]: what warpers of transformers keep."""
+    """Return bool[B, N, V]: the tokens that warpers of transformers keep."""
     torch = pytest.importorskip("torch")
     scores = torch.tensor(np.asarray(logits)).reshape(-1, VOCAB)
     for warper in warpers:
@@ -100,7 +103,7 @@ def test_adaptive_lets_through_what_min_p_keeps(chain, theta, warpers):
 def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon, warpers):
     """Eta sampling is typical acceptance with delta = sqrt(epsilon), as in Medusa's defaults.
 
-    It always keeps the best token. An edge rule need not.
+    It always keeps the best token; an edge rule need not.
     """
     tree, logits = case(chain)
     expected = at_edges(tree, warped(logits, warpers.EtaLogitsWarper(epsilon, device="cpu")))
@@ -124,7 +127,7 @@ def test_nucleus_lets_through_what_top_p_keeps_of_the_processed_target(chain, ma
 
 
 def best_tokens(logits):
-    """bool[B, N, V]"""
+    """Return bool[B, N, V]: the target's best tokens."""
     return np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True)
 
 
@@ -139,7 +142,7 @@ def test_the_entropy_gate_opens_by_scipys_entropy(chain):
 
 
 def unsure(z, least):
-    """The three largest probabilities, as they are; scipy's entropy would make them sum to one."""
+    """Return whether the three largest probabilities have high entropy; scipy's entropy would renormalise them."""
     p = np.sort(scipy.special.softmax(np.asarray(z, float)))[-3:]
     return scipy.special.entr(p).sum() >= least
 
@@ -151,7 +154,7 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
     tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
 
     def goes_on(b, node, more):
-        """Whether `more` drafted tokens after a node can be the target's own."""
+        """Return whether `more` drafted tokens after a node can be the target's own."""
         children = [
             c for c in range(1, NODES) if parents[b, c] == node and tokens[b, c] == z[b, node].argmax()
         ]
@@ -175,7 +178,7 @@ def test_fly_refuses_a_draft_shorter_than_its_window():
 
 
 def spent(tree, logits, gap, most, total):
-    """One greedy step of ASD in Python: for each row the accepted tokens, and what is left of the budget."""
+    """Run one greedy step of ASD in Python; return the accepted tokens and the remaining budget of each row."""
     tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
     out = []
     for b in range(ROWS):
@@ -217,7 +220,7 @@ def test_a_budget_is_spent_as_in_python(chain, gap, most, total):
 
 @pytest.mark.slow
 def test_over_rejection_a_step_relaxes_no_more_than_its_share():
-    """Every drafted token is the runner-up, and rejection refuses nearly all of them."""
+    """Every drafted token is the runner-up, and rejection rejects nearly all of them."""
     tokens = jnp.asarray([[0, 1, 1, 1, 1]] * ROWS, jnp.int32)
     sure = jnp.tile(jnp.asarray([[[0.0, -9.0, -9.0]]]), (ROWS, 5, 1))
     tree = trees.chain(tokens, sure[..., jnp.asarray([1, 0, 2])])
@@ -231,7 +234,7 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
 
 @pytest.mark.parametrize("base", [verify.rejection(), verify.rejection(block=True)], ids=["tokens", "blocks"])
 def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
-    """Where the target is certain, 0 is accepted and 1 is refused but may be relaxed."""
+    """The target is certain of token 0, which is accepted; token 1 is rejected but may be relaxed."""
     rng, nodes = np.random.default_rng(0), 8
     drafted, most = rng.integers(0, 2, (ROWS, nodes - 1)), rng.integers(0, 4, ROWS)
     tree = trees.chain(jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32))

@@ -37,11 +37,11 @@ TREES = {
 
 @pytest.mark.parametrize("name", slow_but(TREES, "chain", "tree with a repeated sibling and padding"))
 def test_exact_leaves_the_target_distribution(name):
-    """Every fifth row has one of the settings; all rows go through one compilation."""
+    """Every fifth row has the same settings, and all rows share one compilation."""
     tree = TREES[name]
     rows = [rule_oracles.SETTINGS[b % len(rule_oracles.SETTINGS)] for b in range(ROWS)]
     table = rule_oracles.tables(11, VOCAB, 3)
-    nodes = []  # the target's logits at each node of the tree, which is the same in every row
+    nodes = []  # the target's logits at each node; the tree is the same in every row
     for i in range(tree.tokens.shape[1]):
         prefix, node = [], i
         while node > 0:
@@ -59,7 +59,7 @@ def test_exact_leaves_the_target_distribution(name):
 
 
 def test_exact_walks_where_the_sample_of_each_node_leads():
-    """The verdict is that of a Python walk over `sample`, greedy and sampled rows mixed."""
+    """The verdict equals a Python walk over `sample`, with greedy and sampled rows mixed."""
     tree = random_tree(np.random.default_rng(1))
     logits = jax.random.normal(jax.random.key(1), (B, N, V))
     settings = rule_oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])

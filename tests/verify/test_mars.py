@@ -27,7 +27,7 @@ ratio_rule = jax.jit(judge(mars()))
 
 
 def jitted(rule):
-    """One compilation of a rule for all tests of one shape."""
+    """Compile a rule once for all tests of one shape."""
     return jitted_structure(jax.tree.structure(rule))
 
 
@@ -40,7 +40,7 @@ def jitted_structure(structure):
 
 
 def algorithm_1(drafted, logits, theta):
-    """The paper's Algorithm 1, literally: the tokens it emits."""
+    """Return the tokens that the paper's Algorithm 1 emits, implemented literally."""
     output = []
     for x, z in zip(drafted, logits, strict=False):
         first, second = np.argsort(-z, kind="stable")[:2]
@@ -69,7 +69,7 @@ def test_temperature_zero_is_algorithm_1_of_the_paper(seed):
 
 
 def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
-    """One row: which edges may be taken although they are not exact."""
+    """Return, for one row, the edges that may be taken although they are not exact."""
     result = [False]
     for i in range(1, len(tokens)):
         z = logits[parents[i]]
@@ -86,7 +86,7 @@ def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
 
 @pytest.mark.parametrize("margin", MARGINS)
 def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
-    """All guards at once on random trees with repeated siblings and padding."""
+    """Apply all guards at once, on random trees with repeated siblings and padding."""
     verify = jax.jit(judge(mars(margin=margin)))
     draw = jax.jit(sampling.sample)
     num_relaxed = 0
@@ -124,7 +124,7 @@ ROWS = 192
 
 
 def chain_case(seed, temperature=0.8):
-    """Target logits with close seconds, a draft sampled from a true q that resembles them, and controls."""
+    """Return target logits with close runners-up, a draft sampled from a similar true q, and controls."""
     rng, rows, nodes, vocab = np.random.default_rng(seed), ROWS, 6, 5
     controls = rule_oracles.controls_of([(temperature, 0, 1.0, 0.0)] * rows, theta=0.3, max_relaxed_run=9)
     logits = jnp.asarray(rng.normal(3, 1, (rows, nodes, vocab)), jnp.float32)
@@ -184,8 +184,9 @@ def test_margins_are_their_formulas_and_strict_at_infinity():
 
 @pytest.mark.parametrize("base", slow_but(BASES[1:], BASES[1]), ids=lambda v: v.name)
 def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_relaxed(base):
-    """Until the first relaxed edge the walk is the base's; that edge is where the base stopped, is relaxable,
-    and the token the base emitted there is neither a stop token nor the drafted one.
+    """The walk is the base's up to the first relaxed edge. That edge is where the base stopped, and it is relaxable.
+
+    The token that the base emitted there is neither a stop token nor the drafted one.
     """
     keys, tree, logits, controls = chain_case(seed=4)
     controls = controls.replace(
@@ -230,9 +231,10 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
 
 @pytest.mark.parametrize("block", slow_but([False, True], True))
 def test_behind_a_relaxed_token_rejection_starts_afresh(block):
-    """The first token is relaxed or accepted in every row; later margins are negative and strict. So what
-    follows is the target's own continuation of the drafted token: exactly so token-wise. A block's stop looks
-    at the tokens drafted after it, which are no longer samples of q where it stopped: only nearly so.
+    """The first token is relaxed or accepted in every row; later margins are negative and strict.
+
+    So the rest is the target's own continuation of the drafted token: exactly with token-wise rejection, and nearly so
+    with blocks. A block's stop depends on the tokens drafted after it, which given that stop are not samples of q.
     """
     vocab, rows, first = 4, 20_000, 2
     rng = np.random.default_rng(0)

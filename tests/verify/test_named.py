@@ -1,4 +1,4 @@
-"""Rules by name: of the table, with weights, and of the user's own files."""
+"""Rules by name: from the table, with weights, and from a user's file."""
 
 from __future__ import annotations
 

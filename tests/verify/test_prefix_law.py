@@ -1,4 +1,4 @@
-"""The law of the first tokens under `exact_prefix`, where the strict base decides on whole blocks at once."""
+"""The law of the first tokens under `exact_prefix`, if the strict base decides on whole blocks."""
 
 import functools
 
@@ -20,6 +20,6 @@ def test_by_blocks_the_first_tokens_follow_the_target_and_the_next_does_not(kind
     text, tau = sampled(CHAIN, LOOSE[kind](exact_prefix=2))
     target = rule_oracles.sequence_probabilities(law(TARGET))
     assert rule_oracles.chi_square(text[:, :2], target.sum(2)) > 1e-3
-    # The third token is off by far more than 12,000 draws are.
+    # The third token deviates by far more than the noise of 12,000 draws.
     assert np.abs(np.bincount(text[:, 2], minlength=6) / len(text) - target.sum((0, 1))).sum() > 0.05
     assert tau > 1.3

@@ -1,4 +1,4 @@
-"""Token-wise and block verification against exact enumeration, and by chi-square through the whole rule."""
+"""Token-wise and block verification: compared with exact enumeration, and by chi-square through the whole rule."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from tests.helpers.sampled_chains import probabilities, sampled_chain
 
 
 def python_rule(block, p, q, drafted):
-    """Float64, along one draft: acceptance thresholds of nodes 1..K, residual weights of nodes 0..K."""
+    """Compute in float64, along one draft, the thresholds of nodes 1..K and the residual weights of nodes 0..K."""
     depth = len(drafted)
     p = [p[i][drafted[:i]] for i in range(depth + 1)]
     q = [q[i][drafted[:i]] for i in range(depth)]
@@ -29,14 +29,15 @@ def python_rule(block, p, q, drafted):
             continue
         r = min(r * p[i][x] / q[i][x], 1.0)
         left = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
-        certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 where nothing is left to emit
+        certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 if no mass is left
         thresholds.append(r if i + 1 == depth else 1.0 if certain else left / (left + 1 - r))
     return thresholds, [*residuals, p[depth]]
 
 
 def python_cases(block, p, q, deterministic):
-    """(probability, draft, uniforms, node of the stop, residual weights) over all drafts and all ways the
-    uniforms can fall: below a threshold or above it, always hugging it.
+    """Yield (probability, draft, uniforms, stop node, residual weights) for all drafts and all cells of the uniforms.
+
+    Each uniform is slightly below or slightly above its threshold.
     """
     vocab, depth = p[0].size, len(q)
     for drafted in itertools.product(range(vocab), repeat=depth):
@@ -56,9 +57,10 @@ def python_cases(block, p, q, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("vocab", "depth"), [(5, 1), (4, 2), (3, 3)])
 def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(vocab, depth, deterministic):
-    """Sum over every draft, every cell of the uniforms and every emitted token, with the weights that the
-    code gives to the last: the emitted sequences, completed by the target, are the target's. The cells'
-    probabilities are the reference's; the code meets them 1e-4 from each threshold on both sides.
+    """Sum over every draft, every cell of the uniforms and every emitted token, with the code's emission probabilities.
+
+    The emitted sequences, completed by the target, must have the target's distribution. The probabilities of the cells
+    are the reference's; the code is run 1e-4 from each threshold on both sides.
     """
     mean_accepted = {}
     for block, seed in itertools.product((False, True), range(2)):
@@ -72,7 +74,7 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
         rows = len(weights)
         assert abs(weights.sum() - 1) < 1e-9
         logits = np.stack([rule_oracles.after(p_logits, drafted[:, :i]) for i in range(depth + 1)], 1)
-        # The last node's q is never read: NaN says so.
+        # The last node's q is never read, so NaN must have no effect.
         unread = [np.full((rows, vocab), np.nan, np.float32)]
         q = np.stack([rule_oracles.after(q_logits, drafted[:, :i]) for i in range(depth)] + unread, 1)
         tokens = jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32)
@@ -86,7 +88,7 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
             assert stop[c] == stops[c], (drafted[c], uniforms[c])
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
             prefix = tuple(drafted[c, : stops[c]])
-            left = depth - stops[c]  # tokens after the emitted one: the target's own
+            left = depth - stops[c]  # tokens after the emitted one, which the target draws
             rest = target[prefix].sum(tuple(range(1, left + 1)), keepdims=True)
             joint[prefix] += weights[c] * emit[c].reshape((vocab,) + (1,) * left) * target[prefix] / rest
         np.testing.assert_allclose(joint, target, atol=2e-6)
@@ -99,7 +101,7 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
 
 @functools.partial(jax.jit, static_argnums=0)
 def stretch(block, tree, logits, uniforms):
-    """Where the rule stops given its uniforms, and the distribution f32[B, V] of the token it emits there."""
+    """Return the node at which the rule stops for the uniforms, and the distribution f32[B, V] of its next token."""
     ratios = _Ratios.of(tree, logits)
     rule = _block_stop if block else _token_stop
     stop, scale = rule(ratios, uniforms, jnp.zeros(tree.tokens.shape[:1], jnp.int32))
@@ -112,7 +114,7 @@ def stretch(block, tree, logits, uniforms):
     slow_but(itertools.product([False, True], repeat=2), (True, False)),
 )
 def test_rejection_leaves_the_target_distribution(block, deterministic):
-    """All settings, greedy rows and rows with a padded tail in one batch of one compilation."""
+    """One batch, with one compilation, has all settings, greedy rows and rows with a padded tail."""
     vocab, rows = 4, 18_000
     choices = [*rule_oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
     settings = rule_oracles.controls_of([choices[b % 6] for b in range(rows)])
@@ -130,7 +132,7 @@ def test_rejection_leaves_the_target_distribution(block, deterministic):
     verdict = jax.jit(judge(rejection(block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
-    assert np.mean(count) > 1.3  # it does accept
+    assert np.mean(count) > 1.3  # drafts are accepted
     for s, row in enumerate(choices):
         p = rule_oracles.processed_tables(p_table, row)
         sequences = rule_oracles.complete(np.random.default_rng(s), out[s::6], count[s::6], p)

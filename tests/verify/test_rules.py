@@ -1,6 +1,6 @@
-"""Every rule of the table through the same tests, on a model that sees every wrong mask, slot and rollback.
+"""Every rule of the table in the same tests, on a model that exposes every wrong mask, slot and rollback.
 
-A new rule is one row of `CASES`; a test at the end says so of the table.
+A new rule is one row of `CASES`; a test below fails if a rule of the table is missing.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ SETTINGS = {"temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0]}
 
 
 class Case(NamedTuple):
-    rule: Any  # relaxing
-    base: Any  # what it is where it is strict
+    rule: Any  # at settings that relax
+    base: Any  # the rule that it equals if strict
     strict: dict[str, Any] | None = (
-        None  # numbers at which the rule is its base; None: only the switch does it
+        None  # numbers at which the rule equals its base; None if only `strict` does that
     )
     changed: dict[str, Any] | None = None  # other numbers
     params: Any = ()
@@ -133,14 +133,17 @@ LIKE_ANOTHER = {
     "cactus", "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees",
     "phrase", "mentored", "fuzzy",
 }  # fmt: skip
-"""Rules that are a formula in a seam that another rule of the table has as well, and keep no state: they are slow."""
+"""Rules without state that differ from another rule of the table only in a formula. Their tests are slow ones."""
 SEAMS = ("mixture", "budget")
-"""A rule of each kind: of distributions, relaxed with state."""
+"""One rule of each kind: over distributions, and relaxed with state."""
 
 
 def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
-    """The tests of a rule come one after the other, by the scope of a module: all that they change is a value, so that
-    each finds the one program of the rule, and the one of its base."""
+    """Parametrize a test over rules.
+
+    The module scope runs all tests of a rule in sequence. They only change values, so they share the compiled programs
+    of the rule and of its base.
+    """
     names = [name for name, case in CASES.items() if holds(case)]
     return pytest.mark.parametrize("name", slow_but(names, *fast), scope="module")
 
@@ -148,7 +151,7 @@ def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
 every_rule = rules_that()
 relaxing = rules_that(lambda case: case.relaxes)
 with_other_numbers = rules_that(lambda case: case.changed is not None)
-one_rule_of_each_seam = rules_that(fast=SEAMS)  # for what compiles another program
+one_rule_of_each_seam = rules_that(fast=SEAMS)  # for tests that compile another program
 
 
 def with_numbers(rule, numbers):
@@ -169,7 +172,7 @@ def decoded(case, rule, **settings):
 
 
 def compiled():
-    """How many programs there are."""
+    """Return the number of compiled programs."""
     return decode.run._cache_size(), decode._start._cache_size()
 
 
@@ -235,7 +238,7 @@ def test_the_exact_prefix_of_each_row_follows_its_base(name):
     found = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
     for row, other, end in zip(found, want, ends, strict=True):
         assert row[:end] == other[:end]
-    # One row of them alone.
+    # Set the prefix of only one row.
     own, one = prefix_of_one(case.rule, prefixes)
     assert decoded(case, own) == [found[row] if row == one else free[row] for row in range(BATCH)]
     assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == want
@@ -243,7 +246,7 @@ def test_the_exact_prefix_of_each_row_follows_its_base(name):
 
 
 def prefixes_of(free, want):
-    """Prefixes to two tokens past the first that the rule relaxes, where it relaxes any, and where they end."""
+    """Return prefixes that end two tokens after the first relaxed token, 0 if there is none, and where they end."""
     differ = [
         next((i for i, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), 0)
         for pair in zip(free, want, strict=True)
@@ -253,7 +256,7 @@ def prefixes_of(free, want):
 
 
 def prefix_of_one(rule, prefixes):
-    """The rule with the prefix of the first row that has one, and that row."""
+    """Return the rule with only the prefix of the first row that has one, and that row."""
     one = next(row for row, prefix in enumerate(prefixes) if prefix)
     return with_numbers(rule, {"exact_prefix": [p * (row == one) for row, p in enumerate(prefixes)]}), one
 
@@ -265,7 +268,7 @@ def test_lossless_rules_have_no_exact_prefix():
 
 @flax.struct.dataclass
 class Wrapped:
-    """Somebody's wrapper, which forwards nothing but the call."""
+    """A user's wrapper that forwards only the call."""
 
     inner: Any
     calls: Any
@@ -289,7 +292,7 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
 
 @every_rule
 def test_a_text_ends_at_its_first_stop_token(name):
-    """No relaxed rule puts a stop token in, and none is passed over."""
+    """A relaxed rule neither inserts a stop token nor skips one."""
     stops, lengths = [3, 7], prompts()[1].tolist()
     found = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
     for text, n in zip(found, lengths, strict=True):
@@ -310,7 +313,7 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
 @pytest.mark.parametrize("generated", [0, 1, 2, 3])
 @pytest.mark.parametrize("rule", [verify.mars(theta=0.5), verify.adaptive(theta=0.5)])
 def test_an_exact_prefix_ends_at_its_token(rule, generated):
-    """Every drafted token is the runner-up; of two strict tokens the ones that came before are taken off."""
+    """Every drafted token is the runner-up. Generated tokens count towards the two strict ones."""
     tree = trees.chain(jnp.asarray([[0, 2, 2, 2, 2]], jnp.int32))
     given = verify.evidence(
         tree,

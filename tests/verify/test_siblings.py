@@ -1,5 +1,7 @@
-"""Rejection along trees whose siblings were drawn without replacement: by exact enumeration, and by chi-square of text
-that real drafters drafted."""
+"""Rejection along trees with siblings drawn without replacement: by exact enumeration, and by chi-square of text.
+
+The text is drafted by real drafters.
+"""
 
 import functools
 import itertools
@@ -23,7 +25,7 @@ VOCAB = 3
 
 
 def sequences_without_replacement(q, count):
-    """Every ordered draw of `count` tokens from q without replacement, with its probability."""
+    """Yield every ordered draw of `count` tokens from q without replacement, with its probability."""
     for drawn in itertools.permutations(range(len(q)), count):
         chance, rest = 1.0, 1.0
         for token in drawn:
@@ -33,7 +35,7 @@ def sequences_without_replacement(q, count):
 
 
 def python_node(p, q, drawn, deterministic):
-    """Float64: the threshold of each sibling in turn, and what is left of p after each refusal."""
+    """Compute in float64 the threshold of each sibling in turn, and the remainder of p after each rejection."""
     p, q, thresholds, left = p.copy(), q.copy(), [], []
     for token in drawn:
         here = np.eye(len(p))[token] if deterministic else q
@@ -48,7 +50,7 @@ def python_node(p, q, drawn, deterministic):
 
 
 def cells(thresholds):
-    """(chance, index of the accepted sibling or None, uniforms) of every way the uniforms can fall, near thresholds."""
+    """Yield (chance, index of the accepted sibling or None, uniforms) of each cell of the uniforms, near thresholds."""
     chance, uniforms = 1.0, []
     for index, at in enumerate(thresholds):
         yield chance * at, index, [*uniforms, at * (1 - 1e-4)]
@@ -60,7 +62,7 @@ def cells(thresholds):
     ("branching", "deterministic"), [((2, 2), False), ((3, 1), False), ((1, 3), False), ((2, 2), True)]
 )
 def test_enumeration_gives_the_target_distribution(branching, deterministic):
-    """Over every draft of two levels, every cell of the uniforms and every emitted token, completed by the target."""
+    """Sum over drafts of two levels, cells of the uniforms and emitted tokens; the target completes the sequences."""
     p, q = (
         probabilities(rule_oracles.tables(0, VOCAB, 3)),
         probabilities(rule_oracles.tables(9, VOCAB, 2, 1.0)),
@@ -131,7 +133,7 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
 
 
 def test_siblings_are_drawn_without_replacement_in_their_order():
-    """Two draws from a vocabulary of four, under filters, against the law of sequential draws."""
+    """Compare two draws from a vocabulary of four, under filters, with the law of sequential draws."""
     rows, logits = 20_000, jnp.asarray([[1.0, 0.3, -0.5, 0.9]])
     chosen = [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0)]
     settings = rule_oracles.controls_of([chosen[row % 4] for row in range(rows)])
@@ -145,8 +147,8 @@ def test_siblings_are_drawn_without_replacement_in_their_order():
         for pair, chance in sequences_without_replacement(q, 2):
             joint[pair] = chance
         assert rule_oracles.chi_square(ids[s::4], joint) > 1e-3
-    assert np.all(ids[2::4] == [0, 3])  # a greedy row has its best ones
-    assert np.all(ids[3::4] == [0, NO_TOKEN])  # a filter that leaves one token leaves one child
+    assert np.all(ids[2::4] == [0, 3])  # a greedy row takes the best tokens
+    assert np.all(ids[3::4] == [0, NO_TOKEN])  # a filter that keeps one token gives one child
 
 
 SHAPES = {"static": (2, 2), "dynamic": drafters.Dynamic(top_k=3, depth=2, nodes=6)}
@@ -164,7 +166,7 @@ def test_text_from_a_sampled_tree_follows_the_target(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_under_a_mixture_follows_the_mixture(shape):
-    """The first token, after whose parent there is always a draft; the text of such a rule ends with p."""
+    """Check only the first token, whose parent always has a draft: at the end of a draft the rule emits from p."""
     drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
     text, _ = sampled(drafter, verify.mixture(weight=0.5))
     assert rule_oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
@@ -179,7 +181,7 @@ CHAINS_ONLY = [
 
 
 def on_a_tree(rule, drawn):
-    """The verdict on a tree of three nodes, which carries its q or not."""
+    """Return the verdict on a tree of three nodes, with or without its q."""
     tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
     if drawn:
         tree = tree.replace(draft_logits=jnp.zeros((1, 3, 4)))

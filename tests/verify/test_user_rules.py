@@ -1,4 +1,4 @@
-"""Rules that a program defines itself: which errors pass, and when two of them share a compiled program."""
+"""Rules that a program defines itself: error handling, and when two of them share a compiled program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_errors_of_the_rules_of_this_package_pass_unchanged(monkeypatch):
 
 
 def broken(name, body):
-    """A rule over edges that overrides one method."""
+    """Return a rule over edges that overrides one method."""
     methods = {"low": lambda self, evidence: jnp.ones(evidence.tree.tokens.shape, bool), name: body}
     return struct.dataclass(type("Gate", (verify.Relaxed,), {"__module__": __name__} | methods))()
 
@@ -80,7 +80,7 @@ def test_edges_with_dimensions_of_size_1_are_broadcast(method, shape):
 
 
 def failing(name):
-    """A function of this name that raises."""
+    """Return a function of this name that raises."""
     namespace: dict[str, Any] = {}
     exec(
         compile(f"def {name}(self, *given): raise ZeroDivisionError", __file__, "exec"), globals(), namespace
@@ -94,7 +94,7 @@ ATTRIBUTES = {"needs": "a tuple of strings", "name": "a string", "check_drafter"
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_that_raises_gets_one_sentence_with_its_cause(name):
     attribute = failing(name) if name == "check_drafter" else property(failing(name))
-    # A request with `strict` is refused by a sentence with the name of the lossless rule.
+    # The error for a request with `strict` contains the name of the lossless rule.
     fields = {"__module__": __name__, "lossless": name == "name", name: attribute}
     kind = struct.dataclass(type("Gate", (verify.Relaxed,), fields))
     requests = [Request(prompt="", prompt_tokens=(1,), strict=True)]
@@ -124,7 +124,7 @@ def test_an_annotation_that_cannot_be_evaluated_is_ignored(tmp_path):
 
 
 def classes():
-    """Two rules with the same fields: one accepts every runner-up, the other none."""
+    """Return two rule classes with the same fields: one accepts every runner-up, the other none."""
 
     def defined(accepts):
         @struct.dataclass(kw_only=True)
@@ -140,7 +140,7 @@ def classes():
 
 
 def test_rules_of_different_classes_share_no_program_even_with_the_same_fields():
-    """As where a notebook defines a class again; jaxlib takes the two for equal."""
+    """A notebook may define a class twice; jaxlib considers the two equal."""
     one, other = (kind(theta=np.float32(1)) for kind in classes())
     assert structure(one) != structure(other)
     assert structure(one) == structure(type(one)(theta=np.float32(2)))

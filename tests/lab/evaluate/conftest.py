@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and one finished benchmark of them that many tests look at."""
+"""Tiny random checkpoints, and one finished benchmark of them that many tests share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMES = {"date", "seconds", "tokens_per_second", "speedup", "seconds_per_task", 
 
 
 def timeless(value):
-    """A JSON value without the times in it."""
+    """Return a JSON value without its times."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in TIMES}
     return [timeless(v) for v in value] if isinstance(value, list) else value
@@ -33,7 +33,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory):
-    """A jsonl task of four prompts that is scored."""
+    """Write a scored jsonl task of four prompts."""
     pytest.importorskip("rouge_score")
     file = tmp_path_factory.mktemp("evaluate") / "prompts.jsonl"
     rows = [{"prompt": p, "metric": "rouge_l", "reference": "a b c d e the sea sun"} for p in PROMPTS]
@@ -43,7 +43,7 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def flags(target, prompts):
-    """Flags of the benchmark but for the output. The target drafts for itself, so sampling decides."""
+    """Return the flags of the benchmark except the output. The target drafts for itself, so only sampling matters."""
     return [
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2),
         *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3, "--thetas", 0.9, 0.5),
@@ -52,7 +52,7 @@ def flags(target, prompts):
 
 
 def dying_after(groups: int, run=answers._decoded):
-    """`answers._decoded` for so many groups of problems, and then a kill."""
+    """Return a version of `answers._decoded` that is interrupted after the given number of groups of problems."""
     left = iter(range(groups))
 
     def dying(*args, **options):
@@ -79,7 +79,7 @@ def read_folder(path: Path) -> Folder:
 
 @pytest.fixture(scope="session")
 def finished(flags, tmp_path_factory):
-    """One uninterrupted run."""
+    """Return the files of one uninterrupted run."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("evaluate") / "finished"
     calls = []
