@@ -218,7 +218,7 @@ def load_head(
 def _read(
     config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, bits: int | None
 ) -> tuple[Head, PyTree]:
-    """Read the params of a head. Return them after its config, in which tables shared with the target are not own."""
+    """Read the params of a head. In the returned config, `own_embed` and `own_unembed` are False for shared tables."""
     shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
     config = dataclasses.replace(
         config,
