@@ -78,7 +78,7 @@ def _factor(operand: Any) -> int:
 
 
 class _Hooks(NodeTransformer):
-    """Inserts filters into a syntax tree where the environment has no hook: literals, `~`, loops and macros."""
+    """A transformer that inserts filters at nodes without a hook in the environment: literals, `~`, loops, macros."""
 
     def visit_List(self, node: Any) -> Any:
         self.generic_visit(node)

@@ -54,7 +54,9 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
     data = text_part(data)
     family = _family(data)
     defaults = FAMILIES[family].defaults
-    theta = defaults.get("rope_theta", 10000.0)  # not merged into `data`, where it could contradict rope_parameters
+    theta = defaults.get(
+        "rope_theta", 10000.0
+    )  # not merged into `data`, where it could contradict rope_parameters
     data = {key: value for key, value in defaults.items() if key != "rope_theta"} | data
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if type(data.get(key)) is not int]

@@ -118,7 +118,7 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return, for each key, the values under which the forward pass equals the config's."""
+    """Return the values of each key that leave the config's forward pass unchanged."""
     width = (config.head_dim,)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {

@@ -128,7 +128,7 @@ class Pretrained:
         )
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Return a context in which to trace and run programs over these params: `jax.set_mesh` if there is a mesh."""
+        """Return a context for tracing and running programs over these params: `jax.set_mesh` if there is a mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
@@ -269,7 +269,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return token ids of a conversation up to the point at which the model answers.
+        """Return token ids of a conversation, ending at the position of the model's answer.
 
         Args:
           turns: each with a `role` and `content`. If the last one is the assistant's, the model continues it.

@@ -70,7 +70,7 @@ def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 def save(
     path: str | os.PathLike[str], config: ModelConfig, params: PyTree, *, overwrite: bool = False
 ) -> Path:
-    """Write config.json and model.safetensors to a new directory, all or nothing; see `write_directory`.
+    """Write config.json and model.safetensors to a new directory atomically; see `write_directory`.
 
     Args:
       path: the directory. Its parents are created.

@@ -1,6 +1,6 @@
-"""A running `DecodeState` on disk: saved between two steps, restored in another process, on another mesh.
+"""Saving of a running `DecodeState` between two steps, and restoring in another process or on another mesh.
 
-Oracle: the same rows decoded without a break (tests/core/test_steps_by_the_piece.py).
+Oracle: the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mars_jax.hub.durable import writing
 
 
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
-    """Write a running state as an Orbax checkpoint, all or nothing: tokens, caches, keys and the rule's numbers.
+    """Write a running state (tokens, caches, keys and rule state) atomically as an Orbax checkpoint.
 
     In a run of several processes, all of them must call it. The checkpoint contains neither weights nor structure: to
     restore it, a program needs a state with the same rule, drafter and shapes.

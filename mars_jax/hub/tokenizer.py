@@ -24,7 +24,7 @@ _READ = (
 )
 """Patterns of all files that transformers reads for a tokenizer."""
 
-# Classes under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
+# Class names that transformers 4 and 5 write for a tokenizer that tokenizer.json describes in full.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Keys of tokenizer_config.json that do not affect encoding or decoding. `_NAMED` keys affect it only if they name a
 # token that tokenizer.json does not mark as special.

@@ -1,8 +1,8 @@
 """EAGLE heads as published on the Hugging Face hub <-> (EagleConfig, params).
 
 Layouts: those of SafeAILab/EAGLE, SpecForge and NVIDIA, `midlayer.*` or `layers.0.*`, and of speculators. Their
-config.json files differ in which fields they have, and copy fields of the target that have no meaning in a head. So the
-config is inferred from the tensors if possible. Oracle: heads written by PyTorch (tests/hub/test_heads.py).
+config.json files have different fields, and copy fields of the target that have no meaning in a head. The config is
+therefore inferred from the tensors if possible. Oracle: heads written by PyTorch (tests/hub/test_heads.py).
 V vocabulary, W draft vocabulary.
 """
 

@@ -118,7 +118,7 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
       key: of config.json, for messages.
       layers: the value of `key`.
       count: number of the target's layers.
-      states: `layers` numbers hidden states, of which state i + 1 is the output of layer i.
+      states: `layers` contains numbers of hidden states. State i + 1 is the output of layer i.
     """
     if not isinstance(layers, list) or any(type(i) is not int for i in layers):
         raise MarsError(f"{key} is {layers!r}: give a list of whole numbers.")
