@@ -122,7 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def compile(self, source: Any, *args: Any, **options: Any) -> Any:
-        """Compile a template with its hooks."""
+        """Compile a template after inserting the hooks."""
         if len(source) > TEMPLATE_BYTES:
             raise TemplateError(f"it has {len(source):,} characters: expected at most {TEMPLATE_BYTES:,}")
         self.finalize = pass_context(lambda context, value: self._new(value))

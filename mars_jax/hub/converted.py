@@ -89,7 +89,7 @@ def restore_params(
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
             raise
-        except Exception as error:  # safetensors raises its own, ValueError and OSError alike
+        except Exception as error:  # safetensors raises its own errors, ValueError and OSError
             raise MarsError(
                 f"'{path}' cannot be read ({first_line(error)}): convert the checkpoint again."
             ) from None

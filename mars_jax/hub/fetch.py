@@ -104,7 +104,7 @@ def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
         with activity.doing(f"downloading {repository}") as going:
             path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_telling(going))
             return Path(path)
-    except Exception as error:  # huggingface_hub raises its own, httpx's and OSError alike
+    except Exception as error:  # huggingface_hub raises its own errors, httpx's and OSError
         raise _refusal(repository, error, wanted) from None
 
 

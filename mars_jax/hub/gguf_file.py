@@ -170,7 +170,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Return the metadata of one file, with strings as bytes, and its tensors.
 
     Raises:
-      MarsError: as `read_gguf`.
+      MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or not GGUF.
     """
     try:
         version = version_of(path)

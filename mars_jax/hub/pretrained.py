@@ -210,7 +210,7 @@ class Pretrained:
                 text = self.tokenizer.apply_chat_template(
                     [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
                 )
-        except Exception:  # there is no template, or it refuses these turns
+        except Exception:  # there is no template, or it rejects these turns
             text = ""
         after = text.partition(content)[2]
         ends = [token for token in special if token and after.startswith(token)]

@@ -1,4 +1,7 @@
-"""The rotary embedding of a config.json <-> Rope. Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5."""
+"""Conversion between the rope settings of a config.json and Rope.
+
+Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5.
+"""
 
 from __future__ import annotations
 
