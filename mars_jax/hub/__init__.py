@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints <-> `Pretrained`, heads <-> (config, params)."""
+"""Loading and saving of checkpoints as `Pretrained`, and of heads as (config, params)."""
 
 from mars_jax.hub.conversion import convert
 from mars_jax.hub.files import is_here

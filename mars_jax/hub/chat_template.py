@@ -1,7 +1,7 @@
-"""Limits on chat templates, which are programs by the author of a checkpoint.
+"""Resource limits for chat templates, which are programs written by the author of a checkpoint.
 
-transformers runs them in Jinja's sandbox, which keeps them from reaching Python but not from taking all memory and
-time: `{{ 'x' * 10**10 }}` has 10 GB, and three nested loops over `range(99999)` do not end. `BoundedEnvironment` limits
+transformers runs them in Jinja's sandbox. The sandbox protects Python's internals but limits neither memory nor time:
+`{{ 'x' * 10**10 }}` takes 10 GB, and three nested loops over `range(99999)` never finish. `BoundedEnvironment` limits
 the processor time of one rendering, the memory of the values that it creates, and the operands of one operation.
 Oracle: the sandbox itself (tests/hub/test_chat_template.py).
 """
@@ -26,11 +26,11 @@ from jinja2.visitor import NodeTransformer
 from mars_jax.core.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS, TEMPLATE_SIZE
 
 _NUMBER_BITS = 1 << 16
-"""Bits of an integer: the time of a product grows with their square."""
+"""Largest size of an integer in bits. The time of a product grows with the square of it."""
 _ITEM = 64
-"""Bytes of an item of a list, counted like characters."""
+"""Size of a list item in characters."""
 _COUNT = 1 << 24
-"""Largest integer as a count or a width."""
+"""Largest integer that is a count or a width."""
 _LINEAR = (
     *("startswith", "endswith", "find", "index", "count", "split", "partition"),
     *("removeprefix", "removesuffix", "default", "d", "truncate", "map", "select", "reject"),
@@ -41,13 +41,13 @@ _REFUSED = (
     *("encode", "decode", "generate_lorem_ipsum"),
     *("pprint", "urlize", "striptags", "xmlattr", "wordwrap"),
 )
-"""Functions and filters whose time the sizes of their arguments do not bound."""
+"""Functions and filters that may take unbounded time on small arguments."""
 _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
-"""A width of millions in a format string, or one that is an argument."""
+"""A field width in a format string that is in the millions, or is itself an argument."""
 
 
 def _size(value: Any) -> int:
-    """Return the characters and items of a value at all depths; an item that occurs twice counts twice."""
+    """Return the size of a nested value in characters; an item that occurs twice counts twice."""
     size, pending = 0, [value]
     while pending and size <= TEMPLATE_SIZE:
         item = pending.pop()
@@ -71,14 +71,14 @@ def _size(value: Any) -> int:
 
 
 def _factor(operand: Any) -> int:
-    """Return how many times an operand may repeat another one."""
+    """Return an upper bound on how often an operand may repeat another one."""
     if not isinstance(operand, int):
         return _size(operand)
     return abs(operand) if abs(operand) <= _COUNT else 2 * TEMPLATE_SIZE + 1
 
 
 class _Hooks(NodeTransformer):
-    """Inserts filters into a syntax tree where the environment has no hook: literals, `~`, loops and macros."""
+    """A transformer that inserts filters at nodes without a hook in the environment: literals, `~`, loops, macros."""
 
     def visit_List(self, node: Any) -> Any:
         self.generic_visit(node)
@@ -99,7 +99,7 @@ class _Hooks(NodeTransformer):
     visit_Macro = visit_CallBlock = visit_For
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> Any:
-        return nodes.Const(node.data, lineno=node.lineno)  # as a value it is counted
+        return nodes.Const(node.data, lineno=node.lineno)  # constants are counted, template data is not
 
 
 def _filtered(node: Any, name: str) -> nodes.Node:
@@ -122,12 +122,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def compile(self, source: Any, *args: Any, **options: Any) -> Any:
-        """Compile a template with its hooks."""
+        """Compile a template after inserting the hooks."""
         if len(source) > TEMPLATE_BYTES:
             raise TemplateError(f"it has {len(source):,} characters: expected at most {TEMPLATE_BYTES:,}")
         self.finalize = pass_context(lambda context, value: self._new(value))
         self.filters = {name: self._limited(function, name) for name, function in self.filters.items()}
-        # With the context as an argument, Jinja does not compute constants when it compiles.
+        # Jinja does not fold constants at compile time through a filter that takes the context.
         self.filters[" new"] = pass_context(lambda context, value: self._new(value))
         self._start()
         return super().compile(_Hooks().visit(self.parse(source)), *args, **options)
@@ -202,7 +202,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @functools.lru_cache(maxsize=16)
 def _compiled(compile_template: Callable[[str], Template], source: str) -> Template:
-    """Compile a template in the environment of transformers, with its filters, extensions and globals."""
+    """Compile a template with the filters, extensions and globals of transformers' environment."""
     environment = compile_template("").environment.overlay()
     environment.__class__ = BoundedEnvironment
     return environment.from_string(source)
@@ -215,7 +215,7 @@ _replacing = threading.RLock()
 def bounded_templates() -> Iterator[None]:
     """Make transformers render chat templates in a `BoundedEnvironment`, for one thread at a time.
 
-    transformers has no argument for the environment.
+    It replaces a function of transformers, which has no argument for the environment.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

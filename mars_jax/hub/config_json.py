@@ -1,4 +1,7 @@
-"""config.json of a Hugging Face checkpoint <-> ModelConfig. Oracle: the config classes of transformers 5."""
+"""Conversion between config.json of a Hugging Face checkpoint and ModelConfig.
+
+Oracle: the config classes of transformers 5.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ def _family(data: dict[str, Any]) -> str:
 
 
 def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Make a ModelConfig from the contents of config.json and, if there is one, of generation_config.json.
+    """Make a ModelConfig from the contents of config.json and, if it exists, generation_config.json.
 
-    The stop tokens of both files are merged, config.json's first.
+    The stop tokens of both files are merged, those of config.json first.
 
     Raises:
-      MarsError: an architecture, rope type, activation or combination of sizes that is not supported.
+      MarsError: the architecture, rope type, activation or combination of sizes is not supported.
 
     >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24}
     >>> sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -51,7 +54,9 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
     data = text_part(data)
     family = _family(data)
     defaults = FAMILIES[family].defaults
-    theta = defaults.get("rope_theta", 10000.0)  # kept apart: in `data` it would contradict rope_parameters
+    theta = defaults.get(
+        "rope_theta", 10000.0
+    )  # not merged into `data`, where it could contradict rope_parameters
     data = {key: value for key, value in defaults.items() if key != "rope_theta"} | data
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if type(data.get(key)) is not int]
@@ -59,7 +64,7 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
         raise MarsError(
             f"config.json gives no number for {', '.join(missing)}: use the config the checkpoint came with."
         )
-    check_parts(data["num_hidden_layers"])  # before a list is made of one entry for each
+    check_parts(data["num_hidden_layers"])  # before lists of this length are created
     key = FAMILIES[family].activation
     activation = given(data, key, defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:
@@ -98,7 +103,7 @@ def read_json(path: Path, most: int = JSON_BYTES) -> dict[str, Any]:
     """Read the object in a JSON file of at most `most` bytes.
 
     Raises:
-      MarsError: the file is not there, or is not a JSON object.
+      MarsError: the file is absent, unreadable, or not a JSON object.
     """
     try:
         data = json.loads(read_text(path, most))
@@ -107,7 +112,7 @@ def read_json(path: Path, most: int = JSON_BYTES) -> dict[str, Any]:
         raise MarsError(
             f"there is no readable {path.name} in '{path.parent}'{reason}: give a checkpoint's directory."
         ) from None
-    except (ValueError, RecursionError) as error:  # the second: lists within lists, 100,000 deep
+    except (ValueError, RecursionError) as error:  # RecursionError: lists nested 100,000 deep
         raise MarsError(f"'{path}' is not valid JSON ({error}): download the checkpoint again.") from None
     if not isinstance(data, dict):
         raise MarsError(
@@ -117,12 +122,12 @@ def read_json(path: Path, most: int = JSON_BYTES) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write an object as a JSON file for people to read."""
+    """Write an object as an indented JSON file."""
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
-    """Read the config of a checkpoint directory, and the dtype it names ("float16", "bfloat16", ... or None)."""
+    """Read the config of a checkpoint directory and its dtype ("float16", "bfloat16", ... or None if not listed)."""
     data = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     try:
@@ -134,13 +139,13 @@ def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
 
 
 def dtype_of(data: dict[str, Any]) -> str | None:
-    """Return the dtype that a config.json names, under the key of transformers 5 or the one before it."""
+    """Return the dtype in a config.json, under the key of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
     dtype = data.get("dtype") or data.get("torch_dtype")
     return str(dtype).removeprefix("torch.") if dtype else None
 
 
 def to_json(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """Return the contents of config.json, as transformers 4 and 5 read it."""
+    """Return the contents of config.json for transformers 4 and 5."""
     family = FAMILIES[config.family]
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
     eos = config.eos_token_ids

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face checkpoint or a GGUF file once, so that it loads without casting and onto any mesh."""
+"""Conversion of a Hugging Face checkpoint or GGUF file into a directory that loads onto any mesh without casting."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Write a checkpoint that `load` restores onto any mesh; each process reads the parts of its own devices.
+    """Write a checkpoint that `load` restores onto any mesh. Each process reads only the parts for its devices.
 
-    The config, generation config and tokenizer are copied. One array of params is in memory at a time. The directory
-    gets its name when it is complete and on disk.
+    The config, generation config and tokenizer are copied. Only one array of params is in memory at a time. The
+    directory appears under its name once it is complete and on disk.
 
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: directory, new or empty.
       dtype: as for `load`.
       overwrite: replace a destination that is itself a conversion.
-      progress: is called with the bytes written since the last call.
+      progress: called with the number of bytes written since the last call.
 
     Returns:
       The destination.
 
     Raises:
-      MarsError: a source that `load` does not take either, a destination in use, or one that cannot be written.
+      MarsError: `load` does not support the source, or the destination is in use or cannot be written.
 
     >>> convert("Qwen/Qwen3-235B-A22B", "qwen3-235b", dtype="int8")  # doctest: +SKIP
     PosixPath('qwen3-235b')
@@ -93,11 +93,11 @@ def convert(
 
 
 def _to_bytes(fields: Sequence[HostArray]) -> bytes:
-    """Return the contents of the safetensors file of one array of params."""
+    """Serialise one array of params as a safetensors file."""
     from safetensors.numpy import save
 
     values = [next(iter(field.parts.values())) for field in fields]  # without a sharding there is one part
-    # A host that packs 4 bits has a dtype that safetensors lacks.
+    # safetensors has no dtype for int4.
     values = [value.astype(np.int8) if value.dtype == jnp.int4 else value for value in values]
     return save(dict(zip(FIELDS, values, strict=False)))
 
@@ -114,7 +114,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _copy_files(source: Path, place: Path, dtype: str) -> None:
-    """Copy everything but the weights: config.json with its new dtype, generation config, tokenizer, chat template."""
+    """Copy all files except the weights: config.json with its new dtype, generation config, tokenizer, template."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if wanted and file.is_file() and not file.name.endswith(".index.json"):

@@ -1,7 +1,8 @@
-"""Read a conversion, the directory that `conversion.convert` writes.
+"""Reader of conversions, the directories that `conversion.convert` writes.
 
-`weights/` has one safetensors file for each array of params, named by its path, such as `layers.0.down.safetensors`. It
-holds `values`, and for a matrix in 8 or 4 bits its other fields too. conversion.json lists a checksum of each file.
+`weights/` has one safetensors file for each array of params, named after its path, such as
+`layers.0.down.safetensors`. The file contains `values`, and the other fields of a matrix in 8 or 4 bits.
+conversion.json lists a checksum of each file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mars_jax.models.quantize import FORMS, Leaf
 from mars_jax.models.weights import Weight, build_rows, get, leaves
 
 MANIFEST = "conversion.json"
-"""File that is written last: a directory without it is not a conversion."""
+"""The file that is written last: a directory without it is not a conversion."""
 WEIGHTS = "weights"
 FIELDS = ("values", "scale", "offset")
 """Tensors in a file: `values`; in 8 bits also `scale`; in 4 bits all three."""
@@ -32,8 +33,8 @@ FIELDS = ("values", "scale", "offset")
 class Conversion(NamedTuple):
     """Contents of conversion.json."""
 
-    dtype: str  # floating; of all arrays that are not quantised
-    bits: int | None  # of matrices; None if they are floating
+    dtype: str  # floating; dtype of all arrays that are not quantised
+    bits: int | None  # bits of matrices; None if they are floating
     checksums: dict[str, int]  # CRC-32 by file in `WEIGHTS`
 
 
@@ -52,17 +53,17 @@ def restore_params(
 ) -> tuple[PyTree, str]:
     """Load the params of a conversion onto their devices, and return them with their floating dtype.
 
-    Each process reads the parts that its devices hold, and checks its share of the files.
+    Each process reads the parts for its own devices, and checks its share of the files.
 
     Args:
       directory: of the conversion.
-      config: its config.
+      config: of the model.
       dtype: as for `hub.load`.
       shardings: of the params.
       check: compare the checksum of each file.
 
     Raises:
-      MarsError: the conversion has another dtype that cannot be cast, is damaged, or does not fit its config.
+      MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
     conversion = _read_manifest(directory)
     stored = next((name for name, bits in specs.BITS.items() if bits == conversion.bits), conversion.dtype)
@@ -88,7 +89,7 @@ def restore_params(
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
             raise
-        except Exception as error:  # safetensors raises its own, ValueError and OSError alike
+        except Exception as error:  # safetensors raises its own errors, ValueError and OSError
             raise MarsError(
                 f"'{path}' cannot be read ({first_line(error)}): convert the checkpoint again."
             ) from None
@@ -129,7 +130,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Any) -> Any:
 
 
 def _place(tensor: Any, leaf: Leaf) -> jax.Array:
-    """Put a tensor of a file on the devices of `leaf`, reading only their parts."""
+    """Load a tensor of a file onto the devices of `leaf`. Read only the parts that they need."""
     if tuple(tensor.get_shape()) != leaf.shape:
         raise ValueError(f"its shape is {tensor.get_shape()} and config.json implies {list(leaf.shape)}")
     dtype = jnp.dtype(leaf.dtype)

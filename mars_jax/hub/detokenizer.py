@@ -1,4 +1,4 @@
-"""Text of tokens as they come, piece by piece."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Turn a growing list of tokens into text, piece by piece. Joined, the pieces are the text of all tokens.
+    """An incremental detokenizer. Its pieces of text, joined, are the text of all tokens.
 
     Text that a later token may change is held back: an unfinished character, and with byte fallback a whole run of
     byte tokens, since `tokenizers` replaces every byte of a run that is not valid UTF-8. Only the tokens since the
@@ -20,8 +20,8 @@ class Detokenizer:
     def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
         self._decode = pretrained.decode
         self._invalid_byte = pretrained.invalid_byte
-        # The end of the prompt is the context in which the first new token is decoded: a tokenizer may drop the space
-        # before the first word. Characters of which the context has only a part are left out.
+        # Decode the first new token after the end of the prompt, since a tokenizer may drop the space before the first
+        # word of a text. Drop tokens from its front while it contains a partial character.
         context = list(prompt_tokens)[-8:]
         while REPLACEMENT in self._decode(context):
             context.pop(0)
@@ -48,7 +48,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def _may_change(self) -> bool:
-        """True if the text ends in a run of byte tokens, which an invalid byte would replace as a whole."""
+        """Return True if the text ends in a run of byte tokens, which an invalid byte would replace as a whole."""
         if self._invalid_byte is None:
             return False
         window = self._tokens[self._context :]

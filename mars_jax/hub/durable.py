@@ -1,4 +1,4 @@
-"""Write files and directories whole: under a temporary name until everything is on disk."""
+"""Atomic writes of files and directories, under a temporary name until everything is on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mars_jax.core.errors import MarsError, unwritable
 
 @contextlib.contextmanager
 def writing(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of the operating system, and a full disk as any library reports it, into a MarsError."""
+    """Convert errors of the operating system, and a full disk as any library reports it, into a MarsError."""
     try:
         yield
     except MarsError as error:
@@ -36,12 +36,12 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
 
 
 def check_place(target: str | os.PathLike[str]) -> None:
-    """Create the parent directory of `target`, and check that it can be written to.
+    """Create the parent directory of `target`, and check that it is writable.
 
-    Only a trial shows this: for root, /proc appears to be writable.
+    The check writes a temporary directory, since permissions are not enough: for root, /proc appears to be writable.
 
     Raises:
-      MarsError: it cannot.
+      MarsError: the parent cannot be created or is not writable.
     """
     path = Path(target)
     with writing(target):
@@ -51,7 +51,7 @@ def check_place(target: str | os.PathLike[str]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on disk."""
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,7 +60,7 @@ def sync(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when all files in a directory and its folders are on disk."""
+    """Wait until all files in a directory and its subdirectories are on disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
             sync(Path(folder, name))
@@ -68,10 +68,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a whole file or nothing, and return when it is on disk under its name.
+    """Write a file atomically, and return when it is on disk under its name.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     staged = path.with_name(f"{path.name}.partial")
     try:
@@ -93,7 +93,7 @@ def staging_path(target: Path) -> Path:
 def staging(target: Path) -> Iterator[Path]:
     """Yield an empty directory next to `target`, on the same file system, and delete it at the end.
 
-    It first deletes what a killed process left there.
+    Files that a killed process left in it are deleted first.
     """
     place = staging_path(target)
     shutil.rmtree(place, ignore_errors=True)

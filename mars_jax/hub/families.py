@@ -1,4 +1,4 @@
-"""Fields of config.json that only some Hugging Face architectures have, read and written.
+"""Readers and writers of the config.json fields that only some Hugging Face architectures have.
 
 Oracle: the config classes of transformers 5.
 """
@@ -18,13 +18,13 @@ _KINDS = {True: "sliding_attention", False: "full_attention"}
 
 
 class Family(NamedTuple):
-    """One architecture's reading and writing of the fields that the others leave alone."""
+    """How to read and write the fields that are specific to one architecture."""
 
     architecture: str
     read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig
-    write: Callable[[ModelConfig], dict[str, Any]]  # and back
-    defaults: dict[str, Any]  # what config.json means where it says nothing
-    activation: str = "hidden_act"  # the key that names it
+    write: Callable[[ModelConfig], dict[str, Any]]  # the inverse
+    defaults: dict[str, Any]  # values of the keys that config.json leaves out
+    activation: str = "hidden_act"  # the key of the activation
 
 
 def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
@@ -43,7 +43,10 @@ def _types(config: ModelConfig) -> list[str]:
 
 
 def _window(config: ModelConfig) -> int | None:
-    """Return the window of the layers that have one; `hub.save` refuses several sizes, which come back as one."""
+    """Return the largest window; None if no layer has one.
+
+    config.json has room for one size. `hub.save` refuses configs with several, since they do not survive a round trip.
+    """
     return max((window for window in config.windows if window is not None), default=None)
 
 
@@ -57,7 +60,7 @@ def _read_llama(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_mistral(data: dict[str, Any]) -> dict[str, Any]:
-    window = data.get("sliding_window", 4096)  # an absent key means the first Mistral; null means none
+    window = data.get("sliding_window", 4096)  # the first Mistral has no such key; null means no window
     return {
         "windows": (window,) * data["num_hidden_layers"],
         "num_kv_heads": count(data, "num_key_value_heads", 8),
@@ -69,7 +72,7 @@ def _write_mistral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_windows(data: dict[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's windows: off unless `use_sliding_window`, then per layer type or from `max_window_layers` on."""
+    """Return Qwen's windows: by layer type or from layer `max_window_layers`; none unless `use_sliding_window`."""
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
         return (None,) * layers
@@ -105,13 +108,13 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
-    """Read Qwen3's fields; `decoder_sparse_step` and `mlp_only_layers` both say which layers have no experts."""
+    """Read Qwen3-MoE's fields. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
     step, plain = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     return _biases(data) | {
         "qk_norm": True,
         "windows": (window if data.get("use_sliding_window") else None,) * layers,
-        "num_experts": data.get("num_local_experts", data["num_experts"]),  # transformers 5 and before it
+        "num_experts": data.get("num_local_experts", data["num_experts"]),  # transformers 5, else 4
         "experts_per_token": data["num_experts_per_tok"],
         "expert_size": data["moe_intermediate_size"],
         "normalize_experts": bool(data.get("norm_topk_prob", False)),
@@ -134,14 +137,14 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
-    """Read fields that Gemma 2 and 3 share; every layer but each `every`-th has a window."""
+    """Read the fields that Gemma 2 and 3 share. All layers except each `every`-th have a window."""
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
     kinds = data.get("layer_types") or [
         _KINDS[(i + 1) % every != 0] for i in range(data["num_hidden_layers"])
     ]
     cap, scalar = data.get("final_logit_softcapping"), float(data["query_pre_attn_scalar"])
-    if not 0 < scalar < math.inf:  # ModelConfig takes 0 for the width of a head
+    if not 0 < scalar < math.inf:  # in a ModelConfig, 0 means the width of a head
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
         "windows": _windows(kinds, data.get("sliding_window")),
@@ -159,7 +162,7 @@ def _read_gemma2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
-    """Read Gemma 3's fields; rope is per layer type as in transformers 5, or has `rope_local_base_freq` (before it)."""
+    """Read Gemma 3's fields. Rope is given per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}
@@ -186,7 +189,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     return {
         "layer_types": _types(config),
         "sliding_window": _window(config),
-        # Its config class takes whole numbers only.
+        # The config class of transformers accepts only whole numbers.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": config.attention_cap,
         "final_logit_softcapping": config.logit_cap,
@@ -244,7 +247,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def text_part(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a checkpoint's text model: of Gemma 3 with images its `text_config`, else the whole.
+    """Return the config of a checkpoint's text model: `text_config` of Gemma 3 with images, otherwise all of `data`.
 
     >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})
     {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': ['Gemma3ForCausalLM']}
@@ -252,5 +255,5 @@ def text_part(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("model_type") != "gemma3" or not isinstance(data.get("text_config"), dict):
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
-    # The outer stop tokens are the model's: those of text_config are defaults of its config class.
+    # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
     return data["text_config"] | outer | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}

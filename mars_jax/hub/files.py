@@ -1,6 +1,6 @@
-"""The files of a checkpoint: where they are, which tensors they hold, reading some rows of a tensor at a time.
+"""The files of a checkpoint: where they are, which tensors they contain, and how to read some rows of a tensor.
 
-Oracle: `safetensors.numpy.save_file` and `torch.save`, round trip in tests/hub.
+Oracle: round trips of `safetensors.numpy.save_file` and `torch.save` (tests/hub).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-"""The names that safetensors has for the types of numpy."""
+"""numpy dtypes by their names in safetensors."""
 
 
 class Tensor(NamedTuple):
@@ -46,28 +46,28 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
-    # Of a matrix in 4 bits, with as many inputs to a scale: the fields of `models.quantize.Int4`, outputs last.
+    # For a 4-bit matrix: read the fields of `models.quantize.Int4` of some rows, outputs last; None for other tensors.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
-    group: int | None = None
-    # Keep the matrix in at least 8 bits: the file holds other matrices in 4, and its author chose more for this one.
+    group: int | None = None  # inputs per scale of a 4-bit matrix
+    # Keep the matrix in at least 8 bits: the file stores other matrices in 4, and its author chose more for this one.
     wider: bool = False
-    # Of a tensor in float8, whose numbers mean nothing without scales, what `rows` would give.
+    # For a float8 tensor: `rows` without scales. `rows` itself raises, since unscaled numbers are meaningless.
     numbers: Callable[[int, int], np.ndarray] | None = None
 
     def read(self) -> np.ndarray:
-        """Read all of it."""
+        """Read the whole tensor."""
         return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Return the local directory or GGUF file of a checkpoint, downloaded first where it is on the hub alone.
+    """Return the local directory or GGUF file of a checkpoint. Download it if it is only on the hub.
 
     A checkpoint is a path, one of `mars_jax.assets`, a short name of `specs.models`, or `owner/name` on the hub. Only
-    the files that are needed are fetched: a GGUF file, or configs, tokenizer and, if `weights`, safetensors where the
-    repository has them, `.bin` files otherwise.
+    the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the safetensors
+    files of the repository, or its `.bin` files if it has no safetensors.
 
     Raises:
-      MarsError: there is no such directory or file, or the hub does not give it.
+      MarsError: there is no such directory or file, or the download fails.
     """
     local, row = _local(name_or_path), named(os.fspath(name_or_path))
     if local is not None:
@@ -78,7 +78,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
 
 
 def is_here(name_or_path: str | os.PathLike[str]) -> bool:
-    """Tell whether `resolve` finds a whole checkpoint without a network: a path, in a package, in the hub's cache.
+    """Return whether `resolve` works offline: a path, or a complete checkpoint in a package or in the hub's cache.
 
     >>> is_here("tiny/target"), is_here("./nowhere")
     (True, False)
@@ -89,12 +89,12 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
             return True
         found = cached(row.repository if row else os.fspath(name_or_path), row and row.file)
         return found is not None and (found.is_file() or _is_whole(found))
-    except (MarsError, ValueError):  # the second: the hub's words for a name that is none
+    except (MarsError, ValueError):  # huggingface_hub raises ValueError for an invalid name
         return False
 
 
 def _is_whole(directory: Path) -> bool:
-    """Tell whether all weights of a downloaded checkpoint are there, and not only those before an interruption."""
+    """Return whether a downloaded checkpoint has all of its weights; an interrupted download leaves only some."""
     files = [file.name for file in directory.iterdir() if file.is_file()]
     for index in (name for name in files if name.endswith(".index.json")):
         if index.removesuffix(".index.json") not in files:
@@ -103,14 +103,15 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
-    """Return the directory or file of what needs no hub; None where it is to be asked.
+    """Return the local directory or file of a checkpoint; None if the name refers to the hub.
 
     Raises:
-      MarsError: it is no name on the hub either, in a package that is not installed, or left out of the wheel.
+      MarsError: the checkpoint does not exist and the name cannot be on the hub, it belongs to a package that is not
+        installed, or it is not part of the wheel.
     """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
     embedded, row = assets.path(name), named(name)
-    # A folder that happens to have such a name, and no checkpoint in it, does not hide the package's own.
+    # A local folder with the name of a known model counts only if it contains a checkpoint.
     if path.is_dir() and ((embedded or row) is None or (path / "config.json").is_file()):
         return path
     if embedded is not None:
@@ -143,10 +144,10 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
 
 
 def _weight_map(directory: Path, index: str) -> dict[str, str]:
-    """Return the file of each tensor, relative to the directory, as an index names it.
+    """Return the file of each tensor from an index, relative to the directory.
 
     Raises:
-      MarsError: it is not an index, or names a file outside of the directory.
+      MarsError: the file is not an index, or lists a file outside of the directory.
     """
     mapping = read_json(directory / index, INDEX_BYTES).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
@@ -164,7 +165,7 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
     """Return the names of all shards in an index.
 
     Raises:
-      MarsError: one of them is absent.
+      MarsError: a shard is absent, or there are too many of them.
     """
     shards = list(dict.fromkeys(weight_map.values()))
     if len(shards) > SHARDS:
@@ -182,19 +183,19 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
 
 
 def _is_within(name: str) -> bool:
-    """Tell whether a path stays in the directory it is relative to. Links may lead out: the hub's cache has them."""
+    """Return whether a relative path stays in its directory. Links out of it are allowed: the hub's cache has them."""
     path = PurePath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a checkpoint, file by file. They can be read in any order, and only headers are in memory.
+    """Yield the tensors of a checkpoint, file by file. Only headers are in memory; read the tensors in any order.
 
-    As in transformers, a whole file takes precedence over an index and its shards. If an index assigns a tensor to one
-    of several shards that contain it, the other copies are left out.
+    As in transformers, a single file takes precedence over an index and its shards. If several shards contain a tensor
+    and the index lists one of them, the other copies are left out.
 
     Raises:
-      MarsError: no weights, an absent shard, or a file that cannot be read.
+      MarsError: there are no weights, a shard is absent, or a file cannot be read.
     """
     for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _bin)):
         index = f"{name}.index.json"
@@ -221,7 +222,7 @@ def _quantised(name: str, path: Path, dtype: object) -> str:
 
 
 def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
-    """Read by plain file access: safetensors maps a file and its pages would count as this process's memory."""
+    """Read with `readinto`: safetensors maps the file, so that its pages would count as memory of this process."""
     from safetensors import SafetensorError, safe_open
 
     version = version_of(path)
@@ -230,7 +231,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
             size = int.from_bytes(file.read(8), "little")
             if size > JSON_BYTES:
                 raise ValueError(f"its header has {size:,} bytes, and at most {JSON_BYTES:,} are read")
-            with safe_open(path, framework="np"):  # it checks the header against the file
+            with safe_open(path, framework="np"):  # checks the header against the size of the file
                 pass
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
@@ -249,7 +250,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
                     file.seek(begin + first * width * made.itemsize)
                     data: Any = made.reshape(-1).view(np.uint8)
                     left = memoryview(data)
-                    while len(left) and (got := file.readinto(left)):  # Linux gives 2 GB at most at once
+                    while len(left) and (got := file.readinto(left)):  # Linux reads at most 2 GB per call
                         left = left[got:]
             except OSError as error:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
@@ -275,9 +276,9 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
         ) from None
     version = version_of(path)
     try:
-        # weights_only: a .bin file is a pickle, which could otherwise run code.
+        # A .bin file is a pickle, which could run code without weights_only.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # files of the format before PyTorch 1.6 cannot be mapped
+    except Exception:  # files in the format before PyTorch 1.6 cannot be mapped
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
@@ -300,10 +301,10 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
             check_version(path, version)
             try:
                 part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
-                if part.dtype == torch.bfloat16:  # which numpy does not know
+                if part.dtype == torch.bfloat16:  # not a numpy dtype
                     return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
                 return part.resolve_conj().resolve_neg().numpy()
-            except (TypeError, RuntimeError):  # numpy has no such dtype, nor torch a part of such a tensor
+            except (TypeError, RuntimeError):  # numpy lacks the dtype, or torch cannot slice such a tensor
                 raise MarsError(_quantised(name, path, tensor.dtype)) from None
 
         return rows

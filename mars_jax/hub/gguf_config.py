@@ -1,6 +1,6 @@
-"""The metadata of a GGUF file as the config.json that the same model has on the Hugging Face hub.
+"""Conversion of the metadata of a GGUF file into the config.json of the same model on the Hugging Face hub.
 
-Keys: ggml-org/ggml, docs/gguf.md. Oracle: transformers, which reads the same files (tests/hub/test_gguf.py).
+Keys: ggml-org/ggml, docs/gguf.md. Oracle: transformers reading the same files (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # and Mistral's, which differs in nothing that a file says
+    "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
 _STOPS = ("eos", "eot", "eom")
-"""Tokens that end a text, a turn and a message."""
+"""Tokens that end a completion, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the largest models, whose scores are scaled by hidden size over heads; the file does not say it."""
+"""Number of layers of the largest models. They scale scores by hidden size over heads, which no key of a file shows."""
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
-"""Layers from one without a sliding window to the next, as llama.cpp and `hub.families` have it."""
+"""Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_used_count": (0,),
@@ -42,18 +42,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
-"""Keys that change the forward pass of these architectures and are not implemented, with their neutral values.
+"""Neutral values of keys that change the forward pass of these architectures and are not implemented.
 
 `_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp, which
-reads other keys, such as `residual_scale`, for other architectures only.
+reads other keys, such as `residual_scale`, only for other architectures.
 """
 
 
 def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
-    """Read the config of a GGUF file, and the dtype it stands for: that of its matrices, None where they are quantised.
+    """Read the config of a GGUF file and the dtype of its matrices; None if they are quantised or have several dtypes.
 
     Raises:
-      MarsError: an architecture that is not supported, or metadata that is absent or inconsistent.
+      MarsError: the architecture is not supported, or metadata is absent or inconsistent.
     """
     if file.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -72,7 +72,7 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
 
 
 def to_json(file: GGUFFile) -> dict[str, Any]:
-    """Return the contents of config.json, as far as a file tells them."""
+    """Return the contents of config.json that can be derived from a file."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise MarsError("it has no tensor token_embd.weight: download it again.")
@@ -118,13 +118,13 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each key for which the forward pass is that of the config."""
+    """Return the values of each key that leave the config's forward pass unchanged."""
     width = (config.head_dim,)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {
         "attention.key_length_swa": width,
         "attention.scale": ((config.query_scalar or config.head_dim) ** -0.5, 0),
-        # A window of the whole context hides nothing.
+        # A window at least as long as the context has no effect.
         "attention.sliding_window": (
             window,
             max(config.max_positions, _number(file, "attention.sliding_window", 0)),
@@ -146,7 +146,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Return whether a value, or each value of a list with one for each layer, is neutral up to rounding to float32."""
+    """Return whether a value, or every value of a list over layers, is neutral up to rounding to float32."""
     if value in neutral:
         return True
     numbers = [number for number in neutral if not isinstance(number, list)]
@@ -167,7 +167,7 @@ def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    """Return a size; where a file gives one for each layer, they have to be the same."""
+    """Return a size. If the file lists one for each layer, they must all be equal."""
     value = file.of_model(key, default)
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(set(value)) != 1:
@@ -177,7 +177,7 @@ def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
 
 
 def _decimal(value: float | None) -> float | None:
-    """Return the number that was meant by one that went through 32 bits.
+    """Return the decimal number that was rounded to float32.
 
     >>> _decimal(9.999999747378752e-06)
     1e-05
@@ -204,18 +204,20 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
     }
     times = _decimal(file.of_model("rope.scaling.attn_factor"))
     if kind == "yarn" and times is not None and factor is not None:
-        # llama.cpp multiplies YaRN's own 0.1 ln(factor) + 1 by it (`yarn_attn_factor *= hparams.rope_attn_factor` in
-        # src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json attention_factor
-        # takes the place of that number (`_compute_yarn_parameters` of transformers).
+        # llama.cpp multiplies YaRN's 0.1 ln(factor) + 1 by attn_factor (`yarn_attn_factor *= hparams.rope_attn_factor`
+        # in src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json
+        # attention_factor replaces the product (`_compute_yarn_parameters` of transformers).
         scaling["attention_factor"] = times * yarn_attention_factor({}, factor)
     return {key: value for key, value in scaling.items() if value is not None}
 
 
 def _llama3(file: GGUFFile) -> dict[str, Any]:
-    """Return Llama 3's scaling, whose outcome a file has instead of its numbers: a divisor of every frequency.
+    """Infer the parameters of Llama 3's rope scaling from `rope_freqs.weight`, the divisor of each frequency.
 
-    The numbers of all published models but for the factor, which the slowest frequencies are divided by whole, are
-    those of Llama 3.1. What they give has to be what the file holds.
+    The factor is the largest divisor. All published models have the other parameters of Llama 3.1.
+
+    Raises:
+      MarsError: these parameters do not reproduce the divisors in the file.
     """
     name = "rope_freqs.weight"
     held = file.rows(name, 0, math.prod(file.tensors[name].shape))

@@ -1,8 +1,8 @@
-"""A GGUF file, the format of llama.cpp: its metadata, and rows of its tensors. Reading runs nothing of the file's.
+"""Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code of the file.
 
-Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. It is read by plain file access. The reader of the package gguf
-maps the file, whose pages count as this process's memory, and keeps two arrays per token. Oracle: the package's writer
-and its `dequantize` (tests/hub/test_gguf.py).
+Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not mapped: the reader of the package gguf maps
+the file, so that its pages count as memory of this process, and keeps two arrays per token. Oracle: the package's
+writer and its `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from mars_jax.core.limits import GGUF_HEADER_BYTES
 from mars_jax.hub.versions import Version, cached_by_version, check_version, version_of
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""Types of numbers in the metadata, as `struct` has them."""
+"""`struct` codes of the number types in the metadata."""
 _TEXT, _LIST = 8, 9
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
-"""The name of a part of a split file, by llama.cpp's `llama_split_path`."""
+"""File name of a part of a split file (llama.cpp, `llama_split_path`)."""
 
 
 class GGUFTensor(NamedTuple):
     """A tensor in a file."""
 
-    shape: tuple[int, ...]  # rows first, as numpy has it
+    shape: tuple[int, ...]  # rows first, as in numpy
     kind: Any  # gguf.GGMLQuantizationType
-    begin: int  # of its data, in bytes from the beginning of the file
-    path: Path  # of the file that stores it, one of several if the model is split
-    version: Version  # of that file when its header was read
+    begin: int  # byte offset of the data in the file
+    path: Path  # file that stores the tensor, one of several if the model is split
+    version: Version  # version of that file when its header was read
 
 
 class GGUFFile:
-    """The metadata and tensors of a model in one file or in several parts. `rows` and `stored` read a tensor's data."""
+    """The metadata and tensors of a model in one file or several parts. `rows` and `stored` read a tensor's data."""
 
     def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor]):
         self.path, self._values, self.tensors = path, values, tensors
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of the metadata: a number, a text, or a list of them.
+        """Return a value of the metadata: a number, a string, or a list of them.
 
         Raises:
-          MarsError: its bytes are none of these.
+          MarsError: a string is not valid UTF-8.
         """
         try:
             return _decoded(self._values.get(key, default))
@@ -62,19 +62,19 @@ class GGUFFile:
         return str(self.get("general.architecture", ""))
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """Return a value of the metadata below the architecture, such as "block_count"."""
+        """Return the value of a metadata key under the architecture's prefix, such as "block_count"."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return rows `first .. last - 1` of a tensor, f32[last - first, ...].
 
         Raises:
-          MarsError: they cannot be read, or are of a type that the package gguf does not dequantise.
+          MarsError: the rows cannot be read, or have a type that the package gguf does not dequantise.
         """
         import gguf
 
         shape, kind, *_ = self.tensors[name]
-        flat = len(shape) < 2  # a block then spans what are rows here
+        flat = len(shape) < 2  # a quantisation block spans several rows of a vector, so read the whole vector
         data = self.stored(name, 0, 1) if flat else self.stored(name, first, last)
         try:
             found = gguf.dequantize(data, kind)
@@ -86,10 +86,10 @@ class GGUFFile:
         return found.reshape(-1)[first:last] if flat else found.reshape(len(data), *shape[1:])
 
     def stored(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return rows of a tensor as the file has them, u8[last - first, bytes]; a vector is one row.
+        """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector is one row.
 
         Raises:
-          MarsError: they cannot be read, or the file changed after its header was read.
+          MarsError: the rows cannot be read, or the file changed after its header was read.
         """
         shape, kind, begin, path, version = self.tensors[name]
         width = _size(math.prod(shape if len(shape) < 2 else shape[1:]), kind)
@@ -110,7 +110,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _size(count: int, kind: Any) -> int:
-    """Return the bytes of so many numbers."""
+    """Return the size in bytes of `count` numbers."""
     import gguf
 
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -120,12 +120,12 @@ def _size(count: int, kind: Any) -> int:
 
 
 def is_gguf(path: Path) -> bool:
-    """Tell whether a path is to be read as GGUF."""
+    """Return whether a path is a GGUF file, by its suffix."""
     return path.suffix == ".gguf" and path.is_file()
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return all files of a model. The path of any part of a split model gives all its parts.
+    """Return all files of a model, given its path or the path of any part of a split model.
 
     >>> [part.name for part in gguf_parts(Path("m-00002-of-00002.gguf"))]
     ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
@@ -138,11 +138,11 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @cached_by_version(gguf_parts)
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a file, or all parts of a split one. The first part holds the metadata, each part some of the tensors.
+    """Open a file, or all parts of a split file. The first part holds the metadata, and each part some of the tensors.
 
     Raises:
-      MarsError: the `gguf` package is not installed; a file is truncated, corrupt or no GGUF; or the parts of a split
-        file are incomplete, or their names contradict their headers.
+      MarsError: the `gguf` package is not installed; a file is truncated, corrupt or not GGUF; or parts of a split file
+        are missing or have names that contradict their headers.
     """
     parts = gguf_parts(path)
     missing = [part.name for part in parts if not part.is_file()]
@@ -170,7 +170,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Return the metadata of one file, with strings as bytes, and its tensors.
 
     Raises:
-      MarsError: as `read_gguf`.
+      MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or not GGUF.
     """
     try:
         version = version_of(path)
@@ -182,21 +182,21 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
-    except Exception as error:  # what a damaged byte may lead to, from ValueError to RecursionError
+    except Exception as error:  # a damaged byte may raise anything from ValueError to RecursionError
         raise MarsError(
             f"'{path}' is truncated, corrupt or no GGUF file ({first_line(error)}): download it again."
         ) from None
 
 
 class _Header:
-    """The header of a file, read from its beginning. It stops where the file does, whatever a damaged count says."""
+    """A sequential reader of the header of a file. A damaged count never makes it read past the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path, version: Version):
         self._file, self._size, self._at = file, os.fstat(file.fileno()).st_size, 0
         self._path, self._version = path, version
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        """Return the metadata, texts as bytes, and the tensors."""
+        """Return the metadata, with strings as bytes, and the tensors."""
         import gguf
 
         if self._take(4) != b"GGUF":

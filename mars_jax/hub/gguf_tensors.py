@@ -1,14 +1,14 @@
 """The tensors of a GGUF file by their names on the Hugging Face hub, dequantised some rows at a time.
 
-Blocks of 4 bits, in Q4_0, Q4_1 and Q4_K, are kept as `models.quantize.Int4` has them. Their format is that of
+4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the form of `models.quantize.Int4`. Their format is defined in
 ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and `get_scale_min_k4` of ggml-quants.c. A
-block of 32 weights is a scale d, in Q4_1 a minimum m, both float16, and 16 bytes: byte j holds weight j in its low half
-and weight j + 16 in its high half.
+block of 32 weights is a float16 scale d, in Q4_1 also a float16 minimum m, and 16 bytes: byte j holds weight j in its
+low half and weight j + 16 in its high half.
 
-In Q4_K eight blocks share float16 factors of their scales and offsets, which are integers of 6 bits; 32 bytes hold one
-block in their low halves and the next one in their high halves. There a scale is a product, and rounding it to float16
-changes it by at most 2^-11 of itself. In Q4_0 and Q4_1 no weight is rounded again.
-Oracles: transformers, which reads the same files, and the package gguf's `dequantize` (tests/hub/test_gguf.py).
+In Q4_K, eight blocks share float16 factors of their scales and offsets, which are 6-bit integers; 32 bytes hold one
+block in their low halves and the next one in their high halves. The scale in Q4_K is a product, and rounding it to
+float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
+Oracles: transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
 
 _BLOCK_SIZE = 32
-"""Weights of a block."""
+"""Weights per block."""
 _KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _MOST_BITS = 5
-"""Bits per weight of Q4_1, scales included: the most of any kind whose weights have 4 bits."""
+"""Bits per weight of Q4_1 including scales, the maximum over 4-bit kinds."""
 _DERIVED = {"rope_freqs.weight"}
 """Tensors whose values follow from the config."""
 _INTERLEAVED = {"llama"}
-"""Architectures whose queries and keys llama.cpp stores for rotating neighbours; the hub's models rotate halves."""
+"""Architectures whose queries and keys llama.cpp stores interleaved, to rotate neighbours. The hub rotates halves."""
 
 
 def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-    """Give the tensors of a GGUF file as `files.tensors` gives those of a directory.
+    """Yield the tensors of a GGUF file in the form of `files.tensors`.
 
-    A tensor that the model does not have keeps its name.
+    A tensor that is not part of the model keeps its GGUF name.
 
     Raises:
-      MarsError: a file that cannot be read.
+      MarsError: the file cannot be read.
     """
     import gguf
 
@@ -66,14 +66,17 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    # Only next to matrices in 4 bits. In any other file every matrix may be rounded to 4.
+    # Keep wider matrices only in a file that also has 4-bit ones. In any other file, all matrices may be rounded to 4.
     mixed = any(other.kind.name in _KINDS for other in file.tensors.values())
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
 
 
 def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
-    """Return rows `first .. last - 1`, where a head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1."""
+    """Return rows `first .. last - 1` in the hub's order.
+
+    A head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1.
+    """
     begin, end = first // size * size, -(-last // size) * size
     stored = read(begin, end)
     heads = stored.reshape(-1, size // 2, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
@@ -84,7 +87,7 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
     """Return values, scale and offset of rows, outputs last.
 
     Args:
-      data: u8[out, bytes], the rows in the file.
+      data: u8[out, bytes]; stored rows.
       kind: of `_KINDS`.
 
     Returns:
@@ -106,11 +109,12 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _read_of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `_read_blocks` does, of rows of Q4_K: 2 + 2 bytes of factors, 12 of scales, 128 of weights."""
+    """Do `_read_blocks` for rows in Q4_K: 2 + 2 bytes of factors, 12 of scales, 128 of weights."""
     shared = data.reshape(len(data), -1, 144)
     factors = np.ascontiguousarray(shared[..., :4]).view(np.float16).astype(np.float32)[..., None]
     low, mid, high = (shared[..., 4 + i : 8 + i] for i in (0, 4, 8))
-    # Of the blocks 0 to 3, and of 4 to 7, whose two upper bits are those that the first four leave free.
+    # Scales and minimums of blocks 0 to 3, then 4 to 7. The latter store their two upper bits in the unused upper bits
+    # of the former.
     steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     taken = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
     scale = (factors[..., 0, :] * steps).astype(np.float16)

@@ -1,8 +1,9 @@
-"""The tokenizer in the metadata of a GGUF file, built by the tokenizers library.
+"""The tokenizer in the metadata of a GGUF file, built with the tokenizers library.
 
-Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp, and where it
-approximates a tokenizer.json, as NFC for Qwen or the cases of Tekken's letters, that file. Oracles: the tokenizers that
-metadata was written from, sentencepiece, and transformers' reader (tests/hub/test_gguf_tokenizer.py).
+Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp; the original
+tokenizer.json if llama.cpp only approximates it, as for Qwen's NFC or the cases of Tekken's letters. Oracles: the
+tokenizers that the metadata was written from, sentencepiece, and transformers' reader
+(tests/hub/test_gguf_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from mars_jax.hub.gguf_file import GGUFFile
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as sentencepiece writes it
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's symbol for a space
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Special tokens by their names in transformers and in the metadata."""
 
 
 class _Split(NamedTuple):
-    """Division of a text into words by a byte-level tokenizer, which `tokenizer.ggml.pre` names."""
+    """The pre-tokenizer of a byte-level tokenizer, which splits a text into words, by `tokenizer.ggml.pre`."""
 
-    patterns: tuple[str, ...]  # one after another, each divides what those before it have left
-    nfc: bool = False  # normalises
-    whole: bool = False  # takes a word that is a token as it is, without merges
-    bos: bool = False  # begins a text with its token, where the file does not say
+    patterns: tuple[str, ...]  # applied in order; each splits the pieces left by the previous ones
+    nfc: bool = False  # normalise to NFC
+    whole: bool = False  # keep a word that is a token, without applying merges
+    bos: bool = False  # default of `tokenizer.ggml.add_bos_token`
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -55,10 +56,10 @@ _SPLITS = {
 
 
 def gguf_tokenizer(file: GGUFFile) -> Any:
-    """Return the transformers tokenizer that a file describes, its chat template included. It needs no torch.
+    """Return the transformers tokenizer that a file describes, including its chat template. PyTorch is not needed.
 
     Raises:
-      MarsError: a kind of tokenizer, or a way to divide a text, that is not known here.
+      MarsError: the tokenizer's model or pre-tokenizer is not supported, or a token is too long.
     """
     import transformers
     from tokenizers import AddedToken
@@ -70,7 +71,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
             "it again, or give prompts as token ids."
         )
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    # An unused token fills a row of the embeddings, and is no text.
+    # Unused tokens only pad the embeddings.
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
     build = _known(file, "tokenizer.ggml.model", {"gpt2": _byte_level, "llama": _sentencepiece})
     made, bos = build(file, kinds)
@@ -95,10 +96,10 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
 
 
 def _known(file: GGUFFile, key: str, table: dict[str, Any]) -> Any:
-    """Return the entry of a table that the metadata names.
+    """Return the entry of a table for a value of the metadata.
 
     Raises:
-      MarsError: there is none.
+      MarsError: the table has no such entry.
     """
     name = file.get(key)
     if name not in table:
@@ -110,7 +111,7 @@ def _known(file: GGUFFile, key: str, table: dict[str, Any]) -> Any:
 
 
 def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
-    """Return the tokenizer of a family that merges bytes, and whether a text begins with a token of its own."""
+    """Build a byte-level BPE tokenizer. Return it, and whether it adds a BOS token by default."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split: _Split = _known(file, "tokenizer.ggml.pre", _SPLITS)
@@ -127,7 +128,7 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any,
 
 
 def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
-    """Return as `_byte_level` the tokenizer of a family that merges what gives the piece of the highest score."""
+    """Build a sentencepiece BPE tokenizer, which merges the pair with the highest score. Return as `_byte_level`."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.get("tokenizer.ggml.scores")

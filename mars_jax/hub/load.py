@@ -1,4 +1,4 @@
-"""Load a checkpoint in the Hugging Face layout."""
+"""Loading of checkpoints: the Hugging Face layout, conversions, and GGUF files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.placement import hosts
 from mars_jax.placement.shardings import params_shardings
 
-# Buffers that old exports carry and that the config determines.
+# Buffers in old exports that follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Of Gemma 3 with images, whose text model is loaded and nothing else.
+# Prefixes in Gemma 3 with images. Only its text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
 
@@ -49,7 +49,7 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
 
     Raises:
-      MarsError: no such checkpoint, or one that is not supported.
+      MarsError: the checkpoint does not exist or is not supported.
 
     >>> read_config("meta-llama/Llama-3.1-8B-Instruct").num_layers  # doctest: +SKIP
     32
@@ -58,15 +58,15 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_path(path: Path) -> tuple[ModelConfig, str | None]:
-    """Read the config of a directory or a GGUF file, and the dtype it names; None where it names none."""
+    """Read the config of a directory or a GGUF file, and its dtype; None if it has no single dtype."""
     return gguf_config.read_config(read_gguf(path)) if is_gguf(path) else read_directory(path)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
-    """Read a checkpoint without its weights: `params` is None. Enough to tokenize and check prompts.
+    """Read a checkpoint without its weights (`params` is None), for tokenizing and checking prompts.
 
     Raises:
-      MarsError: no such checkpoint, or one that is not supported.
+      MarsError: the checkpoint does not exist or is not supported.
     """
     directory = resolve(name_or_path, weights=False)
     config = read_path(directory)[0]
@@ -90,36 +90,36 @@ def load(
     prefill_chunk: int | None = None,
     attention: str = "auto",
 ) -> Pretrained:
-    """Load a checkpoint in the Hugging Face layout, what `convert` made of one, or a GGUF file.
+    """Load a checkpoint in the Hugging Face layout, a conversion by `convert`, or a GGUF file.
 
-    Weights go straight to where they belong: host memory holds one array of params, not the model.
+    Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
     Args:
       name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `specs.models`, such as
         "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
-        file becomes float32. For AWQ, GPTQ and compressed-tensors in 4 bits, None also keeps each matrix of a layer
-        packed if the file packs it in groups of neighbouring inputs. It rounds nothing again: matrices with GPTQ's
-        `desc_act`, experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per
-        weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
-        layers to 4 bits, embeddings and experts to 8. With "int4", 4-bit matrices of a file are not rounded again
-        (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized), and matrices
-        that such a GGUF file has in more bits are rounded to 8.
-      mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
-        Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
+        file becomes float32. For AWQ, GPTQ and compressed-tensors in 4 bits, None also keeps a layer's matrix packed if
+        the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
+        experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight
+        (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
+        bits, and embeddings and experts to 8. It does not round 4-bit matrices of a file again (GGUF's Q4_0, Q4_1 and
+        Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized). Matrices that such a GGUF file stores
+        in more bits are rounded to 8.
+      mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
+        Explicit, or a string such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then shards the
         batch over `data`.
-      shardings: of the params, a tree of `jax.sharding.Sharding` with their structure, for a division of your own;
-        default: what the mesh gives, else JAX's default device. Each process reads the parts of its own devices.
-      check: compare the checksum of each file of a conversion. Other checkpoints have none.
-      cache_dtype: of keys and values: "float32", "bfloat16", or "int8", 8 bits a number and a scale for each token and
-        head; default: the weights', and float32 on a CPU, where XLA would widen a bfloat16 cache again, whole, at every
-        step.
-      prefill_chunk: prompt tokens that are read at a time; default: what suits backend and buffer. Draft models that
-        are loaded for this target take it over.
-      attention: "auto", "xla" or "pallas", a kernel on TPU; see `models.language_model`.
+      shardings: tree of `jax.sharding.Sharding` with the structure of params, for a custom placement; default: derived
+        from the mesh, or JAX's default device without one. Each process reads the parts for its own devices.
+      check: compare the checksum of each file of a conversion. Other checkpoints have no checksums.
+      cache_dtype: of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and a scale for
+        each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would widen the
+        whole bfloat16 cache at every step.
+      prefill_chunk: number of prompt tokens per forward; default: chosen by backend and buffer. Draft models that are
+        loaded for this target use the same value.
+      attention: "auto", "xla" or "pallas" (a kernel on TPU); see `models.language_model`.
 
     Raises:
-      MarsError: with one sentence that names what is wrong and the cure.
+      MarsError: an argument is invalid, or the checkpoint cannot be loaded. The message names the problem and the fix.
 
     >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
     >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh="data=2,model=4")  # doctest: +SKIP
@@ -142,7 +142,7 @@ def load(
     )
     directory = resolve(name_or_path)
     config, own = read_path(directory)
-    language_model(config, attention=attention)  # an unknown one is refused before weights are read
+    language_model(config, attention=attention)  # reject an unknown value before reading weights
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
@@ -177,7 +177,11 @@ def _mesh(given: Any) -> Mesh | None:
 
 
 def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
-    """Return the floating dtype of params, and the bits of matrices where not it, by the asked and the own dtype.
+    """Return the floating dtype of params, and the bits of quantised matrices or None.
+
+    Args:
+      asked: `dtype` as for `load`.
+      own: dtype of the checkpoint.
 
     >>> resolve_dtype(None, "float16"), resolve_dtype("int8", "float32")
     (('bfloat16', None), ('float32', 8))
@@ -187,13 +191,13 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first few names and how many there are."""
+    """Format a list of names: the first three, and the number of the others."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _alias(name: str) -> str:
-    """Return a tensor's canonical name: some exports leave out the `model.` prefix, others name the text model."""
+    """Return a tensor's canonical name. Some exports lack the prefix `model.`, others add one for the text model."""
     name = _TEXT.sub("", name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
@@ -201,7 +205,7 @@ def _alias(name: str) -> str:
 def collect(
     files: Iterable[dict[str, Tensor]], canonical: Callable[[str], str]
 ) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return all tensors of some files, with their names there, by canonical name. None of them is read yet."""
+    """Group the tensors of some files, with their names in the files, by canonical name, without reading them."""
     held: dict[str, list[tuple[str, Tensor]]] = {}
     for file in files:
         for name, tensor in file.items():
@@ -215,16 +219,16 @@ def check_tensors(
     table: Mapping[str, Weight],
     harmless: Callable[[str], Any],
 ) -> None:
-    """Compare what `collect` found with a table of weights by canonical name.
+    """Compare the tensors of a checkpoint with a table of weights by canonical name.
 
     Args:
-      directory: for errors.
-      held: from `collect`.
-      table: the weights that are wanted.
-      harmless: whether a name that is not in the table may be there.
+      directory: for error messages.
+      held: the tensors, from `collect`.
+      table: the expected weights.
+      harmless: returns whether to ignore a name that is not in the table.
 
     Raises:
-      MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
+      MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
     """
     misshaped, extra, twice = [], [], []
     for key, found in held.items():
@@ -250,24 +254,24 @@ def check_tensors(
 
 
 def convert(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
-    """Convert a whole tensor as params hold it; `bits` by `quantize.bits_of`.
+    """Convert a whole tensor to an array of params. `bits` is from `quantize.bits_of`.
 
     Raises:
-      MarsError: it is not of floating numbers.
+      MarsError: the tensor is not floating.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
     if bits is not None:
         return jax.device_put((quantize if bits == 8 else quantize_4)(array, dtype))
-    # A copy, since an array of a .bin file is the file itself.
+    # Copy, since an array of a .bin file is mapped from the file.
     return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
-    """Find the tensors of a checkpoint directory by the name in the table of weights, and their name in the files.
+    """Return the (name in the files, tensor) of each weight of a checkpoint, by its name in the table of weights.
 
     Raises:
-      MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
+      MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
     """
     if is_gguf(directory):
         files = gguf_tensors(directory, config)
@@ -298,12 +302,12 @@ def read_leaf(
     keep_packed: bool = False,
     sharding: Sharding | None = None,
 ) -> list[HostArray]:
-    """Read one array of params in host memory; see `stream.read_array`.
+    """Read one array of params into host memory; see `stream.read_array`.
 
-    With `bits` 4, matrices that a GGUF file holds in more bits than its others are kept in 8.
+    If `bits` is 4, matrices that a GGUF file stores in more bits than its others are kept in 8.
 
     Args:
-      directory: for errors.
+      directory: for error messages.
       found: from `find_tensors`.
       leaf, rows: an entry of `weights.leaves`.
       dtype, bits, keep_packed, sharding: as for `read_params`.
@@ -330,18 +334,18 @@ def read_params(
     keep_packed: bool = False,
     shardings: PyTree = None,
 ) -> PyTree:
-    """Read the params of a checkpoint directory, on their devices.
+    """Read the params of a checkpoint onto their devices.
 
     Args:
       directory: of the checkpoint.
-      config: its config.
+      config: of the model.
       dtype: floating.
-      bits: of matrices, by `quantize.bits_of`.
-      keep_packed: keep matrices in 4 bits if the checkpoint packs them so, and everything else floating.
-      shardings: tree of shardings with the structure of params; None is JAX's default device.
+      bits: of matrices; see `quantize.bits_of`.
+      keep_packed: keep matrices in 4 bits if the checkpoint packs them, and everything else floating.
+      shardings: tree of shardings with the structure of params; None for JAX's default device.
 
     Raises:
-      MarsError: missing, unexpected or mis-shaped tensors, by name.
+      MarsError: tensors are missing, unexpected or mis-shaped. The message lists them.
     """
     found = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Quantized] = {}
@@ -350,6 +354,6 @@ def read_params(
         arrays = read_leaf(
             directory, found, leaf, rows, dtype, bits=bits, keep_packed=keep_packed, sharding=sharding
         )
-        # Wait, so that the host does not hold the next array as well.
+        # Wait, so that host memory never holds two arrays.
         params[leaf] = jax.block_until_ready(to_params(arrays, dtype))
     return build_rows(params, params.__getitem__)

@@ -1,7 +1,7 @@
-"""Matrices in 4 bits as AWQ, GPTQ and compressed-tensors pack them, by the names that plain ones would have.
+"""Unpacking of 4-bit matrices of AWQ, GPTQ and compressed-tensors into tensors with their usual names.
 
-Eight numbers of 4 bits stand in one i32, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a
-zero z for each output and group of inputs:
+One i32 packs eight 4-bit numbers, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a zero z
+for each output and group of inputs:
 
 | | numbers q | scales | zeros |
 |---|---|---|---|
@@ -9,10 +9,10 @@ zero z for each output and group of inputs:
 | GPTQ | `qweight` [in / 8, out] | `scales` [in / G, out] | `qzeros` [in / G, out / 8], less 1 in the first version |
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
-In GPTQ `g_idx` [in] names the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
+In GPTQ, `g_idx` [in] is the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
 matrix is dequantised, and rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
-that these packages packed (tests/hub/packed_by_others.npz).
+packed by these packages (tests/hub/packed_by_others.npz).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mars_jax.hub.values import of_its_kind
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
 _FUSED = ("weight_input", "weight_output")
-"""Locations of compressed-tensors' transforms that the stored weights already contain."""
+"""Locations of compressed-tensors' transforms that are already applied to the stored weights."""
 OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
-"""Names of tensors that only describe how activations are rounded, which are not rounded here."""
+"""Names of tensors that describe how to round activations. mars-jax does not round them."""
 _PIECE = re.compile(r"^(.*)\.(qweight|qzeros|scales|g_idx|weight_(?:packed|scale|zero_point|shape|g_idx))$")
 
 
 class _Matrix(NamedTuple):
-    """A matrix, inputs first."""
+    """An unpacked matrix, inputs first."""
 
     q: np.ndarray  # u8[in, out]
     zero: np.ndarray  # u8[groups, out]
@@ -50,10 +50,10 @@ class _Matrix(NamedTuple):
 
 
 def packing(directory: Path) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a checkpoint whose matrices are packed in 4 bits; None of any other.
+    """Return the `quantization_config` of a checkpoint with packed 4-bit matrices; None for any other checkpoint.
 
     Raises:
-      MarsError: its method is known but its form is not read, or it rotates activations.
+      MarsError: the method is supported but not in this form, the forward rotates activations, or weights are sparse.
     """
     data = read_json(directory / "config.json")
     found = data.get("quantization_config") or data.get("compression_config")
@@ -64,7 +64,7 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
         return None
     method = found["quant_method"]
     if found.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
-        return None  # `scaled_files` reads those
+        return None  # `scaled_files` reads these formats
     if method == "compressed-tensors":
         weights = group_weights(found)
         fits = found.get("format") == "pack-quantized" and all(
@@ -85,7 +85,7 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
 
 
 def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse settings of a `quantization_config` that change the forward and are not implemented.
+    """Raise MarsError for settings of a `quantization_config` that change the forward and are not implemented.
 
     Sources: vllm-project/compressed-tensors `transform/transform_args.py`, ModelCloud/GPTQModel
     `quantization/rotation/rotation.py`.
@@ -111,7 +111,7 @@ def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _gptq_format(config: Mapping[str, Any]) -> str:
-    """Return "gptq", whose stored zeros are less 1, "gptq_v2", or a format that is not read."""
+    """Return the format: "gptq" (stored zeros are one less), "gptq_v2" (they are exact), or an unsupported one."""
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
@@ -127,15 +127,15 @@ def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def unpacked(
     directory: Path, files: Iterable[Mapping[str, Tensor]], config: Mapping[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
-    """Give the tensors of a checkpoint's files, each packed matrix as one tensor `NAME.weight`.
+    """Yield the tensors of a checkpoint's files, with each packed matrix as one tensor `NAME.weight`.
 
     Args:
-      directory: for errors.
+      directory: for error messages.
       files: from `files.tensors`.
       config: from `packing`.
 
     Raises:
-      MarsError: a matrix of which a piece is missing.
+      MarsError: a piece of a matrix is missing.
     """
     pieces: dict[str, dict[str, Tensor]] = {}
     for file in files:
@@ -151,7 +151,7 @@ def unpacked(
     def refusing(name: str) -> contextlib.AbstractContextManager[None]:
         return of_its_kind(f"'{directory}' has pieces of {name}", "download the checkpoint again")
 
-    @functools.lru_cache(maxsize=1)  # all rows of a matrix are in each of its pieces
+    @functools.lru_cache(maxsize=1)  # each block of rows needs all pieces of its matrix
     def matrix(name: str) -> _Matrix:
         with refusing(name):
             unpacked_matrix = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
@@ -187,7 +187,7 @@ def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
         m = matrix()
         scale = m.scale[:, first:last].astype(np.float16)
         values = (m.q[:, first:last].astype(np.int8) - np.int8(8)).reshape(len(m.scale), size, -1)
-        # From the rounded scale, so that a weight near its zero is as precise as the others.
+        # Compute the offset from the rounded scale, so that weights near the zero point stay precise.
         return values, scale, (8 - m.zero[:, first:last].astype(np.float32)) * scale.astype(np.float32)
 
     outputs, inputs, groups = shape(pieces)
@@ -202,7 +202,7 @@ def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
 
 
 def _fit_float16(scales: Tensor) -> bool:
-    """Return whether scales keep bfloat16's precision in the float16 of `models.quantize.Int4`."""
+    """Return whether scales keep the precision of bfloat16 when `models.quantize.Int4` stores them in float16."""
     if scales.rows(0, 0).dtype == np.float16:
         return True
     wide = scales.read().astype(np.float32)
@@ -213,13 +213,13 @@ def _fit_float16(scales: Tensor) -> bool:
 
 
 def _spread(packed: np.ndarray) -> np.ndarray:
-    """i32[..., n] -> u8[..., 8 n], the numbers of 4 bits in the order of their bits."""
+    """Unpack i32[..., n] to u8[..., 8 n], lowest bits first."""
     wide = packed.view(np.uint32)[..., None] >> _NIBBLES & 15
     return wide.astype(np.uint8).reshape(*packed.shape[:-1], -1)
 
 
 def _awq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
-    # The number at bit 4 i is that of output order[i].
+    # The number at bit 4 i belongs to output order[i].
     back = np.argsort(_AWQ_ORDER)
     q, zero = (
         spread.reshape(len(spread), -1, 8)[..., back].reshape(spread.shape)

@@ -1,4 +1,4 @@
-"""A checkpoint together with its tokenizer: text in, text out."""
+"""A checkpoint together with its tokenizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from mars_jax.specs.models import template_of
 
 
 class OwnConfig(NamedTuple):
-    """The config of a model that has none of ours, as far as text to text reads it."""
+    """The config of a user's model: the fields of `ModelConfig` that text generation reads."""
 
     vocab_size: int
     max_positions: int
@@ -51,11 +51,11 @@ class OwnConfig(NamedTuple):
 
 
 Prompt = str | Sequence[Turn]
-"""A text, or a conversation."""
+"""A string, or a conversation."""
 
 
 def check_pretrained(target: Any) -> None:
-    """Raise MarsError for anything but a model with its weights."""
+    """Raise MarsError if `target` is not a `Pretrained`."""
     check_type("the target", target, Pretrained, "what mars_jax.load or Pretrained.from_parts makes")
 
 
@@ -64,12 +64,12 @@ class Pretrained:
     """A loaded model: pure functions, their params, the static config and the tokenizer."""
 
     name: str  # for messages and reports
-    model: LanguageModel  # its functions
-    params: PyTree  # its weights; None where only the outline was read
-    config: ModelConfig  # sizes, dtypes and what else is static
-    path: Path  # the directory or GGUF file it came from
-    mesh: Mesh | None = None  # over which params are divided; None is one device
-    own_tokenizer: Any = None  # given, and not read from `path`
+    model: LanguageModel  # pure functions
+    params: PyTree  # weights; None from `outline`
+    config: ModelConfig  # sizes, dtypes and other static settings
+    path: Path  # the checkpoint's directory or GGUF file
+    mesh: Mesh | None = None  # mesh that params are sharded over; None for one device
+    own_tokenizer: Any = None  # tokenizer from the user, used in place of the one in `path`
 
     @staticmethod
     def from_parts(
@@ -86,17 +86,17 @@ class Pretrained:
         """Make a `Pretrained` from your own functions and weights, for `generate`, `score`, drafters and sessions.
 
         Args:
-          model: its functions.
-          params: its weights, whatever pytree its functions take.
-          tokenizer: one of transformers; None takes and gives token ids.
-          config: of a model of `mars_jax.models`; drafters that are trained for their target read it.
-          max_positions: the longest text, where there is no config.
-          stop_tokens: ids that end a text, where there is no config; default: the tokenizer's end of text.
-          mesh: over which params are divided.
+          model: the functions of the model.
+          params: the weights, in any pytree that the functions accept.
+          tokenizer: a transformers tokenizer; None if prompts and completions are token ids.
+          config: of a model of `mars_jax.models`. Drafters that are trained for their target read it.
+          max_positions: maximum length of prompt and completion together, if there is no config.
+          stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end of text.
+          mesh: mesh that params are sharded over.
           name: for messages.
 
         Raises:
-          MarsError: there is neither a config nor max_positions, or both.
+          MarsError: config and max_positions are both given or both absent.
 
         >>> from mars_jax.core import fake
         >>> made = Pretrained.from_parts(fake.hash_model(vocab_size=11), (), max_positions=64)
@@ -128,15 +128,17 @@ class Pretrained:
         )
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Return the context to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
+        """Return a context for tracing and running programs over these params: `jax.set_mesh` if there is a mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer of the checkpoint; of some known models without a chat template, with theirs.
+        """The transformers tokenizer of the checkpoint.
+
+        If a model of `specs.models` has no chat template in its files, the tokenizer gets the one listed there.
 
         Raises:
-          MarsError: it has none that can be read.
+          MarsError: the tokenizer is absent or cannot be read.
         """
         if self.own_tokenizer is not None:
             return self.own_tokenizer
@@ -144,21 +146,21 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
             )
-        tokenizer = copy.copy(read_tokenizer(self.path))  # the cached one keeps its own template
+        tokenizer = copy.copy(read_tokenizer(self.path))  # do not change the template of the cached tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             tokenizer.chat_template = template_of(self.name)
         return tokenizer
 
     @functools.cached_property
     def _plain(self) -> Any:
-        """A tokenizer that does for texts what `tokenizer` does, and loads sooner; None if there is none."""
+        """A `tokenizers.Tokenizer` that encodes and decodes like `tokenizer` and loads faster; None if unavailable."""
         if self.own_tokenizer is not None:
             return None
         return read_plain(self.path)
 
     @functools.cached_property
     def invalid_byte(self) -> int | None:
-        """Token id of the byte 0xFF, which no UTF-8 text contains; None for a tokenizer without byte fallback."""
+        """Token id of the byte 0xFF, which never occurs in UTF-8; None for a tokenizer without byte fallback."""
         name = "<0xFF>"
         if not self.has_tokenizer:
             return None
@@ -173,7 +175,7 @@ class Pretrained:
 
     @functools.cached_property
     def has_tokenizer(self) -> bool:
-        """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
+        """True if the checkpoint has any tokenizer. Without one, prompts and completions are token ids."""
         if self.own_tokenizer is not None:
             return True
         if is_gguf(self.path):
@@ -182,7 +184,7 @@ class Pretrained:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end a text: the config's, else the tokenizer's."""
+        """Ids that end a completion: the config's, else the tokenizer's."""
         if self.config.eos_token_ids:
             return self.config.eos_token_ids
         eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
@@ -190,10 +192,10 @@ class Pretrained:
 
     @functools.cached_property
     def chat_stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end an answer in a chat: `stop_tokens`, the tokenizer's end of text, and its end of a turn.
+        """Ids that end an answer in a chat: `stop_tokens`, the tokenizer's end of text, and its end of turn.
 
-        The end of a turn is the special token that the chat template writes directly after an assistant's message, such
-        as <|im_end|>. Some checkpoints name it in none of their configs.
+        The end of turn is the special token that the chat template writes directly after an assistant's message, such
+        as <|im_end|>. Some checkpoints list it in none of their configs.
         """
         if not self.has_tokenizer:
             return self.stop_tokens
@@ -208,7 +210,7 @@ class Pretrained:
                 text = self.tokenizer.apply_chat_template(
                     [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
                 )
-        except Exception:  # there is no template, or it refuses these turns
+        except Exception:  # there is no template, or it rejects these turns
             text = ""
         after = text.partition(content)[2]
         ends = [token for token in special if token and after.startswith(token)]
@@ -225,10 +227,10 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return token ids of a text, as a user turn of the chat template if `chat`, or of a conversation.
+        """Return token ids of a string or a conversation. If `chat`, encode a string as a user turn.
 
         Raises:
-          MarsError: the prompt is empty, or as `encode_chat`.
+          MarsError: the prompt is empty, or `encode_chat` rejects it.
         """
         check_switch("chat", chat)
         if not isinstance(prompt, str):
@@ -246,7 +248,7 @@ class Pretrained:
         return [int(i) for i in ids]
 
     def _warn_of_second_bos(self, prompts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
-        """Warn if a prompt begins with the BOS token in a tokenizer that adds it."""
+        """Warn if a prompt begins with the BOS token and the tokenizer adds another one."""
         bos = self.config.bos_token_id
         if bos is None:
             bos = getattr(self.own_tokenizer, "bos_token_id", None)
@@ -267,15 +269,15 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return token ids of a conversation up to where the model is to answer.
+        """Return token ids of a conversation, ending at the position of the model's answer.
 
         Args:
-          turns: each with its `role` and `content`. Where the last one is the assistant's, the model continues it.
-          system: content of a system turn before them, where they do not begin with one of their own.
+          turns: each with a `role` and `content`. If the last one is the assistant's, the model continues it.
+          system: content of a system turn to prepend, if the turns do not begin with one.
           template_args: variables of the template, such as `{"enable_thinking": False}`.
 
         Raises:
-          MarsError: the tokenizer has no chat template, or one that does not take these turns.
+          MarsError: the tokenizer has no chat template, or the template rejects these turns.
         """
         tokenizer = self.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
@@ -290,7 +292,7 @@ class Pretrained:
 
         def apply(
             **form: bool,
-        ) -> Any:  # not `functools.partial`, in which a template argument could be overwritten
+        ) -> Any:  # not `functools.partial`: template_args could then override these arguments
             return tokenizer.apply_chat_template(
                 turns,
                 add_generation_prompt=not continues,
@@ -306,7 +308,7 @@ class Pretrained:
                 encoded = apply(tokenize=True, return_dict=True)
         except MarsError:
             raise
-        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise MarsError(
                 f"the chat template of '{self.name}' cannot be applied ({first_line(error)}): correct it, or leave "
                 "--chat out."
@@ -326,7 +328,7 @@ class Pretrained:
         """Encode many prompts like `encode`. Plain strings are encoded in parallel.
 
         Raises:
-          MarsError: as `encode`, of the first prompt that it refuses.
+          MarsError: `encode` rejects a prompt; the error describes the first such prompt.
         """
         check_type("prompts", prompts, (list, tuple), "a list of texts or conversations")
         check_switch("chat", chat)
@@ -335,7 +337,7 @@ class Pretrained:
             try:
                 with on_all_cores(), told_of_panics(self.name):
                     encoded = self._encoded(list(prompts))
-            except Exception:  # from the tokenizer; `encode` names the prompt
+            except Exception:  # encode one by one below, so that the error names the prompt
                 encoded = []
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
@@ -343,12 +345,12 @@ class Pretrained:
         return encoded
 
     def _check_length(self, text: str) -> None:
-        """Raise MarsError for a text that is far too long, before all of it is encoded."""
+        """Raise MarsError if a text is far too long, without encoding all of it."""
         if (size := len(text.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
             raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
         most = self.config.max_positions
         for prefix in PREFIXES:
-            # The last tokens of a prefix may join with what follows, so it counts only if it is longer by a quarter.
+            # The text after a prefix may merge with its last tokens, so reject only prefixes a quarter over the limit.
             if len(text) > prefix and len(self._ids(text[:prefix])) > most + most // 4:
                 raise MarsError(
                     f"the prompt has more than {most} tokens and '{self.name}' a context of {most}: shorten the prompt."
@@ -366,7 +368,7 @@ class Pretrained:
         """Return the token ids of a prompt as ints.
 
         Raises:
-          MarsError: there are none, or one is not a whole number or is outside of the model's vocabulary.
+          MarsError: `ids` is empty, or an id is not a whole number or is outside of the model's vocabulary.
         """
         tokens = token_ids("the prompt", ids)
         if not tokens:
@@ -380,7 +382,7 @@ class Pretrained:
         return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens left out; "" where there is no tokenizer.
+        """Return the text of token ids without special tokens; "" if there is no tokenizer.
 
         Raises:
           MarsError: an id is not a whole number or is outside of the model's vocabulary.
@@ -401,10 +403,10 @@ def _bounded_templates() -> contextlib.AbstractContextManager[None]:
 
 
 def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[int, ...]:
-    """Return a sequence of token ids as ints; `vocab_size`, if given, bounds them.
+    """Return a sequence of token ids as a tuple of ints, checked against `vocab_size` unless it is None.
 
     Raises:
-      MarsError: not a sequence, or an entry that is not a whole number or is out of range.
+      MarsError: `values` is not a sequence, or an entry is not a whole number or is out of range.
 
     >>> token_ids("stop_tokens", range(3, 5), 11)
     (3, 4)
@@ -426,16 +428,16 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
 
 
 def differing_tokens(target: Pretrained, draft: Pretrained) -> list[str]:
-    """Return the tokens that have not the same id in both, sorted.
+    """Return the tokens that have different ids in the two models, or exist in only one of them, sorted.
 
-    Checkpoints of one family may pad their embeddings to different sizes; only the tokens count.
+    The sizes of the embeddings are not compared: checkpoints of one family may pad them differently.
 
     Raises:
-      MarsError: there are no tokenizers to compare, and the sizes differ.
+      MarsError: a model has no tokenizer, and the vocabulary sizes differ.
     """
     if not (target.has_tokenizer and draft.has_tokenizer):
         ours, theirs = target.config.vocab_size, draft.config.vocab_size
-        if ours != theirs:  # without words to compare, their number is all there is
+        if ours != theirs:  # without tokenizers, only the sizes can be compared
             raise MarsError(
                 f"the draft '{draft.name}' has a vocabulary of {theirs} tokens and the target '{target.name}' one "
                 f"of {ours}: pair models that share a tokenizer."
@@ -448,7 +450,7 @@ def differing_tokens(target: Pretrained, draft: Pretrained) -> list[str]:
 
 
 def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
-    """Raise MarsError where two tokenizers give a token id different meanings, or as `differing_tokens`."""
+    """Raise MarsError if two models have different tokens or ids; see `differing_tokens`."""
     differing = differing_tokens(target, draft)
     if differing:
         raise MarsError(

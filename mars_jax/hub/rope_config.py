@@ -1,4 +1,7 @@
-"""The rotary embedding of a config.json <-> Rope. Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5."""
+"""Conversion between the rope settings of a config.json and Rope.
+
+Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from mars_jax.models.config import Rope
 
 
 def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
+    """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15) by the same rules as transformers."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -24,7 +27,7 @@ def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
 
 
 _OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Settings that older configs have at the top level of config.json."""
+"""Settings that older configs keep at the top level of config.json."""
 
 
 def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 10000.0) -> Rope:
@@ -32,11 +35,11 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
 
     Args:
       data: contents of config.json.
-      base: top-level key of the frequencies' base.
-      theta: base if config.json has none.
+      base: top-level key of theta, the base of the frequencies.
+      theta: default if config.json has no theta.
 
     Raises:
-      MarsError: a type that is not supported or lacks a number, or settings that contradict each other.
+      MarsError: the rope type is not supported or lacks a number, or settings contradict each other.
 
     >>> read_rope({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}).factor
     2.0
@@ -81,10 +84,10 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
 
 
 def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
-    """Return the rope settings of config.json, which may repeat each other.
+    """Merge the rope settings of config.json, which may list a setting in several places.
 
     Raises:
-      MarsError: two places give different values.
+      MarsError: two places have different values.
     """
     top_level = {key: data.get(base if key == "rope_theta" else key) for key in _OUTSIDE}
     settings: dict[str, Any] = {}
@@ -114,7 +117,7 @@ def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
-    """Return the `rope_scaling` of config.json, as transformers 4 and 5 read it; None where nothing is stretched."""
+    """Return the `rope_scaling` of config.json for transformers 4 and 5; None if the rope is not scaled."""
     if rope.kind == "none":
         return None
     data: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

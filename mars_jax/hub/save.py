@@ -1,4 +1,4 @@
-"""Save a model as a directory that transformers loads."""
+"""Saving of a model as a directory that transformers can load."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mars_jax.models.weights import Weight, get, weights
 
 
 def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray]:
-    """Return checkpoint name -> array, checked against a table of weights.
+    """Return params as a dict from checkpoint name to array, checked against a table of weights.
 
     Raises:
-      MarsError: params lack a row of the table, or have it in another shape.
+      MarsError: params lack a row of the table, or its array has another shape or is quantised.
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
@@ -49,10 +49,10 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
 
 
 def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """Return the path of a directory to write.
+    """Check that a directory may be written, and return its path.
 
     Raises:
-      MarsError: it is in use, and `overwrite` does not allow that; or nothing can be written there.
+      MarsError: the directory is not empty and `overwrite` is False, or it is not writable.
     """
     check_path(path)
     refuse_url(path)
@@ -70,13 +70,13 @@ def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 def save(
     path: str | os.PathLike[str], config: ModelConfig, params: PyTree, *, overwrite: bool = False
 ) -> Path:
-    """Write config.json and model.safetensors to a new directory, all or nothing; see `write_directory`.
+    """Write config.json and model.safetensors to a new directory atomically; see `write_directory`.
 
     Args:
-      path: the directory. Its parents are made.
+      path: the directory. Its parents are created.
       config: the model's config.
-      params: its params, in the dtype to save.
-      overwrite: replace the two files in a directory that already holds something; other files stay.
+      params: the model's params, in the dtype to save.
+      overwrite: replace the two files in a directory that is not empty; other files stay.
 
     Returns:
       The directory.
@@ -100,13 +100,13 @@ def save(
 def write_directory(
     target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any], *, file: str = "model.safetensors"
 ) -> Path:
-    """Write the weights into `file`, and config.json; both are on disk before they get their names.
+    """Write the weights into `file`, and config.json. Both are on disk before they appear under their names.
 
-    A new directory appears complete or not at all. In an existing one, other files stay, and config.json is absent
-    while the weights are replaced, unless it stays the same: old weights never load with a new config.
+    A new directory appears complete or not at all. In an existing one, other files stay. config.json is absent while
+    the weights are replaced, unless it does not change, so that old weights never load with a new config.
 
     Raises:
-      MarsError: they cannot be written.
+      MarsError: the files cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -116,12 +116,12 @@ def write_directory(
         new = staged / "new"
         new.mkdir()
         write_json(new / "config.json", data)
-        if arrays:  # a config may be all there is
+        if arrays:  # some callers write only a config
             try:
                 save_file(arrays, new / file, metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk, among others
                 raise OSError(str(error)) from error
-            # safetensors makes the file private, and a checkpoint need not be.
+            # safetensors creates the file with private permissions; use the same as for config.json.
             (new / file).chmod((new / "config.json").stat().st_mode)
         sync_directory(new)
         if not place.exists():

@@ -1,7 +1,7 @@
-"""Matrices in 8 bits that are stored beside their scales, as plain matrices: of checkpoints in fp8 (e4m3) and in int8.
+"""Dequantised 8-bit matrices of checkpoints in fp8 (e4m3) and int8, which store scales in separate tensors.
 
-A weight is its number times its scale. A matrix [out, in] has one scale, one for each output, or one for each block.
-A group of inputs is a block of one output:
+A weight is the stored number times its scale. A matrix [out, in] has one scale, one for each output, or one for each
+block. A group of inputs is a block with one output:
 
 | | scales | made by |
 |---|---|---|
@@ -9,8 +9,8 @@ A group of inputs is a block of one output:
 | fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
 | `float-quantized`, `int-quantized` | `NAME.weight_scale` [out, 1], [1], or by blocks or groups | compressed-tensors |
 
-These formats also describe how to round activations, keys and values. They are not rounded here, so their scales are
-left out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
+These formats also describe how to round activations, keys and values. mars-jax does not round them, so their scales
+are left out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
 `quantizers/naive_quantized.py`. Oracle: PyTorch's float8 (tests/hub/test_scaled_files.py).
 """
 
@@ -31,12 +31,12 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 
 
 def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Give the tensors of a checkpoint's files, those that have scales as the matrices that they stand for.
+    """Yield the tensors of a checkpoint's files, with matrices that have scales dequantised.
 
     Raises:
-      MarsError: scales that do not fit their matrix.
+      MarsError: scales do not fit their matrix.
     """
-    held = list(files)  # nothing is read yet; scales may be in another file than their matrix
+    held = list(files)  # headers only; a matrix and its scales may be in different files
     scales: dict[str, Tensor] = {}
     for name, tensor in ((name, tensor) for file in held for name, tensor in file.items()):
         if end := next(filter(name.endswith, _SCALES), None):
@@ -60,7 +60,7 @@ def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[d
 
 
 def _block_size(directory: Path) -> Any:
-    """Return the outputs and inputs of a block, as the config says; None where it says none."""
+    """Return [outputs, inputs] of a block from the config; None if the config has no block size."""
     data = read_json(directory / "config.json")
     found = data.get("quantization_config") or data.get("compression_config")
     if not isinstance(found, dict):

@@ -1,6 +1,6 @@
-"""A running `DecodeState` on disk: saved between two steps, restored in another process, on another mesh.
+"""Saving of a running `DecodeState` between two steps, and restoring in another process or on another mesh.
 
-Oracle: the same rows decoded without a break (tests/core/test_steps_by_the_piece.py).
+Oracle: the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mars_jax.hub.durable import writing
 
 
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
-    """Write a running state as an Orbax checkpoint, all or nothing: tokens, caches, keys and the rule's numbers.
+    """Write a running state (tokens, caches, keys and rule state) atomically as an Orbax checkpoint.
 
-    In a run of several processes all of them call it. The checkpoint has no weights and no structure: to restore it, a
-    program needs a state of the same rule, drafter and shapes.
+    In a run of several processes, all of them must call it. The checkpoint contains neither weights nor structure: to
+    restore it, a program needs a state with the same rule, drafter and shapes.
 
     Args:
-      path: of a directory that does not exist.
+      path: a directory that does not exist yet.
       state: between two steps.
 
     Raises:
@@ -51,15 +51,15 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
 
 
 def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeState:
-    """Restore a saved state, on the devices of `like`.
+    """Restore a saved state onto the devices of `like`.
 
     Args:
-      path: the directory.
+      path: the directory that `save_state` wrote.
       like: a state of the same decoder and shapes, whose values do not matter. The result of `jax.eval_shape` of
-        `Decoder.init` will do; the shardings of its `jax.ShapeDtypeStruct`s place the arrays.
+        `Decoder.init` is enough; the shardings of its `jax.ShapeDtypeStruct`s place the arrays.
 
     Raises:
-      MarsError: the checkpoint cannot be read, or is of another structure or of other shapes.
+      MarsError: the checkpoint cannot be read, or has another structure or other shapes.
     """
     import orbax.checkpoint as ocp
 
@@ -101,7 +101,7 @@ def _check_shapes(path: str | os.PathLike[str], stored: dict[str, Any], wanted: 
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """Return the leaves by their paths, and the words of random keys in place of the keys."""
+    """Return the leaves by path, with random keys replaced by their raw words."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="-"): jax.random.key_data(x) if _is_key(x) else x
         for path, x in jax.tree_util.tree_leaves_with_path(state)

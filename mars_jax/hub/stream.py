@@ -1,7 +1,7 @@
-"""Tensors of files into arrays on devices, some rows at a time.
+"""Streaming of tensors from files to arrays on devices, a block of rows at a time.
 
-What the host holds is one array of params, or the part of it that its devices are to have, and a block of rows.
-Oracle: reading everything whole (tests/hub/test_stream.py).
+Host memory holds only one array of params, or the parts of it for this host's devices, and one block of rows.
+Oracle: reading each tensor at once (tests/hub/test_stream.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mars_jax.models.quantize import (
 )
 
 BLOCK = 8 << 20
-"""Bytes of the rows that are read at a time."""
+"""Size in bytes of a block of rows."""
 
 BITS = {1: None, 2: 8, 3: 4}
-"""Bits of a matrix by its number of fields: values, scale and offset; None is floating."""
+"""Bits of a matrix by its number of fields (values, scale, offset); None for floating."""
 
 Box = tuple[tuple[int, int], ...]
-"""First and last index of a part of an array along each axis."""
+"""Range (first, end) of a part of an array along each axis."""
 
 
 class HostArray:
-    """The parts of one array that this host's devices are to have, in host memory while they are filled."""
+    """Host buffers for the parts of one array that belong to this host's devices."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None):
         self.shape, self.dtype, self.sharding = shape, jnp.dtype(dtype), sharding
@@ -47,13 +47,13 @@ class HostArray:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
     def rows(self, at: int | None, axis: int = 0) -> tuple[int, int]:
-        """Return first and last of the rows that are needed here; of number `at`, where tensors are stacked."""
+        """Return the range (first, end) of rows that this host needs, in tensor number `at` if tensors are stacked."""
         boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
         axis = axis if at is None else 1
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
 
     def write(self, at: int | None, first: int, block: np.ndarray) -> None:
-        """Put rows of a tensor there, of number `at` where tensors are stacked, from `first` on."""
+        """Copy a block of a tensor's rows, beginning at `first`. `at` is the tensor's number if tensors are stacked."""
         box = ((first, first + len(block)), *((0, n) for n in block.shape[1:]))
         if at is None:
             self.place(box, block)
@@ -61,7 +61,7 @@ class HostArray:
             self.place(((at, at + 1), *box), block[None])
 
     def place(self, box: Box, block: np.ndarray) -> None:
-        """Put a block of the array there, in whatever dtype of its kind."""
+        """Copy a block of the array into the parts that overlap it, cast to their dtype."""
         for own, part in self.parts.items():
             if (common := _common(box, own)) is not None:
                 target = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, own, strict=True))
@@ -69,22 +69,22 @@ class HostArray:
                 part[target] = block[source].astype(self.dtype, copy=False)
 
     def to_devices(self) -> jax.Array:
-        """Put the array on its devices; on JAX's default device where no sharding is given."""
+        """Move the array to its devices, or to JAX's default device if there is no sharding."""
         if self.sharding is None:
-            return jax.device_put(next(iter(self.parts.values())))  # jnp.asarray would copy it, on CPU twice
+            return jax.device_put(next(iter(self.parts.values())))  # jnp.asarray would copy it (twice on CPU)
         return jax.make_array_from_callback(
             self.shape, self.sharding, lambda index: self.parts[self._box(index)], dtype=self.dtype
         )
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """Return the block that two blocks share; None if they share nothing."""
+    """Return the intersection of two blocks; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(first < end for first, end in common) else None
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Make an array that begins with a cache line: on CPU it becomes the device's as it is."""
+    """Allocate an array aligned to a cache line, so that JAX on CPU uses its memory without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     begin = -memory.ctypes.data % 64
@@ -99,17 +99,17 @@ def read_array(
     sharding: Sharding | None = None,
     bits: int | None = None,
 ) -> list[HostArray]:
-    """Read one array of params in host memory: the array, or the leaves of it in so many bits (`quantize.FORMS`).
+    """Read one array of params into host memory: the array, or the leaves of its quantised form (`quantize.FORMS`).
 
     Args:
-      tensors: what it consists of, by name: one tensor of `shape`, or all that are stacked along a new first axis.
+      tensors: (name, tensor) pairs: one tensor of `shape`, or several to stack along a new first axis.
       shape: of the array.
-      dtype: floating; of the array, or of what the quantised one stands for.
-      sharding: which parts this host needs, and where they go; None is all of it.
-      bits: of the matrix; in 4, a tensor that has its own 4 bits is kept as it is.
+      dtype: floating; of the array, or of the dequantised array.
+      sharding: of the array, which selects the parts for this host; None reads all of it.
+      bits: of a quantised matrix; None for floating. With 4, a tensor that is stored in 4 bits is not rounded again.
 
     Raises:
-      MarsError: a tensor that cannot be read, or does not hold floating numbers.
+      MarsError: a tensor cannot be read, or is not floating.
     """
     if bits is not None:
         made = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, tensors[0][1].group)]
@@ -144,7 +144,7 @@ def read_array(
 
 
 def _write_4(made: Sequence[HostArray], first: int, parts: Sequence[np.ndarray]) -> None:
-    """Put some rows of a matrix in 4 bits there, which are last in its parts."""
+    """Copy some rows of a 4-bit matrix, whose fields have the rows on their last axis."""
     for array, part in zip(made, parts, strict=True):
         ends = (first, first + part.shape[-1])
         array.place((*((0, n) for n in part.shape[:-1]), ends), part)

@@ -1,4 +1,4 @@
-"""The tokenizer in a checkpoint's directory. Tokenizers and chat templates are transformers'."""
+"""The tokenizer in a checkpoint's directory, read by transformers, which also renders its chat template."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.versions import cached_by_version
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-"""A directory that has a tokenizer has one of these."""
+"""Every directory with a tokenizer contains at least one of these files."""
 _READ = (
     *("tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.tiktoken", "*chat_template*", "additional_chat_templates/*", "config.json"),
 )
 """Patterns of all files that transformers reads for a tokenizer."""
 
-# Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
+# Class names that transformers 4 and 5 write for a tokenizer that tokenizer.json describes in full.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# What of tokenizer_config.json changes no id of a text and no text of ids, or only by these names of special tokens.
+# Keys of tokenizer_config.json that do not affect encoding or decoding. `_NAMED` keys affect it only if they name a
+# token that tokenizer.json does not mark as special.
 _HEEDED = {"backend", "clean_up_tokenization_spaces", "model_max_length", "tokenizer_class", "chat_template"}
 _NAMED = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _PARALLEL = "TOKENIZERS_PARALLELISM"
@@ -34,32 +35,32 @@ _USER_CHOSE = _PARALLEL in os.environ
 
 
 def _tokenizer_files(path: Path) -> list[Path]:
-    """Return the files that determine the tokenizer of a checkpoint's directory or GGUF file."""
+    """Return the files that determine the tokenizer of a checkpoint directory or GGUF file."""
     if is_gguf(path):
         return gguf_parts(path)
     return sorted(file for pattern in _READ for file in path.glob(pattern))
 
 
-# Cached, so that an outline and the model loaded after it read one tokenizer once.
+# Cached, so that `outline` and a later `load` of the same checkpoint read its tokenizer once.
 @cached_by_version(_tokenizer_files)
 def read_tokenizer(path: Path) -> Any:
-    """Read the transformers tokenizer of a checkpoint's directory or GGUF file. No code of the checkpoint's runs.
+    """Read the transformers tokenizer of a checkpoint directory or GGUF file, without running the checkpoint's code.
 
     Raises:
-      MarsError: there is none that can be read.
+      MarsError: the tokenizer is absent or cannot be read.
     """
     _check_files(path)
     os.environ.setdefault(_PARALLEL, "false")
-    # On import transformers says where PyTorch is missing, of which a tokenizer has no need.
+    # On import, transformers warns if PyTorch is missing, which tokenizers do not need.
     with _environment("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):
         from transformers.utils import logging
 
-    logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
+    logging.set_verbosity_error()  # hide the tokenizer's advice
     try:
         with told_of_panics(path):
             if is_gguf(path):
                 return gguf_tokenizer(read_gguf(path))
-            # Without the flag transformers asks on stdin whether to run the checkpoint's code.
+            # Without the flag, transformers prompts on stdin whether to run the checkpoint's code.
             return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
     except MarsError:
         raise
@@ -77,9 +78,9 @@ def read_tokenizer(path: Path) -> Any:
 
 @cached_by_version(_tokenizer_files)
 def read_plain(path: Path) -> Any:
-    """Read the `tokenizers.Tokenizer` of a directory; None if its files say what only transformers would heed.
+    """Read the `tokenizers.Tokenizer` of a directory; None if its files have settings that only transformers applies.
 
-    It gives the ids and the texts of `read_tokenizer`, and spares a start the import of transformers.
+    It encodes and decodes exactly like `read_tokenizer`, without the slow import of transformers.
     """
     _check_files(path)
     data = _tokenizer_config(path)
@@ -92,7 +93,7 @@ def read_plain(path: Path) -> Any:
     try:
         with told_of_panics(path):
             found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception:  # tokenizers raises nothing narrower; transformers will say what is wrong
+    except Exception:  # tokenizers raises nothing narrower; transformers will report the error
         return None
     special = {token.content for token in found.get_added_tokens_decoder().values() if token.special}
     if any(data[name] not in (None, *special) for name in _NAMED & data.keys()):
@@ -104,18 +105,20 @@ def read_plain(path: Path) -> Any:
 
 @contextlib.contextmanager
 def told_of_panics(name: str | Path) -> Iterator[None]:
-    """Turn a panic of tokenizers, which is written in Rust, into a sentence. Python has it as no `Exception`.
+    """Convert a panic of the tokenizers library, which is written in Rust, into a MarsError.
+
+    In Python a panic is a `BaseException` and not an `Exception`.
 
     Args:
       name: of the checkpoint.
 
     Raises:
-      MarsError: there was one.
+      MarsError: the library panicked.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which no module exports
+        if type(error).__name__ != "PanicException":  # no module exports this class
             raise
         raise MarsError(
             f"the tokenizer of '{name}' breaks ({first_line(error)}): it contradicts itself, so "
@@ -124,16 +127,16 @@ def told_of_panics(name: str | Path) -> Iterator[None]:
 
 
 def on_all_cores() -> contextlib.AbstractContextManager[None]:
-    """Let tokenizers divide a batch over threads, unless the user's environment says otherwise.
+    """Let tokenizers split a batch over threads, unless the user has set TOKENIZERS_PARALLELISM.
 
-    Not for longer: a process that forks while they may would be warned of it.
+    The variable is reset afterwards, since tokenizers warns about a process that forks while it is true.
     """
     return contextlib.nullcontext() if _USER_CHOSE else _environment(_PARALLEL, "true")
 
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment for a while."""
+    """Set an environment variable inside the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -145,7 +148,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise MarsError for a file that makes the libraries of tokenizers wait, or is larger than any tokenizer."""
+    """Raise MarsError for a file that would block its reader, such as a pipe, or is larger than any tokenizer."""
     for file in (file for pattern in _READ for file in directory.glob(pattern) if not file.is_dir()):
         try:
             open_file(file, TOKENIZER_BYTES).close()
@@ -158,7 +161,7 @@ def _check_files(directory: Path) -> None:
 def _tokenizer_class(path: Path) -> Any:
     """Return the class that `AutoTokenizer` would choose.
 
-    Where the files name it, its import, 2 s of a start, is saved.
+    If the files name a plain class, this avoids importing `AutoTokenizer`, which takes 2 s.
     """
     import transformers
 
@@ -170,8 +173,8 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """Return the object in tokenizer_config.json; {} where there is no such file, or something else in it."""
+    """Return the object in tokenizer_config.json; {} if the file is absent or is not a JSON object."""
     try:
         return read_json(path / "tokenizer_config.json")
-    except MarsError:  # AutoTokenizer says what is wrong with it
+    except MarsError:  # AutoTokenizer will report the error
         return {}

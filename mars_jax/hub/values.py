@@ -1,4 +1,4 @@
-"""Values of a config.json: what is given counts, and 0 is given."""
+"""Readers for values of a config.json. A null counts as absent; 0 does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mars_jax.core.errors import MarsError
 
 
 def given(data: dict[str, Any], key: str, default: Any) -> Any:
-    """Return the value of a key in a file; `default` if the file has none, or null.
+    """Return the value of a key; `default` if the key is absent or null.
 
     >>> given({"rope_theta": 0}, "rope_theta", 10000.0), given({"rope_theta": None}, "rope_theta", 10000.0)
     (0, 10000.0)
@@ -20,22 +20,22 @@ def given(data: dict[str, Any], key: str, default: Any) -> Any:
 
 
 def count(data: dict[str, Any], key: str, default: int) -> int:
-    """Return a whole number of at least 1; `default` where the file says nothing, or null.
+    """Return a whole number of at least 1; `default` if the key is absent or null.
 
     Raises:
-      MarsError: it is something else.
+      MarsError: the value is anything else.
     """
     value = given(data, key, default)
-    if type(value) is not int or value < 1:  # true is no number, though Python's bool is an int
+    if type(value) is not int or value < 1:  # not isinstance, which would accept JSON's true
         raise MarsError(f"{key} is {value!r}: expected a whole number of at least 1.")
     return value
 
 
 def token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
-    """Return the ids of one token or of several; () where the file says nothing, or null.
+    """Return one token id or a list of them as a tuple; () if the key is absent or null.
 
     Raises:
-      MarsError: they are something else; it names the file.
+      MarsError: the value is anything else. The message names `file`.
 
     >>> token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
     (1, 106)
@@ -49,7 +49,7 @@ def token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def of_its_kind(what: str, cure: str) -> Iterator[None]:
-    """Turn what Python says about a value of another type, such as a text for a number, into a MarsError."""
+    """Convert Python's errors about values of an unexpected type, such as a string for a number, into a MarsError."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:

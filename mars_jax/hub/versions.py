@@ -1,4 +1,4 @@
-"""Versions of files, so that neither a cache nor a model that is being read mixes two files of one name."""
+"""Versions of files, to invalidate caches and to detect files that change while they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Version = tuple[int, ...] | None
 
 
 def version_of(path: Path) -> Version:
-    """Return the version of a file. It differs after the file is rewritten or replaced."""
+    """Return the version of a file, which changes if the file is rewritten or replaced."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""The placement of weights and state on a mesh, and several processes that decode as one."""
+"""The placement of weights and state on a mesh, and decoding with several processes."""

@@ -1,6 +1,6 @@
-"""Several processes that decode as one: `jax.distributed`, and arrays that no process has whole.
+"""Decoding with several processes: `jax.distributed`, and arrays that are sharded over processes.
 
-Every process runs the same program on the same prompts; the first one prints. Oracle: one process that has all devices
+Every process runs the same program on the same prompts; only the first one prints. Oracle: one process with all devices
 (tests/cli/test_hosts.py).
 """
 
@@ -21,30 +21,31 @@ from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
 
 HEARTBEAT = 20
-"""Seconds of silence after which a process counts as dead, and the others end."""
+"""Seconds without a heartbeat after which a process counts as dead, and the others exit."""
 START = 120
-"""Seconds that a process waits for the others at the start."""
+"""Seconds to wait for the other processes at the start."""
 
 
 def connect(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Join the other processes of this run; call it before anything else of JAX.
+    """Join the other processes of this run. Call it before any other use of JAX.
 
-    On Cloud TPU, Slurm and wherever else JAX finds out by itself, without arguments; where it finds no others, with
-    `num_processes=1`, and where they are joined already, nothing happens.
+    Leave out the arguments on Cloud TPU, Slurm and other clusters that JAX detects. The call has no effect if JAX
+    detects no other processes, if `num_processes` is 1, or if the processes are already connected.
 
     Args:
-      coordinator: "host:port" of process 0, on which it then listens, and on no other address of its machine;
-        JAX_COORDINATOR_BIND_ADDRESS names another one, where the others reach it by a name that is not its own.
-      num_processes: of the run.
-      process_id: which of them this is.
+      coordinator: "host:port" of process 0, which listens only on this address. Set JAX_COORDINATOR_BIND_ADDRESS to
+        listen on another one, for example if the other processes reach process 0 under a different name.
+      num_processes: number of processes in the run.
+      process_id: index of this process.
 
     Raises:
       MarsError: the arguments contradict each other, or the others do not answer within two minutes.
     """
     given = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
-    one_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"  # JAX would see one GPU of all
+    # Do not initialise a single Slurm task: JAX would use only one of its GPUs.
+    one_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"
     if num_processes == 1 or one_task or jax.distributed.is_initialized():
         return
     missing = [f"--{name}" for name, value in given.items() if value is None]
@@ -63,14 +64,14 @@ def connect(
             coordinator,
             num_processes,
             process_id,
-            # Without it JAX listens on all of the machine's addresses, and any peer that reaches the port joins in.
+            # By default JAX listens on all addresses of the machine, and any peer that reaches the port can join.
             coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=START,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=HEARTBEAT,
         )
-    except Exception as error:  # jaxlib's own, of gRPC's, beside ValueError and RuntimeError
-        # Nothing that JAX knows runs several processes here; or it is in use, and so by one.
+    except Exception as error:  # jaxlib's own errors from gRPC, in addition to ValueError and RuntimeError
+        # JAX detects no cluster, or is already in use and therefore by a single process.
         alone = "coordinator_address should be defined", "must be called before any JAX calls"
         if len(missing) == 3 and any(text in str(error) for text in alone):
             return
@@ -83,7 +84,10 @@ def connect(
 
 
 def _can_listen(coordinator: str) -> bool:
-    """Try it, as jaxlib may crash where its server cannot start; what is no address here is left to JAX."""
+    """Return whether this machine can listen on an address; True if it cannot be resolved, so that JAX reports it.
+
+    Checked in advance because jaxlib may crash if its server cannot start.
+    """
     host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -108,10 +112,10 @@ def _no_listening(coordinator: str | None) -> MarsError:
 
 
 def check_devices() -> None:
-    """Raise MarsError where JAX cannot start the devices that it was told to use. Call it after `connect`."""
+    """Raise MarsError if JAX cannot start the devices in JAX_PLATFORMS. Call it after `connect`."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the second says nothing, where the plugin is missing
+    except (RuntimeError, AssertionError) as error:  # an AssertionError without a message: no plugin
         reason = (
             first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
         )
@@ -123,9 +127,9 @@ def check_devices() -> None:
 
 
 def leave(code: int) -> None:
-    """End this process at once where there are others, which notice and end too; else do nothing.
+    """Exit this process immediately if the run has several, so that the others detect it and exit too.
 
-    An ordinary exit would wait for them, and they may be waiting for this one.
+    A normal exit would wait for the others, which may be waiting for this process.
     """
     if "jax" in sys.modules and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
@@ -134,12 +138,12 @@ def leave(code: int) -> None:
 
 
 def is_first() -> bool:
-    """Tell whether this process is the one that prints and writes."""
+    """Return whether this process is the one that prints and writes."""
     return jax.process_index() == 0
 
 
 def check_equal(value: Any, what: str) -> None:
-    """Raise MarsError where the processes have not been given the same: they would wait for each other for ever."""
+    """Raise MarsError if a value differs between processes, which would make them wait for each other forever."""
     if jax.process_count() == 1:
         return
     sums = multihost_utils.process_allgather(np.asarray(zlib.crc32(repr(value).encode()), np.uint32))
@@ -148,7 +152,7 @@ def check_equal(value: Any, what: str) -> None:
 
 
 def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
-    """Raise MarsError where there are several processes and some of their devices are in no mesh."""
+    """Raise MarsError if there are several processes and the mesh does not include all of their devices."""
     count, devices = jax.process_count(), len(jax.devices())
     if count > 1 and (mesh is None or mesh.size != devices):
         size = "no --mesh" if mesh is None else f"a --mesh of {mesh.size} devices"
@@ -158,14 +162,14 @@ def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
 
 
 def broadcast(value: int) -> int:
-    """Return the first process's value, in every process."""
+    """Return the first process's value in every process."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.asarray(value, np.int32)))
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """Return the first process's bytes, in every process; what the others give is not read."""
+    """Return the first process's bytes in every process. The arguments of the others are ignored."""
     if jax.process_count() == 1:
         return data
     buffer = np.zeros(broadcast(len(data)), np.uint8)
@@ -175,7 +179,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Do `jax.device_put` of arrays that every process has, also where a process has only some of the devices."""
+    """Do `jax.device_put` for arrays that every process holds, also onto devices of several processes."""
 
     def one(x: Any, sharding: Any) -> jax.Array:
         if sharding.is_fully_addressable:
@@ -190,7 +194,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Do `jax.device_get`, also of arrays of which this process has only some parts; then all processes call it."""
+    """Do `jax.device_get`, also for arrays that are sharded over processes; all processes must then call it."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:

@@ -1,8 +1,9 @@
-"""The placement of weights and state on a mesh: trees of `NamedSharding` with the structure of what they place.
+"""The placement of weights and state on a mesh: trees of `NamedSharding` with the structure of params or state.
 
-Tensor parallelism is Megatron's (arXiv 1909.08053): heads, hidden units and vocabulary are divided, so that a layer
-needs one sum after attention and one after its MLP. Experts are divided whole. Rows of the batch are divided over
-`data`, and nothing of them ever travels there. Oracle: the unsharded run (tests/placement/test_shardings.py).
+Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and vocabulary are sharded, so that a layer
+needs one sum after attention and one after its MLP. Experts are sharded as whole experts first; a remaining axis
+`model` shards their hidden units. Rows of the batch are sharded over `data` and need no communication there.
+Oracle: the unsharded run (tests/placement/test_shardings.py).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 
 AnyConfig = ModelConfig | HeadConfig
 
-# Matrices are [out, in]. What is not named here, such as norms and routers, every device has.
+# Matrices are [out, in]. Arrays that are not listed, such as norms and routers, are replicated.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
     "unembed": ("vocab", None),
@@ -71,7 +72,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 
 
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
-    """Return the `PartitionSpec` of an array of params: a row of `models.weights.leaves`, or of a head's table.
+    """Return the `PartitionSpec` of an array of params. `row` is of `models.weights.leaves`, or of a head's table.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -100,11 +101,11 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     """Return `NamedSharding`s with the structure of the params of a model or of any heads.
 
-    An array that does not divide over its axis is stored whole on every device, key-value heads most often; `whole`
-    names them.
+    An array whose size is not divisible by its axis is replicated on every device, most often key-value heads; `whole`
+    lists these arrays.
 
     Raises:
-      MarsError: the experts do not divide over the mesh's own axis for them, or an axis has no role (`name_axes`).
+      MarsError: the number of experts is not divisible by the axis `expert`, or an axis has no role (`name_axes`).
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -137,7 +138,7 @@ def abstract_params(
     Args:
       config: of the model or the heads.
       dtype: floating.
-      bits: of matrices, by `quantize.bits_of`.
+      bits: of matrices; see `quantize.bits_of`.
       shardings: tree of shardings with the structure of params; default: JAX's default device.
 
     >>> from mars_jax.models import ModelConfig
@@ -167,7 +168,7 @@ def abstract_params(
 
 
 def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
-    """List arrays stored whole on every device although the mesh has an axis for them: a sentence each, with numbers.
+    """Return a sentence for each kind of array that is replicated although the mesh has an axis for it.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -194,13 +195,13 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
 
 
 def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
-    """Return `NamedSharding`s of a `DecodeState`, or of anything else whose arrays begin with the rows of the batch.
+    """Return `NamedSharding`s for a `DecodeState`, or for any tree of arrays whose first axis is the rows of the batch.
 
     Args:
-      state: arrays or shapes; caches in it are divided by their heads too, as they say themselves.
+      state: arrays or shapes. Caches also shard their heads, by their own specs.
 
     Raises:
-      MarsError: the rows do not divide over the mesh's axis `data`.
+      MarsError: the number of rows is not divisible by the mesh's axis `data`.
     """
 
     check_named(mesh)

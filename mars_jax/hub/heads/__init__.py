@@ -1,1 +1,1 @@
-"""EAGLE and Medusa heads <-> (config, params)."""
+"""Loading and saving of EAGLE and Medusa heads as (config, params)."""

@@ -1,8 +1,9 @@
 """EAGLE heads as published on the Hugging Face hub <-> (EagleConfig, params).
 
-Layouts: those of SafeAILab/EAGLE, SpecForge and NVIDIA, `midlayer.*` or `layers.0.*`, and of speculators. They differ
-in what config.json writes down, and copy fields of the target's that mean nothing in a head. So what the tensors show
-is read off them. Oracle: heads that PyTorch writes (tests/hub/test_heads.py). V vocabulary, W draft vocabulary.
+Layouts: those of SafeAILab/EAGLE, SpecForge and NVIDIA, `midlayer.*` or `layers.0.*`, and of speculators. Their
+config.json files have different fields, and copy fields of the target that have no meaning in a head. The config is
+therefore inferred from the tensors if possible. Oracle: heads written by PyTorch (tests/hub/test_heads.py).
+V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mars_jax.models.eagle_head import EagleConfig
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")
-"""Layouts of config.json: that of SafeAILab, SpecForge and SGLang, or the speculators library's, which vLLM reads."""
+"""Layouts of config.json: "eagle" for SafeAILab, SpecForge and SGLang; "speculators" for that library and vLLM."""
 
 
 def load_eagle(
@@ -47,23 +48,23 @@ def load_eagle(
 ) -> tuple[EagleConfig, PyTree]:
     """Load an EAGLE-1, -2 or -3 head of a target, tensor by tensor.
 
-    A head that repeats the target's embedding (EAGLE-1: or unembedding) shares it instead. Issue a MarsWarning if the
-    head's embedding differs from the target's.
+    If the head's embedding (EAGLE-1: or unembedding) is a copy of the target's, the two models share one array. Issue a
+    MarsWarning if the head's embedding differs from the target's.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
       target_config: of the model that the head was trained for.
-      target_params: its params.
-      dtype: "float32" or "bfloat16"; None is the head's own (float16 becomes bfloat16). "int8" keeps its matrices in
-        8 bits per weight, and the rest in its own.
+      target_params: params of that model.
+      dtype: "float32" or "bfloat16"; None keeps the head's dtype (float16 becomes bfloat16). "int8" rounds matrices to
+        8 bits per weight and keeps everything else in the head's dtype.
       head_embed: "own" to read the head's embedding, if its checkpoint has one, or "target" to share the target's.
 
     Returns:
-      The config, and what `Params.draft` is to be. In it `ids` i32[W] are the target's tokens that a draft
-      vocabulary smaller than V consists of.
+      The config, and the value for `Params.draft`. If the draft vocabulary is smaller than V, its entry `ids` i32[W]
+      holds the target's token id of each draft token.
 
     Raises:
-      MarsError: with one sentence that names what is wrong and the cure.
+      MarsError: the head cannot be read or does not fit the target. The message names the problem and the fix.
 
     >>> name, target = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", load("meta-llama/...")  # doctest: +SKIP
     >>> config, head = load_eagle(name, target.config, target.params)  # doctest: +SKIP
@@ -84,8 +85,8 @@ def save_eagle(
     """Write a head in a published layout; other arguments, result and errors are those of `hub.save`.
 
     Args:
-      layout: "eagle", that of SafeAILab, SpecForge and SGLang, or "speculators".
-      verifier: name of the target, for the layout of speculators.
+      layout: "eagle" (SafeAILab, SpecForge and SGLang) or "speculators".
+      verifier: name of the target, for the layout "speculators".
 
     >>> import tempfile
     >>> import jax
@@ -106,7 +107,7 @@ def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) ->
     """Make an EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
-      MarsError: they contradict each other or the target, or are not supported.
+      MarsError: the config, the tensors and the target contradict each other, or the head is not supported.
     """
     nested = nested_layer(data)
     data = data if nested is None else flatten(data, nested)
@@ -129,14 +130,14 @@ def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) ->
 
 
 def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite config.json of a head in the layout of the speculators library as EAGLE's own layout says it.
+    """Convert config.json from the layout of the speculators library to EAGLE's layout.
 
-    The library numbers a target's hidden states, of which number i is what layer i reads; EAGLE's own files number the
-    layers whose output is meant, one less (vllm-project/speculators, `Eagle3SpeculatorConfig` and
+    Layer numbers stay as they are: speculators numbers the target's hidden states, and state i is the input of layer i;
+    EAGLE's layout numbers the layers by their outputs, one less (vllm-project/speculators, `Eagle3SpeculatorConfig` and
     `resolve_target_layer_ids`; vLLM, `aux_hidden_state_layers`).
 
     Raises:
-      MarsError: another kind of drafter, or one that is described by half.
+      MarsError: the config is for another kind of drafter, or is incomplete.
     """
     kind = data.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
@@ -152,7 +153,7 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
-    """Return the value of a key of EAGLE, from config.json itself or its `eagle_config`."""
+    """Return the value of an EAGLE key, from the top level of config.json or from its `eagle_config`."""
     return given(data, key, (data.get("eagle_config") or {}).get(key))
 
 
@@ -160,11 +161,11 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     """Return the config of a head's layer from config.json and the canonical names of the tensors.
 
     Raises:
-      MarsError: other layers than the weights have, a sliding window, or what `hub.config.from_json` does not support.
+      MarsError: the layer has a sliding window, or `hub.config.from_json` does not support it.
     """
     named = data.get("architectures") or [""]
     named = named if isinstance(named, str) else named[0]
-    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama; where only EAGLE is named, model_type tells.
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If the name is only EAGLE, model_type decides.
     plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
     data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
     layer = from_json(data)
@@ -177,7 +178,7 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     def held(name: str) -> bool:
         return f"layers.0.{name}" in shapes
 
-    # Heads copy the target's flags and are trained without biases.
+    # Use the tensors, not the flags: heads copy the target's flags but are trained without biases.
     return dataclasses.replace(
         layer,
         qkv_bias=held("self_attn.q_proj.bias"),
@@ -188,7 +189,7 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
 
 
 def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[int, ...]:
-    """Return the layers whose outputs the head reads, of a target that has `count`."""
+    """Return the layers whose outputs the head reads, in a target with `count` layers."""
     if _said(data, "use_aux_hidden_state") is False:
         raise MarsError(
             "the EAGLE-3 head reads its target's last hidden state alone (use_aux_hidden_state is false), which is not "
@@ -208,15 +209,15 @@ def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[
 def to_head_json(
     config: EagleConfig, *, dtype: str, layout: str = "eagle", verifier: str | None = None
 ) -> dict[str, Any]:
-    """Return the contents of config.json: in the layout "eagle" for SGLang, in that of speculators for vLLM.
+    """Return the contents of config.json: layout "eagle" for SGLang, "speculators" for vLLM.
 
     Args:
       config, dtype: of the head.
       layout: of `LAYOUTS`.
-      verifier: name of the target, which the layout of speculators has room for.
+      verifier: name of the target, for the layout "speculators".
 
     Raises:
-      MarsError: the layout is not known or has no EAGLE-1, or the layer's family cannot express the layer.
+      MarsError: the layout does not support EAGLE-1, or the layer's family cannot express the layer.
     """
     if layout == "speculators" and config.version != 3:
         raise MarsError(
@@ -243,7 +244,7 @@ def to_head_json(
         own |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "dtype": dtype}
         return own | {_LAYERS: [i + 1 for i in config.feature_layers]}
     own |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
-    # SGLang looks here. vLLM reads the same name without the nesting, and counts from 1.
+    # SGLang reads this nested key. vLLM reads the same key at the top level, and counts from 1.
     return (
         layer | own | {"eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}}
     )

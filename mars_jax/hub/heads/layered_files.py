@@ -1,6 +1,6 @@
-"""Parts that the files of heads with layers share: checks of config.json, tensors by name, draft vocabularies, saving.
+"""Shared code to load and save heads with layers: config.json, tensors by name, and draft vocabularies.
 
-V vocabulary, W draft vocabulary. Oracle: heads that PyTorch writes (tests/hub/test_heads.py, test_dflash_files.py).
+V vocabulary, W draft vocabulary. Oracle: heads written by PyTorch (tests/hub/test_heads.py, test_dflash_files.py).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors of a head, by canonical name."""
 FromJson = Callable[[dict[str, Any], Shapes, ModelConfig], Head]
-"""A head's config from the contents of config.json, the shapes of the tensors, and the target's config."""
+"""Makes a head's config from the contents of config.json, the shapes of the tensors, and the target's config."""
 
 _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
 _MAPS = ("d2t", "t2d")
-"""Tensors that say which of the target's tokens a draft vocabulary has, as offsets and as marks."""
+"""Tensors that map a draft vocabulary to the target's: `d2t` as offsets of ids, `t2d` as a mask over the target's."""
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that the training of the speculators library holds, and some exports keep."""
+"""Copies of the target's weights that the speculators library trains with. Some exports contain them."""
 
 
 def canonical(name: str) -> str:
-    """Return a tensor's name without what the exports differ in: the `model.` prefix and `midlayer`.
+    """Normalise a tensor's name: exports differ in the `model.` prefix and in `midlayer`.
 
     >>> canonical("model.midlayer.hidden_norm.weight")
     'layers.0.hidden_norm.weight'
@@ -56,7 +56,7 @@ def canonical(name: str) -> str:
 
 
 def checked(read: FromJson[Head]) -> FromJson[Head]:
-    """Wrap `read` to refuse values of the wrong kind in one sentence."""
+    """Wrap `read` to raise MarsError for values of the wrong type."""
 
     @functools.wraps(read)
     def read_checked(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
@@ -69,10 +69,10 @@ def checked(read: FromJson[Head]) -> FromJson[Head]:
 def shared_fields(
     title: str, data: dict[str, Any], shapes: Shapes, target: ModelConfig, layer: ModelConfig
 ) -> dict[str, Any]:
-    """Return the fields of a config that are read alike for every head.
+    """Return the config fields that all heads share.
 
     Raises:
-      MarsError: the head is for another target, or its draft vocabulary is not told.
+      MarsError: the head is for another target, or it has a smaller draft vocabulary and no d2t.
     """
     if layer.vocab_size != target.vocab_size:
         raise MarsError(
@@ -101,7 +101,7 @@ def shared_fields(
 
 
 def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the config of the layers in the layout of the speculators library; None for another layout."""
+    """Return the config of the layers in the layout of the speculators library; None for other layouts."""
     if "speculators_model_type" not in data and "transformer_layer_config" not in data:
         return None
     layer = data.get("transformer_layer_config")
@@ -111,7 +111,15 @@ def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) -> tuple[int, ...]:
-    """Read the layers of a target with `count`, by outputs, or by hidden states, whose numbers are one more."""
+    """Return the checked numbers of the target's layers whose outputs a head reads.
+
+    Args:
+      title: of the head, for messages.
+      key: of config.json, for messages.
+      layers: the value of `key`.
+      count: number of the target's layers.
+      states: `layers` contains numbers of hidden states. State i + 1 is the output of layer i.
+    """
     if not isinstance(layers, list) or any(type(i) is not int for i in layers):
         raise MarsError(f"{key} is {layers!r}: give a list of whole numbers.")
     if states and 0 in layers:
@@ -128,7 +136,14 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
 
 
 def speculators(kind: str, tokens: int, verifier: str | None, architecture: str | None) -> dict[str, Any]:
-    """Return the fields of every head in the layout of speculators: its algorithm, drafted tokens, and target."""
+    """Return the config.json fields that all heads have in the layout of speculators.
+
+    Args:
+      kind: the algorithm.
+      tokens: number of drafted tokens.
+      verifier: name of the target.
+      architecture: of the target.
+    """
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -156,12 +171,12 @@ def load_head(
     *,
     head_embed: str,
 ) -> tuple[Head, PyTree]:
-    """Load a head's config and params, tensor by tensor; `hub.load_eagle` says more.
+    """Load a head's config and params, tensor by tensor; see `hub.load_eagle`.
 
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `hub.load_eagle`.
-      from_json: reads the config.
-      shares: whether a head may share its target's unembedding.
+      from_json: makes the config.
+      shares: returns whether a head may share its target's unembedding.
     """
     specs.check_dtype(dtype)
     directory = resolve(name_or_path)
@@ -173,7 +188,7 @@ def load_head(
             raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
         config = from_json(data, {name: found[0][1].shape for name, found in held.items()}, target_config)
         shareable = {}
-        if not target_config.scale_embeddings:  # else what the target looks up is more than its table
+        if not target_config.scale_embeddings:  # the head does not scale embeddings
             shareable[_EMBED] = target_params["embed"]
         if shares(config) and target_config.logit_cap is None:
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
@@ -203,7 +218,7 @@ def load_head(
 def _read(
     config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, bits: int | None
 ) -> tuple[Head, PyTree]:
-    """Read the params of a head, and its config without what the target shares."""
+    """Read the params of a head. In the returned config, `own_embed` and `own_unembed` are False for shared tables."""
     shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
     config = dataclasses.replace(
         config,
@@ -237,15 +252,14 @@ def _read(
 
 
 def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
-    """Tell whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
+    """Return whether one table is a copy of the other, possibly in a narrower dtype. Compare in blocks to save memory.
 
-    A table is a copy of one in 8 bits if it rounds to the same. Every process compares its own parts of a table that is
-    spread over processes.
+    A table is a copy of an 8-bit table if it rounds to the same values. Each process compares its own shards.
     """
 
     def copied(a: np.ndarray, b: np.ndarray) -> bool:
         blocks = (slice(i, i + rows) for i in range(0, len(a), rows))
-        with np.errstate(all="ignore"):  # what does not fit is no copy
+        with np.errstate(all="ignore"):  # a value that overflows the narrower dtype compares unequal
             return all(np.array_equal(a[block].astype(b.dtype), b[block]) for block in blocks)
 
     if ours.shape != theirs.shape or not jnp.issubdtype(ours.dtype, jnp.floating):
@@ -260,7 +274,7 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
         for shard in b.addressable_shards:
             part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
             same = same and (copied(part, held) or copied(held, part))
-    if jax.process_count() > 1:  # all of them decode with the same head
+    if jax.process_count() > 1:  # all processes must load the same head
         same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
     return same
 
@@ -316,7 +330,7 @@ def save_head(
     overwrite: bool,
     verifier: str | None,
 ) -> Path:
-    """Write a head in one of `layouts`; `to_json` makes config.json, and the rest is as for `hub.save_eagle`."""
+    """Write a head in one of `layouts`. `to_json` makes config.json; other arguments are those of `hub.save_eagle`."""
     if layout not in layouts:
         raise MarsError(f"layout {layout!r} is not known: expected one of {', '.join(layouts)}.")
     target = free_directory(path, overwrite=overwrite)
