@@ -21,8 +21,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.models.weights import Weight
 
 GROUPS = (128, 64, 32)
-"""Sizes of 4-bit groups: the first that divides the inputs of a matrix is used. Larger groups take fewer bytes, and with
-groups of 128 a TPU's product takes no longer for 60 rows than for 8."""
+"""Sizes of 4-bit groups: the first that divides the inputs of a matrix is used. Larger groups take fewer bytes, and
+with groups of 128 a TPU's product takes no longer for 60 rows than for 8."""
 
 
 class Leaf(NamedTuple):
@@ -65,7 +65,7 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. It represents GGUF's Q4_0, Q4_1 and Q4_K exactly.
+    """A matrix [out, in] in 4 bits, in groups of G inputs. It can also hold GGUF's Q4_0, Q4_1 and Q4_K.
 
     Inputs come first, which is the layout that a TPU multiplies: with outputs first it would move the weights at every
     step.
