@@ -109,7 +109,7 @@ def regex(pattern: str) -> Constraint:
       pattern: pattern in the syntax of Python's `re`, without look-around, back-references and inner anchors.
 
     Raises:
-      MarsError: the pattern is not a regular expression, or needs an automaton that is too large or does not exist.
+      MarsError: not a regular expression, not a regular language, or its automaton would be too large.
 
     >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
     True

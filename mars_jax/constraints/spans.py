@@ -1,4 +1,4 @@
-"""Spans of text between an opening and a closing string, which limit where a lossy rule may relax.
+"""Spans of text between an opening and a closing string, which limit the tokens that a lossy rule may relax.
 
 S states. Oracle: a search in the text with Python (tests/constraints/test_token_table.py).
 """
@@ -49,7 +49,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON; the state is (depth, mode), with mode 0 outside strings, 1 in one, 2 after a backslash in one."""
+    """Tracker of JSON; the state is (depth, mode): 0 outside strings, 1 in a string, 2 in it after a backslash."""
 
     bytes: bytes = b'{}[]"\\'
 

@@ -1,4 +1,4 @@
-"""Shared parts of training: what a training hands to the loop, and forward passes over whole texts.
+"""Shared parts of training: the inputs of the training loop, and forward passes over whole documents.
 
 The loop is `mars_jax.lab.training.loop.fit`. B rows, L tokens of a row, V vocabulary.
 """
