@@ -109,7 +109,7 @@ def regex(pattern: str) -> Constraint:
       pattern: pattern in the syntax of Python's `re`, without look-around, back-references and inner anchors.
 
     Raises:
-      MarsError: not a regular expression, not a regular language, or its automaton would be too large.
+      MarsError: not a regular expression, an unsupported construct, or an automaton that would be too large.
 
     >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
     True

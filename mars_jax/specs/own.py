@@ -146,7 +146,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
 
 
 def _import_failure(error: BaseException, module: str, name: str) -> str:
-    """Return the file and line at which an import failed, and the error."""
+    """Return the error of a failed import with its file and line."""
     if isinstance(error, SyntaxError):  # raised before any line ran
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
     frames = user_code.frames_in({module}, error)
