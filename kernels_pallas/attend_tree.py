@@ -1,5 +1,6 @@
-"""The operation `tree_attention`: queries of a drafted tree, or of a chunk of a prompt, over the key-value cache; and
-`write_and_attend`, which puts their own rows there first.
+"""Attention of a drafted tree, or of a chunk of a prompt, over the key-value cache.
+
+`write_and_attend` first writes the keys and values of the queries into the cache; `tree_attention` only attends.
 
 B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
 region. Oracles: `reference.tree_attention`, and softmax in numpy float64 in tests/kernels/.
@@ -18,7 +19,7 @@ from kernels_pallas.blocks import AttentionBlocks
 from kernels_pallas.new_rows import NewRows, written
 
 FORMS = ("reference", "xla", "pallas_tpu")
-"""The names that `implementation` takes."""
+"""Accepted values of `implementation` other than None."""
 
 
 def tree_attention(
@@ -39,38 +40,37 @@ def tree_attention(
     blocks: AttentionBlocks | None = None,
     interpret: Any = False,
 ) -> Array:
-    """Grouped-query attention of N queries over a cache of which each row holds another number of slots.
+    """Compute grouped-query attention of N queries over a cache whose batch rows have different lengths.
 
-    Every query sees all slots before `first`. R rows are counted from slot `first` on, and query i sees row r where
-    `seen[b, i, r]`. On TPU the kernel reads each row's slots up to the end of its region, and with a window only
-    from the window on, in blocks. Cost follows each row's own length.
+    Every query sees all slots before `first`. The region is the R slots from `first` on; query i sees row r of the
+    region if `seen[b, i, r]`. The TPU kernel reads each batch row in blocks, from the start of the window (if there is
+    one) to the end of the region, so the cost of a row follows its own length.
 
     Args:
       q: [B, N, K, G, D], bfloat16 or float32.
       k: [B, S, K, D]: float32, bfloat16, or int8 with scales.
       v: [B, S, K, D].
-      first: i32[B]; slots before it are committed, and hold the token of their own position.
+      first: i32[B]; slots before it are committed, and slot s holds the token at position s.
       seen: bool[B or 1, N, R]; None: R is N, and query i sees the rows 0 .. i.
-      positions: i32[B, N] of the queries; None: `first + i`. Only a window reads them.
+      positions: i32[B, N] of the queries; None: `first + i`. Used only with a window.
       seen_positions: i32[B, R] of the region's rows; None: the rows are the queries.
       window: keys `window` or more positions before the query are hidden; None hides none.
       cap: scores become `cap * tanh(scores / cap)`; None leaves them.
       scale: scores are multiplied by it; None is D ** -0.5.
-      k_scale, v_scale: f32[B, S, K]; keys and values are multiplied by them, token by token and head by head. Both, or
-        none of them.
-      implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which is "xla": no chip has run the
+      k_scale, v_scale: f32[B, S, K]; factors of keys and values, per token and head. Pass both or neither.
+      implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which selects "xla": no chip has run the
         kernel yet.
       blocks: block sizes of "pallas_tpu".
       interpret: run "pallas_tpu" on CPU: True, or `pltpu.InterpretParams(...)`.
 
     Returns:
-      [B, N, K, G, D] in q's dtype. A query that sees nothing gets zeros. "pallas_tpu" and "xla" multiply in the
-      dtype of keys and values (in q's with scales) and add in float32.
+      [B, N, K, G, D] in q's dtype. A query without visible slots gets zeros. "pallas_tpu" and "xla" multiply in the
+      dtype of keys and values (in q's with scales) and accumulate in float32.
 
     Raises:
       ValueError: unknown implementation, one scale without the other, integer keys without scales, or blocks and
         interpret without "pallas_tpu".
-      BlockError: a shape or block size that the kernel cannot read.
+      BlockError: a shape or block size that the kernel does not support.
 
     >>> q, k = jnp.ones((1, 2, 1, 1, 4)), jnp.ones((1, 8, 1, 4))
     >>> v = jnp.arange(8.0)[None, :, None, None] * jnp.ones((1, 8, 1, 4))
@@ -109,23 +109,23 @@ def write_and_attend(
     blocks: AttentionBlocks | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
-    """`tree_attention` after the new rows were written into keys and values, in place where those are donated.
+    """Write new rows into keys and values, then compute `tree_attention`. Donated caches are updated in place.
 
-    The kernel copies them there itself, so that the program has no scatter of its own. A single head of less than 32
-    bits shares its words with other slots, of which a copy moves whole ones; its rows are scattered before.
+    The kernel copies the rows itself, which saves a separate scatter. The exception is a single head of less than 32
+    bits: it shares 32-bit words with neighbouring slots and DMA copies whole words, so XLA scatters its rows first.
 
     Args:
       q, first: as for `tree_attention`.
       k, v: [B, S, K, D], float32 or bfloat16.
-      new: rows in any float dtype; they are cast to that of the cache.
+      new: rows in any float dtype; they are cast to the cache's dtype.
       seen, positions, seen_positions, window, cap, scale: as for `tree_attention`.
       implementation, blocks, interpret: as for `tree_attention`.
 
     Returns:
-      What `tree_attention` returns, and keys and values with the new rows.
+      The result of `tree_attention`, and keys and values with the new rows.
 
     Raises:
-      ValueError, BlockError: as `tree_attention`.
+      ValueError, BlockError: as for `tree_attention`.
 
     >>> q, cache = jnp.ones((1, 1, 1, 1, 4)), jnp.zeros((1, 8, 1, 4))
     >>> new = NewRows(jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1, 4)), jnp.asarray([2], jnp.int32))
@@ -174,7 +174,7 @@ def _check(
 
 
 def _filled(given: dict[str, Any], q: Array, first: Array) -> dict[str, Any]:
-    """The defaults that depend on the queries."""
+    """Fill in the defaults that depend on the queries."""
     if given["positions"] is None:
         given["positions"] = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     if given["scale"] is None:

@@ -1,8 +1,8 @@
-"""The k largest logits of a row and the logsumexp of all, in one read: what a drafter needs of its vocabulary.
+"""The k largest logits of a row and the logsumexp of the row in one read, as a drafter needs them.
 
 R rows, V vocabulary, W parts of a vocabulary. Oracle: `jax.lax.top_k` (tests/kernels/test_largest.py).
 
-`jax.lax.top_k` is a full sort on a TPU, which takes long to compile, and a scalar loop on a CPU.
+`jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from kernels_pallas.stats import bits
 
 Axis = str | tuple[str, ...]
 BLOCK = 64
-"""Tokens of a block whose maximum is looked at first. Ten blocks are fewer than 1,024 tokens, which XLA sorts faster
-on a GPU than it searches more."""
+"""Tokens per block; blocks are first compared by their maxima. Ten blocks are fewer than 1,024 tokens: up to that size
+XLA sorts on a GPU, which is faster than its search of more tokens."""
 
 
 class TopK(NamedTuple):
-    """In the order (larger value, then smaller id)."""
+    """The k largest entries of a row, ordered by larger value, then smaller id, and the row's logsumexp."""
 
     values: Array  # f32[..., k]; the largest first
-    ids: Array  # i32[..., k]; their places
-    logsumexp: Array  # f32[...]; of the whole row
+    ids: Array  # i32[..., k]; token ids of `values`
+    logsumexp: Array  # f32[...]; over the whole row
 
 
 def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret: Any = False) -> TopK:
-    """The k largest of logits [..., V], bfloat16 or float32, with their ids, and the logsumexp of the row.
+    """Return the k largest of logits [..., V], bfloat16 or float32, with their ids, and the logsumexp of the row.
 
     Args:
-      logits: `-inf` where a token is masked; such entries are entries like any other.
+      logits: `-inf` for masked tokens, which are treated like any other entry.
       k: 1 to V.
-      implementation: "pallas_tpu", "xla", "reference", or None, which is the kernel on a TPU, where it fits, and else
-        "xla". No gradient flows.
+      implementation: "pallas_tpu", "xla", "reference", or None, which selects the kernel on a TPU if it fits, and
+        otherwise "xla". Not differentiable.
       interpret: as in `margin_stats`.
 
     Raises:
@@ -60,14 +60,14 @@ def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret
 def sharded_top_k(
     part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Any = False
 ) -> TopK:
-    """Inside `shard_map`: the `top_k` of a vocabulary whose i-th part, of equal sizes, is on device i of `axis`.
+    """Compute `top_k` of a vocabulary sharded over `axis` in equal parts. Call it inside `shard_map`.
 
-    The k largest of each part travel, in one collective, and every device joins them.
+    One collective sends the k largest entries of each part to all devices, and every device joins them.
 
     Args:
       part: [..., V / devices]; may have fewer than k tokens.
       k: 1 to V.
-      axis: mesh axis, or axes, over which the vocabulary is divided.
+      axis: mesh axis, or axes, that shard the vocabulary.
       implementation, interpret: as in `top_k`.
     """
 
@@ -84,19 +84,22 @@ def sharded_top_k(
 
 
 def packed_top_k(logits: Array, k: int, *, interpret: Any = None) -> Array:
-    """`top_k` in one array to send, see `pack`: by XLA i32[2, ..., k + 1], and by the kernel, where `interpret` is its
-    option and not None, i32[2, ..., 128]."""
+    """Compute `top_k` packed into one array for a collective, see `pack`.
+
+    If `interpret` is None, XLA computes i32[2, ..., k + 1]. Otherwise the kernel, with this `interpret` option,
+    computes i32[2, ..., 128].
+    """
     if interpret is None:
         return pack(_xla(logits, min(k, logits.shape[-1])), k)
     return _packed_kernel(logits, interpret, k=k)
 
 
 def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> TopK:
-    """The `top_k` of a vocabulary from those of its parts.
+    """Compute the `top_k` of a vocabulary from the results of its parts.
 
     Args:
-      parts: i32[W, 2, ..., lanes], from `packed_top_k` of tokens `[i * size, (i + 1) * size)` each, in this order.
-      k, interpret: as there.
+      parts: i32[W, 2, ..., lanes]; entry i is `packed_top_k` of tokens `[i * size, (i + 1) * size)`.
+      k, interpret: as for `packed_top_k`.
       size: tokens of a part.
     """
     if interpret is not None:
@@ -105,20 +108,20 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
     found = unpack(parts, k, axis=1)  # [W, ..., k] each
     first = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
     ids = found.ids + first.reshape((-1,) + (1,) * (found.ids.ndim - 1))
-    # Parts come in the order of their ids, so ties still go to the smaller id.
+    # Parts are in the order of their ids, so ties still go to the smaller id.
     # [W, ..., k] -> [..., W, k] -> [..., W * k].
     values, ids = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in (found.values, ids))
     best, place = lax.top_k(values, k)
     ids = jnp.take_along_axis(ids, place, axis=-1, mode="promise_in_bounds")
-    # The logsumexp of a union is that of the parts' own, [W, ...].
+    # The logsumexp of the vocabulary is the logsumexp of the parts' values, [W, ...].
     return TopK(best, ids, jax.nn.logsumexp(found.logsumexp, axis=0))
 
 
 def pack(found: TopK, k: int) -> Array:
-    """i32[2, ..., k + 1]: the bits of the values with the logsumexp after the k-th, and the ids.
+    """Pack into i32[2, ..., k + 1]: the bits of the k values followed by the logsumexp, and the ids.
 
-    Floats travel as integers, whose bits no device touches. Where there are fewer than k tokens, the other values are
-    -inf.
+    Floats are sent as integers, so that no device alters their bits. If there are fewer than k tokens, the remaining
+    values are -inf.
     """
 
     def lanes(x: Array, fill: float) -> Array:
@@ -132,14 +135,14 @@ def pack(found: TopK, k: int) -> Array:
 
 
 def unpack(packed: Array, k: int, axis: int = 0) -> TopK:
-    """The inverse of `pack`, whose dimension of two is `axis`."""
+    """Invert `pack`. `axis` is the dimension of size two."""
     values, ids = (lax.index_in_dim(packed, i, axis, keepdims=False) for i in (0, 1))
     values = lax.bitcast_convert_type(values, jnp.float32)
     return TopK(values[..., :k], ids[..., :k], values[..., k])
 
 
 def _takes(logits: Array, k: int, implementation: str | None) -> bool:
-    """True where the kernel is to run: it fits, or was named and then says itself that it does not."""
+    """Return True if the kernel should run: it fits, or it was named explicitly, so that it raises if it does not."""
     return implementation == "pallas_tpu" or top_k_fits(logits.shape[-1], k)
 
 
@@ -149,7 +152,7 @@ def _top_k_kernel(logits: Array, blocks: None = None, interpret: Any = False, *,
 
 
 def _top_k_of_parts(part: Array, *, k: int) -> TopK:
-    """Both kernels without what travels between them."""
+    """Run both kernels without the collective between them."""
     return join_top_k(packed_top_k(part, k, interpret=False)[None], k, part.shape[-1], interpret=False)
 
 
@@ -164,9 +167,9 @@ def _reference(logits: Array, k: int) -> TopK:
 
 
 def _xla(logits: Array, k: int) -> TopK:
-    """Search the k blocks of the largest maxima, where the k largest are.
+    """Search only the k blocks with the largest maxima; they contain the k largest entries.
 
-    A tie outside of the chosen blocks has a larger id than as many ties within as can be wanted.
+    Ties cannot change the result: a tied entry outside of these blocks has a larger id than enough tied entries inside.
     """
     z = logits.astype(jnp.float32)
     if z.shape[-1] < 4 * k * BLOCK:
@@ -174,11 +177,11 @@ def _xla(logits: Array, k: int) -> TopK:
     missing = -z.shape[-1] % BLOCK
     blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)], constant_values=-jnp.inf) if missing else z
     blocks = blocks.reshape(*z.shape[:-1], -1, BLOCK)
-    # At most k blocks hold the k largest, and each of those has one of the k largest maxima. i32[..., k].
+    # At most k blocks contain the k largest entries, and each such block has one of the k largest maxima. i32[..., k].
     _, best = lax.top_k(jnp.max(blocks, axis=-1), k)
     best = jnp.sort(best, axis=-1)  # candidates in the order of their ids
     found = jnp.take_along_axis(blocks, best[..., None], axis=-2, mode="promise_in_bounds")
     values, place = lax.top_k(found.reshape(*found.shape[:-2], -1), k)
-    # A place among the k * BLOCK candidates is a place in its block and the number of that block.
+    # Convert an index into the k * BLOCK candidates to a token id.
     block = jnp.take_along_axis(best, place // BLOCK, axis=-1, mode="promise_in_bounds")
     return TopK(values, block * BLOCK + place % BLOCK, jax.nn.logsumexp(z, axis=-1))

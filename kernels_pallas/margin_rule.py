@@ -1,8 +1,7 @@
-"""Which drafted edges a margin-aware rule accepts, and the walk over them, in operations that every
-backend has.
+"""The edges that a margin-aware rule accepts and the walk over them, in operations that every backend supports.
 
-B batch, N tree nodes, D tree depth, M stop tokens. Everything is [B, N] or [B, 1]: no gather and no sort,
-so the same lines run in XLA and in the last block of the TPU kernel. Oracle: `reference.decide`.
+B batch, N tree nodes, D tree depth, M stop tokens. Every array is [B, N] or [B, 1], without gathers or sorts, so the
+same code runs in XLA and in the last block of the TPU kernel. Oracle: `reference.decide`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from kernels_pallas.stats import MarginStats
 
 
 class AcceptControls(NamedTuple):
-    """The settings that may differ between the rows of one batch."""
+    """Settings that may differ between the rows of a batch."""
 
     theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
     # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
     strict: Array
-    max_relaxed_run: Array  # i32[B]; relaxed edges allowed in a row
+    max_relaxed_run: Array  # i32[B]; maximum consecutive relaxed edges
     stop_tokens: Array  # i32[B, M]; padded with -1
 
 
 def as_arrays(controls: AcceptControls) -> AcceptControls:
-    """`AcceptControls` of anything that has their fields, with `strict` as a number of edges, i32[B]."""
+    """Convert an object with the fields of `AcceptControls`, with `strict` as a number of edges, i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
@@ -42,30 +41,29 @@ class Acceptance(NamedTuple):
     path: Array  # i32[B, D + 1]; node ids from the root; past num_accepted it repeats the last node
     num_accepted: Array  # i32[B]; edges walked
     next_token: Array  # i32[B]; y of the node where the walk stops
-    relaxed: Array  # bool[B, D]; edge accepted only thanks to relaxation
-    stats: MarginStats  # [B, N] each; of every node
+    relaxed: Array  # bool[B, D]; edges accepted only because of relaxation
+    stats: MarginStats  # [B, N] each
 
 
 Margin = Callable[[Array, Array, Array], Array]
-"""`(z1, z2, theta)`, f32 of one shape, -> bool: True where the target is nearly indifferent between its two
-largest raw logits z1 >= z2, so that relaxing is allowed. An infinite theta is strict for every margin."""
+"""`(z1, z2, theta)`, f32 of one shape, -> bool: True if the target is nearly indifferent between its two largest raw
+logits z1 >= z2, so that relaxing is allowed. An infinite theta is strict for every margin."""
 
 
 def ratio(z1: Array, z2: Array, theta: Array) -> Array:
-    """`z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1); strict where z1 <= 0, where a ratio says
-    nothing.
+    """Return `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1); False if z1 <= 0, where the ratio is meaningless.
 
-    It depends on the offset of the logits: 0.9 allows p2 / p1 down to exp(-0.1 z1).
+    The ratio depends on the offset of the logits: 0.9 allows p2 / p1 down to exp(-0.1 z1).
 
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
     """
-    # The inner where keeps a row that is strict anyway from dividing by 0.
+    # The inner where avoids a division by 0 in rows that are strict anyway.
     return (z1 > 0) & (z2 / jnp.where(z1 > 0, z1, 1.0) > theta)
 
 
 def gap(z1: Array, z2: Array, theta: Array) -> Array:
-    """`z1 - z2 < theta` in nats, which is `p2 / p1 > exp(-theta)`; invariant to the offset of the logits.
+    """Return `z1 - z2 < theta` in nats, which is `p2 / p1 > exp(-theta)`; invariant to the offset of the logits.
 
     >>> gap(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(1.0)).item()
     True
@@ -78,7 +76,7 @@ MARGINS: dict[str, Margin] = {"ratio": ratio, "gap": gap}
 
 
 def check_margin(margin: str) -> None:
-    """Raises ValueError for an unknown margin."""
+    """Raise ValueError for an unknown margin."""
     if margin not in MARGINS:
         raise ValueError(f"margin is {margin!r}: expected one of {', '.join(MARGINS)}.")
 
@@ -103,14 +101,14 @@ def walk(
     max_depth: int,
     margin: str,
 ) -> Walk:
-    """Descend from the root while a child is acceptable; the exact child first, then the lowest node id.
+    """Descend from the root while a child is acceptable; prefer the exact child, then the lowest node id.
 
-    Instead of gathering every node's parent it looks, at each depth, only at the node where each row stands:
-    one-hot selections over N of the three tokens that a child may carry there.
+    No parent is gathered. At each depth, one-hot selections over N read the three acceptable tokens at the current node
+    of each row.
 
     Args:
       stats: [B, N] each.
-      tokens, parents, y: i32[B, N]; y is the largest logit where it is negative, or None.
+      tokens, parents, y: i32[B, N]; if y is None or negative at a node, the token with the largest logit is used.
       theta, strict, max_run: f32, i32 and i32 [B, 1].
       stops: i32[B, M].
     """
@@ -123,22 +121,22 @@ def walk(
             hit |= values == stops[:, m : m + 1]
         return hit & (values >= 0)
 
-    # At temperature 0 the target names its argmax, which the statistics have found.
+    # At temperature 0 the target's token is its argmax, which the statistics contain.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
-    # Where nothing may be relaxed no child carries the runner-up: drafted tokens are never -2.
+    # -2 matches no drafted token, so it disables the runner-up at nodes that may not be relaxed.
     open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     best, second = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
     real = tokens >= 0
     may_relax = real & ~is_stop(tokens)
 
-    # i32[B, 1] each, since a TPU kernel works on two dimensions.
+    # i32[B, 1] each, since the TPU kernel works on two dimensions.
     node = jnp.zeros(theta.shape, jnp.int32)
     run, accepted, going = node, node, node == 0
     path, relaxed = [node], []
     for depth in range(max_depth):
-        # Algorithm 1 at the node where each row stands: accept x = y, which is top1 at temperature 0, or x = top2 where
-        # the margin is low. Else the row stops, and y is emitted after the loop.
+        # Algorithm 1 at the current node of each row: accept x = y, which is top1 at temperature 0, or x = top2 if the
+        # margin is low. Otherwise the row stops, and y is emitted after the loop.
         here = ids == node
 
         def at_node(values: Array, here: Array = here) -> Array:
@@ -148,7 +146,7 @@ def walk(
         exact = child & real & (tokens == at_node(y))
         runner_up = (tokens == at_node(best)) | (tokens == at_node(second))
         relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
-        # One minimum finds both: exact children come before relaxed ones, whatever their ids.
+        # Exact children rank before all relaxed ones, so one minimum selects the child.
         rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
         chosen = jnp.min(rank, axis=1, keepdims=True)
         going = chosen < 2 * count
@@ -171,7 +169,7 @@ def decide(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """`walk` between arrays of the public shapes; see `margin_accept`."""
+    """Run `walk` on arrays of the public shapes; see `margin_accept`."""
     done = walk(
         stats,
         tokens,

@@ -16,7 +16,7 @@ VOCABULARIES = {
 
 
 class Draft(NamedTuple):
-    """One way to decode: batch and tree."""
+    """A decoding setup: batch size and tree shape."""
 
     batch: int  # B
     nodes: int  # N

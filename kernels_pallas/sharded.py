@@ -1,10 +1,9 @@
-"""The same operations where the vocabulary is spread over devices: only a few numbers per node travel.
+"""`margin_stats` and `margin_accept` of a sharded vocabulary: devices exchange only a few numbers per node.
 
 B batch, N tree nodes, V vocabulary. Oracle: the operations on one device.
 
-Left to itself, XLA gathers the whole logits for a `top_k` over a sharded vocabulary, and it cannot
-partition a Mosaic kernel at all. Inside `shard_map` each device folds its own part and one all-gather
-joins the parts.
+By default XLA gathers the whole logits for a `top_k` over a sharded vocabulary, and it cannot partition a Mosaic
+kernel at all. Inside `shard_map` each device folds its own shard, and one all-gather joins the shards.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ Axis = str | tuple[str, ...]
 
 
 def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginStats:
-    """Inside `shard_map`: the statistics of each device's part -> those of the whole, on every device.
+    """Merge the statistics of all shards on every device. Call it inside `shard_map`.
 
     Args:
-      stats: of this device's part, ids counted from 0; part i holds tokens `[i * local_vocab, (i + 1) *
-      local_vocab)`.
-      axis: mesh axis, or axes, over which the vocabulary is spread.
+      stats: statistics of this device's shard, with ids counted from 0; shard i holds tokens
+        `[i * local_vocab, (i + 1) * local_vocab)`.
+      axis: mesh axis, or axes, that shard the vocabulary.
     """
-    # Ids of a part are counted from 0, and those of a token that does not exist stay -1.
+    # Local ids count from 0; -1 marks a token that does not exist.
     first = lax.axis_index(axis) * local_vocab
     offset = lambda ids: jnp.where(ids < 0, ids, ids + first)  # noqa: E731
     stats = stats._replace(id1=offset(stats.id1), id2=offset(stats.id2))
-    # One array, so one collective.
+    # Stack into one array, so that one collective suffices.
     columns = [bits(x) for x in stats if x is not None]
     parts = lax.all_gather(jnp.stack(columns), axis)  # i32[shards, 4 or 5, ...]
 
@@ -48,15 +47,14 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
 def sharded_margin_stats(
     logits: Array, *, mesh: Mesh | None = None, axis: Axis, batch_axis: Axis | None = None, **options: Any
 ) -> MarginStats:
-    """`margin_stats` of logits [B, ..., V] whose last axis is spread over `axis` and whose first over
-    `batch_axis`.
+    """Compute `margin_stats` of logits [B, ..., V], sharded by `axis` in V and by `batch_axis` in B.
 
     Args:
-      mesh: of the devices; None takes the one set by `jax.set_mesh`.
-      options: as for `margin_stats`; each device runs that implementation on its own part.
+      mesh: mesh of the devices; None uses the one set by `jax.set_mesh`.
+      options: as for `margin_stats`; each device runs that implementation on its own shard.
 
     Raises:
-      ValueError: V does not divide over the devices, or what `margin_stats` raises.
+      ValueError: V does not divide over the devices, or `margin_stats` raises it.
 
     Example: with `mesh = jax.make_mesh((8,), ("model",))` and logits [B, N, V] placed as
     `PartitionSpec(None, None, "model")`, `sharded_margin_stats(logits, mesh=mesh, axis="model")`.
@@ -79,10 +77,10 @@ def sharded_margin_accept(
     margin: str = "ratio",
     **options: Any,
 ) -> Acceptance:
-    """`margin_accept` of logits [B, N, V] spread over devices as in `sharded_margin_stats`; the rest by
-    `batch_axis`.
+    """Compute `margin_accept` of logits [B, N, V] sharded as in `sharded_margin_stats`.
 
-    Every device walks the tree itself: that costs less than sending the result.
+    The other arguments are sharded by `batch_axis`. Every device walks the tree: that costs less than sending the
+    result.
 
     Raises:
       ValueError: as in `sharded_margin_stats`, or an unknown margin.
@@ -135,8 +133,8 @@ def _map(
         )
     rows = PartitionSpec(batch_axis)
     specs = (logits_spec, *jax.tree.map(lambda _: rows, operands[1:]))
-    # check_vma: pallas_call does not say how its results vary over a mesh; the merged results are equal on
-    # `axis`.
+    # check_vma is off because pallas_call does not declare how its results vary over a mesh. The merged results are
+    # equal along `axis`.
     mapped = jax.shard_map(
         function,
         mesh=mesh,

@@ -1,4 +1,4 @@
-"""The kernels for TPU, each imported when it is asked for: most programs that import this package never run on one."""
+"""TPU kernels, imported on first access: most programs that import this package never run on a TPU."""
 
 from __future__ import annotations
 

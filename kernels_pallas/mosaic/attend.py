@@ -1,4 +1,4 @@
-"""The attention kernel's body: blocks of each row's slots are copied in by DMA while the ones before are used.
+"""Body of the attention kernel: DMA copies blocks of each row's slots in while earlier blocks are processed.
 
 B batch, K key-value heads, D head dimension, S slots, M queries of a head in a tile. Oracle:
 `reference.tree_attention`.
@@ -17,59 +17,61 @@ from kernels_pallas.blocks import LANES, AttentionBlocks
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = 1.4426950408889634
-"""Scores are kept times this: a TPU has 2 ** x, of which e ** x takes one product more for every score."""
+"""Scores are scaled by this, so that 2 ** x, which a TPU computes natively, replaces e ** x and saves one product per
+score."""
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
-"""Entries of a row's tile in the table: the slot before which all of the tile see everything, the slot that its first
-block begins at, the number of its blocks, the last slot that some window hides, and where there are new rows the slot
-of the first of them."""
+"""Table entries of a row's tile: the slot before which every query of the tile sees all slots, the first slot of its
+first block, its number of blocks, the last slot hidden by any window and, if there are new rows, the slot of the first
+of them."""
 UPPER, AFTER, WORDS = 0, 1, 2
-"""Columns of a query: the last slot that it sees where the queries are in a row, the last one that its window hides,
-and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
+"""Columns of a query: the last slot that it sees if the mask is causal, the last slot that its window hides, and from
+column `WORDS` on a bitmask of the region's rows that it sees, 32 per word."""
 
 
 class Shape(NamedTuple):
-    """The static part of a call."""
+    """Static parameters of a call."""
 
     heads: int
     slots: int
-    align: int  # what the first slot of a block is a multiple of
+    align: int  # the first slot of a block is a multiple of this
     tiles: int
     items: int
     cap: float | None
     scale: float
     causal: bool
-    writes: bool  # whether there are new rows to be written first
+    writes: bool  # if True, write new rows first
 
 
 ITEM, BLOCK, ISSUED, USED, LANDED = range(5)
-"""The next block to copy in, of which item, how many were copied and used so far, and whether new rows are there."""
+"""State entries: the item and the block to copy in next, the numbers of blocks copied and used so far, and whether the
+new rows have been written."""
 
 
 def attend_rows(
     table_ref,  # i32[4 or 5, B T] in scalar memory
     q_ref,  # [1, 1, K, M, D]
     known_ref,  # i32[1, 1, M, 2 + words]
-    *refs,  # keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] or new rows [B, W, K, D] of the two; the
-    # result, and with new rows keys and values once more; the state, and buffers for each
+    *refs,  # inputs: keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] or new rows [B, W, K, D] of both;
+    # outputs: the result and, with new rows, keys and values; scratch: the state, and a buffer for each source
     shape: Shape,
     blocks: AttentionBlocks,
     simulated: bool,
 ):
-    """The kernel: one item of the grid is a row's tile of queries, which turns over the row's blocks.
+    """Run the kernel: one item of the grid is a row's tile of queries, which loops over the row's blocks.
 
-    Copies are begun in the order of use, whichever row the next block belongs to, so that none waits for a row to end.
+    Copies start in the order of use, across rows, so that no copy waits for a row to end.
     """
     arrived = refs[-1]  # semaphores [buffers, sources]
     new: Any = ()
     landed: Any = None
     if shape.writes:
-        # What is written is the result, so it is read there too: the same memory as the arguments on a TPU, and
-        # another one in an interpreter.
+        # New rows are written to the output caches, so read those. On a TPU they alias the arguments; in an
+        # interpreter they are separate memory.
         _, _, *new, out_ref, k_ref, v_ref = refs[:7]
         sources, landed, refs = (k_ref, v_ref), refs[-2], (out_ref, *refs[7:-2])
     else:
         sources, refs = refs[: arrived.shape[1]], refs[arrived.shape[1] : -1]
-    # out [1, 1, K, M, D]; f32[K, M, 128], each number in all lanes, twice; f32[K, M, D]; i32[5] in scalar memory
+    # out [1, 1, K, M, D]; top and total f32[K, M, 128], lane-replicated; mixed f32[K, M, D]; state i32[5] in SMEM
     out_ref, top_ref, total_ref, mixed_ref, state_ref, *buffers = refs
     core, item = pl.program_id(0), pl.program_id(1)
     size, rows_of_core = blocks.slots, shape.items // shape.tiles
@@ -81,14 +83,14 @@ def attend_rows(
         return table_ref[name, core * shape.items + item]
 
     def writing(i):
-        """The copies of new rows of row `i` of this core to where they belong."""
+        """Yield the copies of the new rows of this core's row `i` into the caches."""
         row = core * rows_of_core + i
         for kind, (rows, cache) in enumerate(zip(new, sources, strict=True)):
             place = pl.ds(entry(WRITTEN, i * shape.tiles), rows.shape[1])
             yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], landed.at[kind])
 
     def land():
-        """Wait until the new rows of this core are where they belong."""
+        """Wait until all new rows of this core are written."""
 
         def end(i, _):
             for copy in writing(i):
@@ -99,7 +101,7 @@ def attend_rows(
         state_ref[LANDED] = 1
 
     def start_of(item, block):
-        # The last block of the cache begins earlier, so that it is whole; it repeats slots.
+        # The last block of the cache starts earlier, so that it is whole; it repeats slots of the block before.
         return pl.multiple_of(jnp.minimum(entry(BASE, item) + block * size, shape.slots - size), shape.align)
 
     def copies(row, start, buffer):
@@ -117,14 +119,14 @@ def attend_rows(
                     yield pltpu.make_async_copy(rows, target.at[buffer, part], signal)
 
     def copy_next():
-        """Begin to copy the next block in, this row's or the next one's."""
+        """Start the copy of the next block, of this row or of the next."""
         item, block = state_ref[ITEM], state_ref[BLOCK]
 
         @pl.when(item < shape.items)
         def _():
             start = start_of(item, block)
             if shape.writes:
-                # Only a block that new rows are part of waits for them: for all, since semaphores are not by row.
+                # Only a block that contains new rows waits. It waits for those of all rows, which share semaphores.
                 pl.when((state_ref[LANDED] == 0) & (start + size > entry(WRITTEN, item)))(land)
 
             for copy in copies(row_of(item), start, lax.rem(state_ref[ISSUED], blocks.buffers)):
@@ -139,7 +141,7 @@ def attend_rows(
         for i in range(5):
             state_ref[i] = 0
         if shape.writes:
-            # All rows of this core at once: blocks are copied in before their row's turn.
+            # Write the new rows of all this core's rows now, because blocks are copied in before their row's turn.
             def begin(i, _):
                 for copy in writing(i):
                     copy.start()
@@ -168,7 +170,7 @@ def attend_rows(
                 scores = shape.cap * LOG2_E * jnp.tanh(scores / shape.cap)
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
-            # The softmax as a fold over blocks: a higher maximum shrinks what was summed so far.
+            # Fold the softmax over blocks: a higher maximum rescales the earlier sums.
             before = top_ref[head]
             top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
             weights, shrink = jnp.exp2(scores - _wide(top, scores.shape[1])), jnp.exp2(before - top)
@@ -186,7 +188,7 @@ def attend_rows(
         buffer = lax.rem(state_ref[USED], blocks.buffers)
         for copy in copies(row, start, buffer):
             copy.wait()
-        # All of the block is committed, nothing repeats and no window hides any of it: then no mask is computed.
+        # A block needs no mask if all its slots are committed, none repeats and no window hides any.
         plain = (start + size <= first) & (start == own) & (start > recent)
 
         @pl.when(plain)
@@ -208,32 +210,32 @@ def attend_rows(
 
 
 def _wide(x: Array, width: int) -> Array:
-    """Return f32[M, width] of f32[M, 128], which has each number in all lanes: a number in one lane takes a permutation
-    of lanes to get there."""
+    """Widen a lane-replicated f32[M, 128] to f32[M, width]. Values stay replicated to avoid a cross-lane permute."""
     return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
 def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, causal: bool) -> Array:
-    """bool[M, size]: which slots of a block the queries see, from their numbers i32[M, 2 + words]."""
+    """Return bool[M, size], the slots of a block that the queries see, from their columns i32[M, 2 + words]."""
     slot = start + lax.broadcasted_iota(jnp.int32, (known.shape[0], size), 1)
     recent = slot > known[:, AFTER : AFTER + 1]
     if causal:
         seen = (slot <= known[:, UPPER : UPPER + 1]) & recent
     else:
-        # Bit r % 32 of word r // 32 says whether row r of the region is seen; slots before the region have row < 0.
+        # Bit r % 32 of word r // 32 is set if row r of the region is seen. Slots before the region have row < 0.
         row = slot - first
         word = jnp.zeros_like(row)
         for i in range(known.shape[1] - WORDS):
             word = jnp.where(row >> 5 == i, known[:, WORDS + i : WORDS + i + 1], word)
         inside = (word >> (row & 31)) & 1
         seen = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
-    return seen & (slot >= own)  # slots before `own` were seen in the block before
+    return seen & (slot >= own)  # the previous block covered slots before `own`
 
 
 def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:
-    """The rows [slots, D] of one head in a block [parts, slots, K, lanes], which has the heads of a slot side by side.
+    """Return the rows [slots, D] of one head in a block [parts, slots, K, lanes], whose heads of a slot are adjacent.
 
-    Narrow heads share words of 32 bits: a load takes every word of the pair or four, and shifts take the head out.
+    Two or four heads of a narrow dtype share a 32-bit word: a strided load reads the words, and shifts extract the
+    head.
     """
     if len(ref.shape) == 3:
         return ref[buffer].astype(dtype)
@@ -242,7 +244,7 @@ def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> A
     words, place = heads // packing, head % packing
     found = []
     for part in range(parts):
-        if simulated:  # jax's simulation of TPU memory reshapes no reference
+        if simulated:  # JAX's simulation of TPU memory does not support reshaping references
             found.append(ref[buffer, part, :, head].astype(dtype))
             continue
         rows = ref.at[buffer, part]

@@ -1,11 +1,11 @@
-"""The TPU kernel of a mixture's products in 8 bits: rows sorted by expert, each times its own expert's matrix.
+"""TPU kernel for int8 products of a mixture of experts: rows sorted by expert, each times its expert's matrix.
 
-R rows, K inner and N outer width, X experts. XLA's ragged product copies all experts into another layout first on v5p
-and v6e, and Megablox takes no 8 bits. This kernel reads the matrices of the experts that have rows, once each and as
-they are stored. Oracle: the product of each row with its dequantised matrix (tests/models/test_moe.py).
+R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into another
+layout, and Megablox does not support int8. This kernel reads only the matrices of experts that have rows, once each, in
+their stored layout. Oracle: the product of each row with its dequantised matrix (tests/models/test_moe.py).
 
-A visit is a tile of rows and an expert with rows in it, so an expert's matrix is multiplied by whole tiles and rows of
-others are masked, as in Megablox (arXiv 2211.15841).
+A visit is a pair of a tile of rows and an expert with rows in it. A visit multiplies the whole tile by the expert's
+matrix and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 ROWS = 128
-"""Rows of a tile at most."""
+"""Maximum rows of a tile."""
 WEIGHT_BYTES = 2**21
-"""Bytes of a matrix at a time; two such blocks are in fast memory, and the wider copy that is multiplied."""
+"""Maximum bytes of a matrix block. Fast memory holds two such blocks and the wider copy that is multiplied."""
 
 
 def outer_block(outer: int, inner: int) -> int:
-    """Outputs at a time: whole registers of 8 bits, and no more than `WEIGHT_BYTES`.
+    """Return the outputs per block: whole int8 registers, and at most `WEIGHT_BYTES`.
 
     >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
     (512, 768, 96)
@@ -36,21 +36,21 @@ def outer_block(outer: int, inner: int) -> int:
 
 
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
-    """(experts, tiles, count): the tile and the expert of every visit, i32[tiles + X - 1] each, in order of the rows.
+    """Return (experts, tiles, count): the expert and the tile of every visit, i32[tiles + X - 1] each, in row order.
 
-    The first `count` i32[] of them are real, at least 1: a grid must not be empty.
+    The first `count` i32[] visits are real. `count` is at least 1, because a grid must not be empty.
 
     >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows [ends - size, ends), so its first and last tile, and the visits before and up to it.
+    # Expert e has the rows [ends - size, ends). `until` counts the visits up to and including those of e.
     ends = jnp.cumsum(sizes)
     first = (ends - sizes) // rows
     took = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
     until = jnp.cumsum(took)
     number = jnp.arange(tiles + sizes.shape[0] - 1)
-    # Visit v is of the first expert whose visits end after v; the clamps are for visits that are not real.
+    # Visit v belongs to the first expert with until > v. The clamps apply to visits that are not real.
     expert = jnp.minimum(jnp.sum(until[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
     tile = first[expert] + number - (until - took)[expert]
     as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
@@ -60,11 +60,11 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
 def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Any = False
 ) -> Array:
-    """x [R, K] times values i8[X, N, K], scaled by `scale` f32[X, N]: f32[R, N].
+    """Multiply x [R, K] by values i8[X, N, K], scaled by `scale` f32[X, N]: f32[R, N].
 
     Args:
       x: rows sorted by expert, bfloat16 or float32.
-      sizes: i32[X], rows of each expert. Rows beyond their sum give anything.
+      sizes: i32[X], rows of each expert. Results of rows beyond their sum are undefined.
     """
     count, inner = x.shape
     outer = scale.shape[1]
@@ -74,7 +74,7 @@ def dense_by_expert_int8(
     sizes = sizes.astype(jnp.int32)
     expert, tile, real = visits(sizes, tiles, rows)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    # JAX gives arrays the layout that wastes least: a matrix whose rows do not fill registers is stored by columns.
+    # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
     by_columns = inner % 128 != 0 and outer % 128 == 0
     block, at = (width, inner), lambda n: (n, 0)
     if by_columns:
@@ -114,5 +114,5 @@ def _kernel(expert, tile, begins, ends, x, w, scale, out, *, by_columns: bool) -
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
     row = at * x.shape[0] + lax.broadcasted_iota(jnp.int32, made.shape, 0)
     mine = (row >= begins[of]) & (row < ends[of])
-    # A tile's first visit finds in `out` whatever was in that memory; every row has an expert, so it is written over.
+    # At a tile's first visit `out` is uninitialised. Every row has an expert, so each row is overwritten.
     out[...] = jnp.where(mine, made * scale[...], out[...])

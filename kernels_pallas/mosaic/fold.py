@@ -1,11 +1,10 @@
-"""The bodies of the TPU kernels: the fold over vocabulary blocks, and what the last block does with it.
+"""Bodies of the TPU kernels: the fold over vocabulary blocks, and the reduction over lanes in the last block.
 
-A block is [rows, tokens], or [trees, N, tokens]; the state is [rows, 128] or [trees, N, 128]. Oracle:
-`reference`.
+A block is [rows, tokens], or [trees, N, tokens]; the state is [rows, 128] or [trees, N, 128]. Oracle: `reference`.
 
-The fold is lane-wise: each of the 128 lanes keeps the two largest of the tokens it has seen, and only the
-last block compares lanes. So an element costs a handful of vector operations and no cross-lane reduction,
-which leaves the read of the logits as the bound.
+The fold is lane-wise: each of the 128 lanes keeps the two largest logits of its tokens, and only the last block
+compares lanes. An element costs a few vector operations and no cross-lane reduction, so the kernel is bound by reading
+the logits.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, bits, close
 
 
 def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logsumexp: bool) -> None:
-    """Fold one block into the per-lane state: top1, id1, top2, id2 and, if asked for, the sum of
-    exp(z - top1). `block` is its number and `last` that of the last block of the vocabulary."""
+    """Fold one block into the per-lane state: top1, id1, top2, id2 and, if `logsumexp`, the sum of exp(z - top1).
+
+    `block` is the number of this block and `last` the number of the last block of the vocabulary.
+    """
     tokens = logits_ref.shape[-1]
 
     @pl.when(block == 0)
@@ -35,15 +36,15 @@ def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logs
 
             def chunk(c: int) -> Array:
                 z = logits_ref[:, c * LANES : (c + 1) * LANES].astype(jnp.float32)
-                # Past the end of the vocabulary is whatever was in memory.
+                # Memory past the end of the vocabulary is uninitialised.
                 return jnp.where(lanes < vocab - c * LANES, z, -jnp.inf) if partial else z
 
-            # [rows, 128] each: lane l has seen tokens l, l + 128, l + 256, ... so far, and keeps its own two largest.
+            # [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ...
             top1, id1, top2, id2 = (ref[...] for ref in state[:4])
             old_shift = jnp.maximum(top1, LOWEST)
             for c in range(tokens // LANES):
                 z, ids = chunk(c), lanes + c * LANES
-                # Strictly greater: a lane sees its ids in ascending order, so ties stay with the smaller id.
+                # Strictly greater: a lane visits its ids in ascending order, so the smaller id wins ties.
                 leads, follows = z > top1, z > top2
                 top2 = jnp.where(leads, top1, jnp.where(follows, z, top2))
                 id2 = jnp.where(leads, id1, jnp.where(follows, ids, id2))
@@ -52,7 +53,7 @@ def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logs
                 ref[...] = value
             if logsumexp:
                 shift = jnp.maximum(top1, LOWEST)
-                # The sum so far is of exp(z - old maximum): rescale it to the new one, as flash attention does.
+                # Rescale the sum of exp(z - old maximum) to the new maximum, as flash attention does.
                 total = state[4][...] * jnp.exp(old_shift - shift)
                 for c in range(tokens // LANES):
                     total += jnp.exp(chunk(c) - shift)
@@ -68,8 +69,7 @@ def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logs
 
 
 def finish(state, packed_ref, vocab: int, logsumexp: bool) -> None:
-    """Join the lanes: the first lanes of packed i32[..., 128] hold top1, id1, top2, id2, logsumexp as
-    bits."""
+    """Join the lanes: write the bits of top1, id1, top2, id2 and logsumexp to the first lanes of i32[..., 128]."""
 
     def largest(z: Array, ids: Array) -> tuple[Array, Array]:
         top = jnp.max(z, axis=1, keepdims=True)
@@ -77,7 +77,7 @@ def finish(state, packed_ref, vocab: int, logsumexp: bool) -> None:
 
     def one_strip(packed_ref, *state):
         top1, id1, top2, id2 = (ref[...] for ref in state[:4])
-        # The second of the row is the winning lane's second, or another lane's first. i32[rows, 1] each.
+        # The row's runner-up is the winning lane's second entry, or another lane's first. i32[rows, 1] each.
         best, best_id = largest(top1, id1)
         winner = id1 == best_id
         second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
@@ -93,7 +93,7 @@ def finish(state, packed_ref, vocab: int, logsumexp: bool) -> None:
 
 
 def _each_strip(body, *refs) -> None:
-    """Call `body` on matching strips [rows, ...] of few rows, whose state fits in the vector registers."""
+    """Call `body` on matching strips [rows, ...], with few enough rows to keep the state in vector registers."""
     if refs[0].ndim == 2:
         rows = refs[0].shape[0]
         strip = next((s for s in (32, 16, 8) if rows % s == 0), rows)
@@ -117,7 +117,7 @@ def _each_strip(body, *refs) -> None:
 
 
 def per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:
-    """The packed statistics as [trees, N] each: nodes move from sublanes to lanes."""
+    """Unpack the statistics to [trees, N] each: nodes move from sublanes to lanes."""
     lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
     out = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
     for n in range(nodes):
@@ -127,13 +127,13 @@ def per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:
             rows = packed_ref[pl.ds(n, trees, stride=nodes), :] if nodes > 1 else packed_ref[...]
         for k in range(4):
             out[k] = jnp.where(lane == n, rows[:, k : k + 1], out[k])
-    # Columns 0 and 2 are values and 1 and 3 ids, as `finish` wrote them.
+    # `finish` writes values to columns 0 and 2, and ids to columns 1 and 3.
     top1, top2 = (lax.bitcast_convert_type(out[k], jnp.float32) for k in (0, 2))
     return MarginStats(top1, out[1], top2, out[3])
 
 
 def beside(columns: list[Array], shape: tuple[int, int]) -> Array:
-    """i32[rows, lanes] whose lane k is column k of i32[rows, 1], and 0 after them."""
+    """Return i32[rows, lanes]: lane k holds column k, i32[rows, 1]; the remaining lanes are 0."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     out = jnp.zeros(shape, jnp.int32)
     for k, column in enumerate(columns):

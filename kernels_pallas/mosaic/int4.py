@@ -1,18 +1,18 @@
-"""The TPU kernel of a product in 4 bits by groups: unpacked in registers, and multiplied in bfloat16.
+"""TPU kernel for products with grouped int4 weights, which it unpacks in registers and multiplies in bfloat16.
 
-R rows, K inputs, N outputs, G groups of `size` inputs. XLA makes a product of each group, scales the results and adds
-them up; of 60 rows over groups of 32 that takes far longer than the bytes. This kernel reads the matrix as it is
-stored. Oracle: the product of the dequantised matrix (tests/kernels/test_int4.py).
+R rows, K inputs, N outputs, G groups of `size` inputs. XLA computes one product per group, scales the results and adds
+them up; for 60 rows and groups of 32 that takes far longer than reading the weights. This kernel reads the matrix in
+its stored layout. Oracle: the product of the dequantised matrix (tests/kernels/test_int4.py).
 
-A word of 32 bits holds the inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or make of it the inputs
-k and k + 4 as two numbers 24 + v in bfloat16: at 16 its mantissa has room for v + 8. So inputs come out in another
-order, and a permutation matrix brings x into the same one, which is exact.
+A 32-bit word holds the inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or turn it into the inputs k
+and k + 4, as two bfloat16 numbers 24 + v: from 16 to 32 the mantissa has room for v + 8. This changes the order of the
+inputs, so a permutation matrix reorders x to match, which is exact.
 
-The sums of a group are scaled after the product, which is exact too; what 24 adds to them goes into the offset. Groups
-smaller than the depth of a matrix unit are told apart by rows of x that are 0 elsewhere: a row of x becomes one row for
-each group of a chunk, so that 8 rows of results meet the scales of a chunk as they are stored, and the rows are added
-up in the end. Where those would be too many rows, as of a tree, the weights are scaled before the product, and rounded
-to bfloat16 as a dequantised model has them.
+The sums of a group are scaled after the product, which is exact too; the offset corrects for the 24. If groups are
+smaller than the depth of a matrix unit, each row of x becomes one row per group of a chunk, which is 0 in the other
+groups. Then 8 rows of results match the scales of a chunk in their stored layout, and the rows are added up at the end.
+If that makes too many rows, as for a tree, the weights are scaled before the product instead, and rounded to bfloat16
+like those of a dequantised model.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from kernels_pallas.blocks import TWO_CORES
 CHUNK = 128
 """Inputs that are unpacked at a time: the depth of a matrix unit."""
 ROWS = 64
-"""Rows that are multiplied at most, a row of every group of a chunk counted."""
+"""Maximum rows of a product, after a row is split into one row per group of a chunk."""
 _INNER = 2048
-"""Inputs of a block at most."""
+"""Maximum inputs of a block."""
 _WEIGHTS = 2**20, 2**21
-"""Weights of a block at most, before v6e and from it on. The first copy of a product is hidden by nothing, so blocks
-are small. From v6e on a block's work takes about as long as its copy, and larger blocks have fewer gaps between them.
-"""
+"""Maximum weights of a block, before v6e and from v6e on. No work hides the first copy of a product, so blocks are
+small. From v6e on a block's work takes about as long as its copy, and larger blocks leave fewer gaps."""
 _SCALES = 2**18
-"""Groups of a block's outputs at most, of 16 to 28 bytes each in fast memory, of which a v4 has 16 MB."""
+"""Maximum groups of a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
 _BIAS = 24
 
 
 def fits(rows: int, inputs: int, outputs: int, size: int) -> bool:
-    """Tell whether the kernel takes a product of such shapes.
+    """Return whether the kernel supports a product of these shapes.
 
     >>> fits(60, 4096, 14336, 128), fits(60, 13824, 5120, 32), fits(60, 576, 1536, 64), fits(512, 4096, 4096, 128)
     (True, True, False, False)
@@ -53,7 +52,7 @@ def fits(rows: int, inputs: int, outputs: int, size: int) -> bool:
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor in whole registers.
+    """Return the largest divisor of `size`, up to `most`, that fills whole registers.
 
     >>> _divisor(14336, 2048), _divisor(13824, 2048)
     (2048, 1536)
@@ -64,28 +63,28 @@ def _divisor(size: int, most: int) -> int:
 def dense_int4(
     x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Any = False
 ) -> Array:
-    """x bf16[R, K] times the matrix `values * scale + offset`: f32[R, N]. See `fits` for the shapes.
+    """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `fits` for the shapes.
 
     Args:
       values: i4[G, size, N].
       scale: f16[G, N].
       offset: f32[G, N].
-      chip: the kind of device as jax names it. From v6e on weights are scaled in bfloat16, to which their scales are
-        rounded; chips before compute in float32 alone.
+      chip: JAX's name of the device kind. From v6e on, weights are scaled in bfloat16, with scales rounded to it;
+        earlier chips compute only in float32.
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
     each = CHUNK // size
     by_group = each * count <= ROWS or each == 1
     parts = each if by_group else 1
     if parts > 1:
-        # Of each row one for every group of a chunk, 0 elsewhere.
+        # Split each row into one row per group of a chunk, 0 in the other groups.
         k, group = (lax.broadcasted_iota(jnp.int32, (1, each, inputs), axis) for axis in (2, 1))
         x = jnp.where(k // size % each == group, x[:, None], 0).reshape(-1, inputs)
     rows = -(-len(x) // 8) * 8
     x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     inner = _divisor(inputs, _INNER)
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
-    # Scales and offsets of all groups are beside a block.
+    # The scales and offsets of all groups are in fast memory with a block.
     width = _divisor(outputs, max(128, min(_WEIGHTS[narrow] // inner, _SCALES // groups)))
     steps, of_block = inputs // inner, inner // size
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
@@ -119,20 +118,29 @@ def dense_int4(
         ),
         interpret=interpret,
         name="dense_int4",
-    )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic takes no float16
+    )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic does not support float16
     return made[:count]
 
 
 def _kernel(
     x, values, bits, offset, out, ordered, added, sums, scales, total, *, by_group: bool, narrow: bool
 ) -> None:
-    """Add a block to its outputs.
+    """Add the product of one block to its outputs.
 
-    x bf16[R, K], values i4[groups of the block, size, outputs of it], bits u16[G, outputs] and offset f32 alike, out
-    f32[R / parts, outputs]; a row of results has `parts` rows of x. Kept: `ordered`, x in the order of the unpacked
-    inputs, by steps; `added`, its sums over groups, by steps, and `sums`, the same in parts of bfloat16; `scales` f32,
-    of these outputs, by steps, where results are scaled, and where rows have parts as 8 rows for each chunk; and
-    `total`, the sums so far.
+    Args:
+      x: bf16[R, K]; `parts` rows of x make one row of results.
+      values: i4[groups of the block, size, outputs].
+      bits: u16[G, outputs], the scales.
+      offset: f32[G, outputs].
+      out: f32[R / parts, outputs].
+      ordered: scratch; by step, x in the order of the unpacked inputs.
+      added: scratch; by step, the sums of x over groups.
+      sums: scratch; `added`, split into bfloat16 parts.
+      scales: scratch, f32; by step, the scales of these outputs if results are scaled. If rows are split, 8 rows per
+        chunk.
+      total: scratch; the sums so far.
+      by_group: scale the results, not the weights.
+      narrow: scale weights in bfloat16.
     """
     turn, step = pl.program_id(1), pl.program_id(2)
     rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
@@ -182,7 +190,7 @@ def _kernel(
     else:
         of_step = _float32(bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
         scale = _of_words(of_step, narrow)
-        # Two chunks are as deep as the matrix units of the chips that are narrow.
+        # Matrix units of `narrow` chips are two chunks deep.
         deep = 2 * CHUNK if narrow else CHUNK
         for first in range(0, inner, deep):
             last = min(first + deep, inner)
@@ -200,7 +208,7 @@ def _kernel(
 
 
 def _put(total: Any, made: Array) -> None:
-    """Keep f32[R, outputs] as columns of 128, one after the other, of which rows can be read with a stride."""
+    """Store f32[R, outputs] as successive columns of 128, whose rows can be read with a stride."""
     rows = len(made)
     for t in range(len(total) // rows):
         total[rows * t : rows * (t + 1)] = made[:, 128 * t : 128 * (t + 1)]
@@ -211,15 +219,15 @@ def _product(x: Array, w: Array) -> Array:
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """Return float32 numbers as the sums of two in bfloat16, which hold 16 bits of them."""
+    """Split float32 numbers into sums of two bfloat16 numbers, which keep 16 bits."""
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _order(pairs: bool) -> Array:
-    """Return the matrix bf16[CHUNK, CHUNK] that brings a chunk into the order in which it is unpacked."""
+    """Return the permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order."""
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t of pairs, and to 64h + 16k + 8t + s else.
+    # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     taken = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
     return (row == taken).astype(jnp.bfloat16)
@@ -232,17 +240,20 @@ def _members(inputs: int, size: int) -> Array:
 
 
 def _float32(bits: Array) -> Array:
-    """Return the float16 numbers of u16 as float32, those below its normal range too."""
+    """Convert the bits u16 of float16 numbers, subnormal ones included, to float32."""
     bits = bits.astype(jnp.int32)
     size = bits & 0x7FFF
     normal = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
-    # Below the normal range the first is 0, and above it the second is less.
+    # For subnormal numbers the first is 0; for normal ones the second is smaller.
     value = jnp.maximum(normal, size.astype(jnp.float32) * 2.0**-24)
     return jnp.where(bits >= 0x8000, -value, value)
 
 
 def _of_words(scale: Array, narrow: bool) -> Array:
-    """Return scales f32 as words are multiplied by them: twice in bfloat16 for both numbers of one, else 2^28 less."""
+    """Return scales f32 in the form that multiplies words.
+
+    If `narrow`, a word holds the bfloat16 scale twice, once for each number; otherwise scales are divided by 2^28.
+    """
     if not narrow:
         return scale * 2.0**-28
     high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
@@ -258,16 +269,16 @@ def _words(values: Any, chunk: int) -> list[Array]:
 
 
 def _biased(word: Array, k: int) -> Array:
-    """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each 24 more."""
+    """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each plus 24."""
     moved = word << 3 if k == 0 else word >> (4 * k - 3)
     return pltpu.bitcast((moved & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
 
 
 def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]:
-    """Return the weights of a chunk, in parts: bf16[16, N], or f32[8, N] where it is not `narrow`."""
+    """Return the weights of a chunk, in parts: bf16[16, N] if `narrow`, otherwise f32[8, N]."""
     parts, each, wide = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
-        # A word has 8 inputs of one group.
+        # The 8 inputs of a word belong to one group.
         groups = range(half * each, (half + 1) * each)
         scale, *other = [jnp.broadcast_to(scales[g : g + 1], wide) for g in groups]
         if other:
@@ -277,8 +288,8 @@ def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]
             parts += [(_biased(word, k) - jnp.bfloat16(_BIAS)) * scale for k in range(4)]
         else:
             for k in range(4):
-                # The input k + 4 stands in the topmost bits, with its sign, and k 16 bits below, which adds less than
-                # 2^-12 to it: no mask of its own is worth that.
+                # Input k + 4 is in the top bits, with its sign. Input k, 16 bits below, adds less than 2^-12 to it, so
+                # it is not masked out.
                 both = (word << (12 - 4 * k)) & -0x0FFF1000
                 parts += [w.astype(jnp.float32) * scale for w in (both << 16, both)]
     return parts

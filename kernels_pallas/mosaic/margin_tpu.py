@@ -1,7 +1,6 @@
-"""The TPU kernels: one pass over the vocabulary, and a last block that decides acceptance and walks the tree.
+"""TPU kernels that pass over the vocabulary once; the last block decides acceptance and walks the tree.
 
-R rows = B batch * N nodes, V vocabulary, D depth, M stop tokens; a block is [rows, tokens]. Oracle:
-`reference`.
+R rows = B batch * N nodes, V vocabulary, D depth, M stop tokens; a block is [rows, tokens]. Oracle: `reference`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def margin_stats(
     nodes = lead[-1] if len(lead) > 1 and _grouped(lead[-1], math.prod(lead[:-1])) else 1
     logits = _arrange(logits, nodes)
     trees = logits.shape[0]
-    # Leading dimensions have no tiles: only rows of a matrix are taken in groups.
+    # Leading dimensions are not tiled: only the rows of a matrix come in groups.
     group = 1 if logits.ndim == 3 else tile_rows(logits.dtype)
     blocks = tpu_blocks(blocks, trees=trees, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
     block, state = _block(logits, blocks, nodes), _state_like(_block_shape(logits, blocks, nodes), logsumexp)
@@ -66,14 +65,13 @@ def margin_accept(
     batch, nodes, vocab = logits.shape
     group = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
     if blocks is None and not fits(batch, nodes, group):
-        # The walk needs whole trees in a block; the fold alone does not.
+        # The walk needs whole trees in a block; the fold does not.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return decide(stats, tokens, parents, y, controls, max_depth, margin)
     logits = _arrange(logits, nodes)
     blocks = tpu_blocks(blocks, trees=batch, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
     block, state = _block(logits, blocks, nodes), _state_like(_block_shape(logits, blocks, nodes), logsumexp)
-    # Per-row numbers travel as one integer array: theta's bits, strict, max_relaxed_run, then the stop
-    # tokens.
+    # Pass the per-row settings as one integer array: theta's bits, strict, max_relaxed_run, then the stop tokens.
     numbers = [
         bits(controls.theta.astype(jnp.float32))[:, None],
         controls.strict.astype(jnp.int32)[:, None],
@@ -82,7 +80,7 @@ def margin_accept(
     ]
     per_row = jnp.concatenate(numbers, axis=1)
     tree = [tokens, parents] if y is None else [tokens, parents, y]
-    # A verdict in lanes: D + 1 nodes of the path, D flags, the count and the token are 2 D + 3 numbers.
+    # A verdict has 2 D + 3 numbers, one per lane: D + 1 nodes of the path, D flags, the count and the next token.
     width = -(-(2 * max_depth + 3) // LANES) * LANES
     packed, verdict = pl.pallas_call(
         functools.partial(
@@ -131,7 +129,7 @@ def _accept_kernel(
     per_row_ref,  # i32[trees, 3 + M]
     tokens_ref,  # i32[trees, N]
     parents_ref,  # i32[trees, N]
-    *refs,  # y i32[trees, N] where there is one; packed i32[..., 128]; verdict i32[trees, width]; the state
+    *refs,  # y i32[trees, N] if `has_y`; packed i32[..., 128]; verdict i32[trees, width]; the state
     has_y: bool,
     vocab: int,
     logsumexp: bool,
@@ -166,13 +164,12 @@ def _accept_kernel(
 
 
 def _grouped(nodes: int, trees: int) -> bool:
-    """True where [trees, N, V] stays as it is, because [trees * N, V] would be another layout and so a
-    copy."""
+    """Return True if [trees, N, V] keeps its shape, because [trees * N, V] has another layout and needs a copy."""
     return trees > 1 and nodes > 1 and nodes % SUBLANES != 0 and nodes <= MAX_ROWS
 
 
 def _arrange(logits: Array, nodes: int) -> Array:
-    """Logits [..., V] as [trees, N, V] where `_grouped`, else as [rows, V]."""
+    """Reshape logits [..., V] to [trees, N, V] if `_grouped`, otherwise to [rows, V]."""
     vocab = logits.shape[-1]
     trees = math.prod(logits.shape[:-1]) // nodes
     return logits.reshape((trees, nodes, vocab) if _grouped(nodes, trees) else (trees * nodes, vocab))
@@ -201,12 +198,12 @@ def _by_tree(blocks: TpuBlocks, width: int) -> pl.BlockSpec:
 
 
 def _state_like(rows: tuple[int, ...], logsumexp: bool) -> list:
-    """Scratch memory of the fold, for a block of `rows`."""
+    """Return the scratch memory of the fold for a block of `rows`."""
     return [pltpu.VMEM((*rows, LANES), dtype) for dtype in dtypes(logsumexp=logsumexp)]
 
 
 def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
-    """Unpack what `finish` packed, as statistics of shape `lead`."""
+    """Unpack the result of `finish` into statistics of shape `lead`."""
     return from_bits([packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)])
 
 

@@ -1,9 +1,9 @@
-"""The TPU kernels of `largest`: a block of rows with their whole vocabulary in fast memory, scanned k times.
+"""TPU kernels of `largest`: a block of rows with their whole vocabulary in fast memory, scanned k times.
 
 R rows, V vocabulary, W parts of a vocabulary. Oracle: `jax.lax.top_k` (tests/kernels/test_largest.py).
 
-A scan finds the entry that comes next in the order (larger value, then smaller id) after the one before. So nothing is
-written between scans, and equal values need no care of their own.
+Each scan finds the entry that follows the previous one in the order (larger value, then smaller id). Scans write no
+intermediate state, and ties need no special case.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kernels_pallas.blocks import LANES, SUBLANES, TOP_K_BYTES, BlockError, tile
 from kernels_pallas.stats import LAST_ID, LOWEST, bits
 
 CHAINS = 4
-"""Vectors that a scan folds side by side: one alone would wait for itself."""
+"""Independent chains that a scan folds side by side: in a single chain each vector would wait for the one before."""
 STRIP = 16
-"""Vectors along the vocabulary in a scan's loop body."""
+"""Vectors along the vocabulary in the body of a scan's loop."""
 
 
 def top_k(logits: Array, k: int, *, interpret=False) -> Array:
-    """logits [R, V] -> i32[2, R, 128], as `largest.pack`."""
+    """Return the k largest of logits [R, V] as i32[2, R, 128], packed as by `largest.pack`."""
     rows, vocab = logits.shape
     if not top_k_fits(vocab, k):
         raise BlockError(
@@ -49,7 +49,7 @@ def top_k(logits: Array, k: int, *, interpret=False) -> Array:
 
 
 def join(parts: Array, k: int, size: int, *, interpret=False) -> Array:
-    """parts i32[W, 2, R, 128] of `size` tokens each -> i32[2, R, 128]."""
+    """Join the results i32[W, 2, R, 128] of parts of `size` tokens each into i32[2, R, 128]."""
     count, _, rows, _ = parts.shape
     block = min(rows, SUBLANES)
     return pl.pallas_call(
@@ -66,15 +66,16 @@ def join(parts: Array, k: int, size: int, *, interpret=False) -> Array:
 
 Carry = tuple[Array, ...]
 Scan = Callable[[Callable[..., Carry], Carry, Callable[[Carry, Carry], Carry]], Carry]
-"""`scan(body, start, merge)`: folds `carry = body(carry, z f32[rows, 128], ids i32[rows, 128], real bool[rows, 128])`
-over all entries of a row, in chains that begin with `start` and are merged; ids ascend within a lane of each."""
+"""`scan(body, start, merge)` folds `carry = body(carry, z f32[rows, 128], ids i32[rows, 128], real bool[rows, 128])`
+over all entries of a row, in chains that begin with `start` and are merged at the end. Ids ascend within each lane of a
+chain."""
 
 
 def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
     rows = logits_ref.shape[0]
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     chunks = -(-vocab // LANES)
-    # Few rows fill few registers: several chains of comparisons run side by side, so none waits for its own result.
+    # Few rows fill few registers, so run several independent chains of comparisons to hide their latency.
     side_by_side = max(CHAINS * SUBLANES // max(rows, SUBLANES), 1)
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
@@ -82,7 +83,7 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
             at = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
             z = logits_ref[:, pl.ds(at, LANES)].astype(jnp.float32)
             ids = lane + at
-            # Past the end of the vocabulary is whatever was in memory.
+            # Memory past the end of the vocabulary is uninitialised.
             return body(carry, z, ids, ids < vocab if isinstance(first, int) and at + LANES > vocab else True)
 
         def strip(i: Array, chains: list[Carry]) -> list[Carry]:
@@ -91,7 +92,7 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
                 chains[j] = chunk(i * STRIP + c, chains[j])
             return chains
 
-        strips = vocab // LANES // STRIP  # of whole vectors: the end of a vocabulary is masked below
+        strips = vocab // LANES // STRIP  # whole vectors only; the rest of the vocabulary is masked below
         chains = lax.fori_loop(0, strips, strip, [start] * side_by_side)
         for c in range(strips * STRIP, chunks):
             j = c % side_by_side
@@ -137,17 +138,17 @@ def _join_kernel(parts_ref, packed_ref, *, k: int, size: int):
 
 
 def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Array], Array]) -> None:
-    """The k first entries and the logsumexp, packed."""
+    """Write the first k entries and the logsumexp, packed."""
     _, rows, _ = packed_ref.shape
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
     def following(value: Array, id: Array) -> tuple[Array, Array]:
-        """The entry after (value, id), f32[rows, 128] and i32[rows, 128], the same in every lane."""
+        """Return the entry after (value, id), f32[rows, 128] and i32[rows, 128], replicated over lanes."""
 
         def body(carry, z, ids, real):
             best, best_id = carry
             later = real & ((z < value) | ((z == value) & (ids > id)))
-            # The first of a lane counts whatever it is, -inf too; after it ids ascend, and ties stay with the smaller.
+            # The first candidate of a lane always counts, even -inf. Ids ascend, so the smaller id wins ties.
             leads = later & ((z > best) | (best_id == LAST_ID))
             return jnp.where(leads, z, best), jnp.where(leads, ids, best_id)
 
@@ -157,7 +158,7 @@ def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Arra
 
         nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.full((rows, LANES), LAST_ID, jnp.int32)
         best, best_id = scan(body, nothing, merge)
-        # Spread over the lanes once here, and not at every comparison.
+        # Broadcast over the lanes once here rather than at every comparison.
         top = jnp.broadcast_to(jnp.max(best, axis=1, keepdims=True), best.shape)
         first = jnp.min(jnp.where(best == top, best_id, LAST_ID), axis=1, keepdims=True)
         return top, jnp.broadcast_to(first, best.shape)
@@ -166,7 +167,7 @@ def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Arra
         value, id, values, ids = carry
         value, id = following(value, id)
         values = jnp.where(lane == i, value, values)
-        # A row that is no numbers has no next entry; its ids are still tokens.
+        # A row of NaN has no next entry; keep its ids valid.
         return value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), ids)
 
     # Every entry comes after (inf, -1), so the first scan finds the largest. Lane i gets the i-th entry.

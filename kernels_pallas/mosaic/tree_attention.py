@@ -1,4 +1,4 @@
-"""Attention over a key-value cache for TPU: each row's own slots are copied in by DMA, and nothing else is read.
+"""TPU attention over a key-value cache: DMA copies in the used slots of each row and reads nothing else.
 
 B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
 region, M = N * G queries of a head in one tile, T tiles. Oracle: `reference.tree_attention`.
@@ -39,7 +39,7 @@ def tree_attention(
     blocks: AttentionBlocks | None = None,
     interpret: Any = False,
 ) -> Any:
-    """See `kernels_pallas.tree_attention`; with new rows, of a cache that is not flat, `write_and_attend`."""
+    """See `kernels_pallas.tree_attention` and, with `new`, which needs a cache that is not flat, `write_and_attend`."""
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
     blocks, align = attention_blocks(
@@ -54,7 +54,7 @@ def tree_attention(
     )
     inside, after = region(seen, positions, seen_positions, window)
     rows = n if inside is None else inside.shape[2]
-    # Keys and values are multiplied as they are stored; those of 8 bits as the queries are.
+    # Products are in the dtype of the cache, or in that of the queries if the cache is int8.
     dtype = k.dtype if k_scale is None else q.dtype
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
     queries = _tiled(q.astype(dtype), tiles, per_tile)
@@ -62,7 +62,7 @@ def tree_attention(
     known = _known(first, inside, after, n, tiles * per_tile).reshape(batch, tiles, per_tile, -1)
     known = jnp.repeat(known, group, axis=2)
     known = jnp.pad(known, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
-    # Queries in a row see more from tile to tile, and others all of the region.
+    # With a causal mask each tile reads up to its last query; with any other mask it reads the whole region.
     parts = [(t * per_tile, min((t + 1) * per_tile, n)) for t in range(tiles)]
     table = jnp.concatenate(
         [
@@ -105,11 +105,11 @@ def tree_attention(
         sources = [x.reshape(batch, slots, dim) for x in sources]
         held = (blocks.slots, dim)
     else:
-        # Heads wider than the lanes are copied in parts, since a strided load takes rows of one width.
+        # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
         width = LANES if dim % LANES == 0 else dim
         held = (dim // width, blocks.slots, heads, width)
     if not interpret:
-        # XLA, which knows what the call costs, would else bring a whole cache into fast memory where one fits.
+        # Otherwise XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
         sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
     scratch += [pltpu.VMEM((blocks.buffers, *held), k.dtype) for _ in sources]
     if k_scale is not None and v_scale is not None:
@@ -126,7 +126,7 @@ def tree_attention(
         aliases = {
             3: 1,
             4: 2,
-        }  # keys and values, counted with the table, the queries and what is known of them
+        }  # keys and values; inputs 0 to 2 are the table, the queries and their columns
     scratch.append(arrived)
     out, *caches = pl.pallas_call(
         functools.partial(attend_rows, shape=shape, blocks=blocks, simulated=simulated),
@@ -152,7 +152,7 @@ def tree_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=_cost(queries, k),
         interpret=interpret,
-        name=f"tree_attention-bq{per_tile}-bkv{blocks.slots}",  # what its schedule is read by
+        name=f"tree_attention-bq{per_tile}-bkv{blocks.slots}",  # identifies the schedule
     )(table, queries, known, *sources)
     out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
     out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
@@ -160,7 +160,7 @@ def tree_attention(
 
 
 def _cost(queries: Array, k: Array) -> pl.CostEstimate:
-    """Return what a call takes where every row is full, by which XLA decides what it brings in under the call."""
+    """Return the cost of a call whose rows are all full. XLA uses it to decide on prefetches during the call."""
     batch, tiles, heads, m, dim = queries.shape
     scores = batch * tiles * heads * m * k.shape[1]
     return pl.CostEstimate(
@@ -171,7 +171,7 @@ def _cost(queries: Array, k: Array) -> pl.CostEstimate:
 
 
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
-    """q [B, N, K, G, D] as [B, T, K, M, D], padded to whole tiles of memory."""
+    """Return q [B, N, K, G, D] as [B, T, K, M, D], padded to whole tiles of memory."""
     batch, n, heads, group, dim = q.shape
     q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
     q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
@@ -180,7 +180,7 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
 
 
 def _known(first: Array, inside: Array | None, after: Array | None, n: int, padded: int) -> Array:
-    """The table of queries, i32[B, padded, 2 + words]; those after the first N see nothing of the region."""
+    """Return the columns of the queries, i32[B, padded, 2 + words]; padding after the first N sees no region rows."""
     upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
     columns = [upper[..., None], jnp.full_like(upper, -1)[..., None] if after is None else after[..., None]]
     if inside is not None:
@@ -189,29 +189,29 @@ def _known(first: Array, inside: Array | None, after: Array | None, n: int, padd
 
 
 def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
-    """The table of a tile of every row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
+    """Return the table entries of one tile of every row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
 
     Args:
-      first: i32[B]; slots before it are seen by all of the tile.
-      rows: R, or those up to the tile's last query.
+      first: i32[B]; all queries of the tile see the slots before it.
+      rows: R, or the rows up to the tile's last query.
       after: i32[B, N], the last position that each query's window hides, or None.
       slots: S.
       size: slots of a block.
-      align: what the first slot of a block is a multiple of.
+      align: the first slot of a block is a multiple of this.
 
     >>> tile_table(jnp.asarray([3, 90]), 6, None, slots=96, size=16, align=1)[2].tolist()
     [1, 6]
     """
     base, recent = jnp.zeros_like(first), jnp.full_like(first, -1)
     if after is not None:
-        # A row of the region may have another position than its slot, so all of the region is read.
+        # In the region a position may differ from its slot, so always read the whole region.
         base = jnp.clip(jnp.minimum(jnp.min(after, axis=1) + 1, first), 0, max(slots - size, 0))
         base, recent = base // align * align, jnp.max(after, axis=1)
-    # Blocks from `base` to the end of the region, which may reach past the cache where a row is full; one at least.
+    # Read blocks from `base` to the end of the region, clipped to the cache, and at least one.
     count = pl.cdiv(jnp.minimum(first + rows, slots) - base, size)
     return jnp.stack([first, base, jnp.maximum(count, 1), recent]).astype(jnp.int32)
 
 
 def is_flat(k: Array) -> bool:
-    """True where a cache is read as [B, S, D], as slots share words and heads do not."""
+    """Return True if a cache is read as [B, S, D], because slots rather than heads share 32-bit words."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

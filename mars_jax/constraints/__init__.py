@@ -1,7 +1,7 @@
-"""Constraints on a text: patterns, JSON schemas, choices, allow lists; and spans in which rules may relax.
+"""Constraints on a completion: patterns, JSON schemas, choices, allow lists; and spans that limit relaxation.
 
-A constraint is a value without a model. `compiled` makes the tables of some of them for a vocabulary, which the step
-reads on the device; see `core.guide`. `spans` are where in a text a lossy rule may relax.
+A constraint does not depend on a model. `compiled` compiles constraints for a vocabulary into tables, which the step
+reads on the device; see `core.guide`. `spans` define the parts of a completion that a lossy rule may relax.
 
 >>> from mars_jax import constraints
 >>> constraints.regex(r"-?[0-9]+").automaton.matches("-12")
@@ -32,10 +32,10 @@ __all__ = [
     "vocabulary",
 ]
 
-# Their modules import jax, which a flag that is checked does without.
+# Imported on first access, because their modules import jax, which checking a flag does not need.
 _HOME = {"Guides": "core.types", "compiled": "constraints.batch_tables"}
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # with a module `__getattr__` a type checker accepts any name
 
     def __getattr__(name: str):
         if name not in _HOME:

@@ -1,6 +1,6 @@
-"""From nodes to a deterministic automaton over the bytes of UTF-8, the least there is where that is cheap to find.
+"""Compilation of nodes to a deterministic automaton over UTF-8 bytes, minimised if that is cheap.
 
-S states, of which 0 is dead and 1 the first. Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
+S states; state 0 is dead and state 1 the first. Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
 
 Sources: Thompson's construction, the subset construction, and Moore's minimisation, as in Hopcroft, Motwani and
 Ullman, "Introduction to Automata Theory", chapters 3 and 4; ranges of UTF-8 as in Russ Cox, "Regular Expression
@@ -19,21 +19,21 @@ from mars_jax.core.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000
-"""Most states of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
+"""Maximum states of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
 _MOST_STEPS = 5_000_000
-"""Most steps from states to sets of states; they also bound what the sets hold together."""
+"""Maximum steps of the subset construction, which also bounds the total size of the sets."""
 _MINIMISED = 6_000
 _ROUNDS = 400
 
 Bytes = tuple[tuple[int, int], ...]
-"""One range of bytes after the other."""
+"""A sequence of byte ranges, one for each byte."""
 
 
 class Automaton(NamedTuple):
-    """A deterministic automaton over bytes. `next[DEAD]` is DEAD; every other state leads to a state of `accepting`."""
+    """A deterministic automaton over bytes. `next[DEAD]` is DEAD; every other state can reach an accepting state."""
 
-    next: np.ndarray  # i32[S, K]; by class of byte
-    classes: np.ndarray  # u8[256]; the class of every byte
+    next: np.ndarray  # i32[S, K]; next state by class of byte
+    classes: np.ndarray  # u8[256]; class of every byte
     accepting: np.ndarray  # bool[S]
 
     def run(self, data: bytes, state: int = FIRST) -> int:
@@ -43,17 +43,17 @@ class Automaton(NamedTuple):
         return state
 
     def matches(self, text: str) -> bool:
-        """Tell whether the automaton accepts the whole text."""
+        """Return whether the automaton accepts the whole text."""
         return bool(self.accepting[self.run(text.encode())])
 
     def begins(self, data: bytes) -> bool:
-        """Tell whether an accepted text begins with these bytes."""
+        """Return whether some accepted text begins with these bytes."""
         return self.run(data) != DEAD
 
 
 @functools.lru_cache(maxsize=4096)
 def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
-    """Return the UTF-8 of code points, as sequences of ranges of bytes.
+    """Return the UTF-8 encodings of code points as sequences of byte ranges.
 
     >>> utf8(((97, 122), (0x7f, 0x80)))
     (((97, 122),), ((127, 127),), ((194, 194), (128, 128)))
@@ -67,7 +67,7 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
 
 
 def _split(low: bytes, high: bytes) -> list[Bytes]:
-    """Return sequences of as many bytes as both, from low to high."""
+    """Return byte-range sequences for all encodings from `low` to `high`, which have equal lengths."""
     lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
@@ -78,11 +78,11 @@ def _split(low: bytes, high: bytes) -> list[Bytes]:
 
 
 class _Pieces:
-    """A nondeterministic automaton as it grows."""
+    """A nondeterministic automaton under construction."""
 
     def __init__(self):
         self._budget = Budget()
-        self.free: list[list[int]] = []  # steps without a byte
+        self.free: list[list[int]] = []  # epsilon steps
         self.byte: list[list[tuple[int, int, int]]] = []  # (low, high, to)
 
     def state(self) -> int:
@@ -95,7 +95,7 @@ class _Pieces:
         """Add a node that begins in `start`; return the state in which it ends."""
         if isinstance(node, Chars):
             end = self.state()
-            # Sequences that begin alike share their beginning, and so do those that end alike their end.
+            # Sequences with the same suffix share the states of that suffix.
             ends: dict[Bytes, int] = {(): end}
             for sequence in utf8(node.ranges):
                 self._tail(sequence, start, ends)
@@ -107,7 +107,7 @@ class _Pieces:
         if isinstance(node, Either):
             end = self.state()
             for part in node.parts:
-                # A branch begins in a state of its own: a loop within it must not lead into the others.
+                # A branch begins in a separate state, so that a loop in it does not lead into the other branches.
                 begin = self.state()
                 self.free[start].append(begin)
                 self.free[self.add(part, begin)].append(end)
@@ -117,14 +117,14 @@ class _Pieces:
 
     def _repeat(self, node: Repeat, start: int) -> int:
         if not _says_something(node.part):
-            return start  # however often: there is no state to count the turns by
+            return start  # repetitions of the empty text need no states
         for _ in range(node.least):
             start = self.add(node.part, start)
         if node.most is None:
             loop = self.state()
             self.free[start].append(loop)
             self.free[self.add(node.part, loop)].append(loop)
-            # Out of the loop by a state of its own, so that nothing after it can lead back into it.
+            # Leave the loop through a separate state, so that no later node can lead back into it.
             end = self.state()
             self.free[loop].append(end)
             return end
@@ -145,7 +145,7 @@ class _Pieces:
 
 
 def _says_something(node: Node) -> bool:
-    """Tell whether a node is more than the empty text: a repeat of nothing is nothing.
+    """Return whether a node is more than the empty text. A repetition of the empty text is empty.
 
     >>> _says_something(Repeat(Sequence(()), 9, None)), _says_something(Either(()))
     (False, True)
@@ -161,8 +161,8 @@ def automaton(node: Node) -> Automaton:
     """Return the deterministic automaton of a node.
 
     Raises:
-      TooLarge: it has too many states.
-      MarsError: it accepts nothing.
+      TooLarge: the automaton has too many states.
+      MarsError: the automaton accepts no text.
 
     >>> from mars_jax.constraints.pattern import parse
     >>> made = automaton(parse("ab*"))
@@ -184,7 +184,7 @@ def automaton(node: Node) -> Automaton:
 def _subsets(
     pieces: _Pieces, first: int, last: int, classes: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the subset construction: next i32[S, K] and accepting bool[S]."""
+    """Run the subset construction: return next i32[S, K] and accepting bool[S]."""
     by_class = [
         [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
     ]
@@ -192,7 +192,7 @@ def _subsets(
     budget = Budget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
-        """Return the states reached without a byte, given ones among them, that a byte leaves or that are `last`."""
+        """Return the epsilon closure of `states`, without states that have no byte steps and are not `last`."""
         seen, todo = set(states), list(states)
         while todo:
             for following in pieces.free[todo.pop()]:
@@ -204,7 +204,7 @@ def _subsets(
 
     start = closed(frozenset([first]))
     ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
-    known: dict[frozenset[int], int] = {}  # by what the bytes lead to, before it is closed
+    known: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
     todo = [start]
     rows = [[DEAD] * count, [DEAD] * count]
     accepting = [False, last in start]
@@ -234,14 +234,14 @@ def _subsets(
 
 
 def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Automaton:
-    """Return the automaton without states that lead nowhere, and without states and classes of bytes that are alike."""
+    """Remove states that cannot reach acceptance; merge equivalent states and equivalent classes of bytes."""
     alive = living(next, accepting)
     if not alive[FIRST]:
         raise MarsError("the constraint matches no text at all: correct it.")
     next = np.where(alive[next], next, DEAD)
     next[~alive] = DEAD
     label = _alike(next, accepting, alive)
-    # The first state of each label stands for it; 0 stays 0 and 1 stays 1.
+    # The first state of each label represents it; states 0 and 1 keep their numbers.
     order, first = np.unique(label, return_index=True)
     ranked = [label[DEAD], label[FIRST]]
     ranked += [one for one in order[np.argsort(first)].tolist() if one not in ranked]
@@ -259,7 +259,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
 
 
 def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """Return bool[S]: the states that lead to an accepting one."""
+    """Return bool[S]: the states that can reach an accepting state."""
     alive = accepting.copy()
     sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
     order = np.argsort(targets, kind="stable")
@@ -276,7 +276,7 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return i64[S]: a label for each state, equal for those that accept the same texts, if that is cheap to find."""
+    """Return labels i64[S], equal for equivalent states if these are cheap to find."""
     states = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return states

@@ -1,7 +1,7 @@
-"""Tables of several constraints for one batch, as the step reads them. Oracle: tests/core/test_guide.py.
+"""Joined tables of the constraints of a batch, in the form that the step reads. Oracle: tests/core/test_guide.py.
 
 S states, C classes, G groups, R rows of bits, W words, V vocabulary. Sizes grow in powers of two, so that other
-constraints of about the same sizes compile nothing.
+constraints of similar sizes do not recompile the step.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mars_jax.core.guide import BITS, DEAD, FREE, Tables, Tracked
 from mars_jax.core.types import NO_TOKEN
 
 MOST_BYTES = 1 << 30
-"""Most bytes of the bits of a batch's constraints on a device."""
+"""Maximum bytes of the token masks of a batch's constraints on a device."""
 
 
 class Compiled(NamedTuple):
-    """Constraints as the step reads them."""
+    """Constraints in the form that the step reads."""
 
     tables: Tables  # for `Params.guides`
-    starts: dict[Any, tuple[int, int]]  # the first state and the group of each table, by what it was given as
+    starts: dict[Any, tuple[int, int]]  # first state and group of each table, by constraint or other key
 
     def rows(self, chosen: Sequence[Any], after: Sequence[int] | None = None) -> Tracked:
-        """Return the states in which the rows of a batch begin; None is a row without a constraint.
+        """Return the states in which the rows of a batch begin.
 
         Args:
-          chosen: a constraint, or another key of `starts`, for each row, or None.
-          after: of each row the state of its table to begin in; default: the first.
+          chosen: for each row a constraint, or another key of `starts`; None: no constraint.
+          after: for each row the state of its table to begin in; default: the first.
         """
         found = []
         for i, one in enumerate(chosen):
@@ -52,15 +52,15 @@ class Compiled(NamedTuple):
 def compiled(
     constraints: Sequence[Constraint | None], vocabulary: Vocabulary, *, forced: bool = True
 ) -> Compiled:
-    """Return the tables of some constraints, each once; `Compiled.starts` has them without `relax`.
+    """Compile the tables of constraints, each once. The keys of `Compiled.starts` have no `relax`.
 
     Args:
-      constraints: of the rows; None is a row without.
-      vocabulary: of the model's tokenizer.
-      forced: draft what is forced, by drafters that have no model of their own.
+      constraints: one per row; None: a row without a constraint.
+      vocabulary: vocabulary of the model's tokenizer.
+      forced: record forced tokens, which drafters without a model draft.
 
     Raises:
-      MarsError: as `Constraint.table`, or they are too large together.
+      MarsError: as for `Constraint.table`, or the tables together are too large.
 
     >>> voc = Vocabulary(tokens=(None, b"a", b"b", b"ab"))
     >>> made = compiled([Constraint("regex", "ab+"), None], voc)
@@ -80,10 +80,10 @@ def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary, force
 
 
 def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
-    """Join several tables into one. State 0 of a table is DEAD; the others are numbered on.
+    """Join several tables into one. State 0 of each table becomes DEAD; the others are numbered consecutively.
 
     Raises:
-      MarsError: they are too large together.
+      MarsError: the tables together are too large.
     """
     states = 2 + sum(len(t.next) - 1 for t in tables.values())
     if states > 1 << 16:
@@ -103,7 +103,7 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
     for group, (key, table) in enumerate(tables.items(), start=1):
         count, width = table.next.shape
         own = slice(at, at + count - 1)
-        # State s of the table is s + at - 1 here.
+        # State s of the table becomes state s + at - 1.
         moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + at - 1).astype(np.uint16)
         next[own, :width] = moved[1:]
         classes[group] = table.classes
@@ -126,7 +126,7 @@ def _bucket(count: int, least: int) -> int:
 
 
 class _Bits:
-    """Rows of bits, each different row once; row 0 allows everything."""
+    """Deduplicated rows of bits; row 0 allows every token."""
 
     def __init__(self, vocab: int):
         self._vocab, self._width = vocab, -(-vocab // BITS)
@@ -135,7 +135,7 @@ class _Bits:
         self.add(np.ones(vocab, bool))
 
     def add(self, allowed: np.ndarray) -> int:
-        """Return the number of a row, bool[V], after adding it if it is new."""
+        """Return the number of a row bool[V]; add it if it is new."""
         padded = np.zeros(BITS * self._width, bool)
         padded[: self._vocab] = allowed
         # Bit k of word j is token k W + j.

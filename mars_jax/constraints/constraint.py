@@ -1,4 +1,4 @@
-"""Constraints as values: what a text is to be, whatever model says it. Oracle: `re` and `jsonschema`."""
+"""Output constraints, independent of the model. Oracle: `re` and `jsonschema`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Constraint:
     """A constraint on a completion; see `regex`, `json_schema`, `choice` and `tokens`. Hashable."""
 
     kind: str
-    content: Any  # a text, or a tuple of texts or of token ids
+    content: Any  # a string, or a tuple of strings or of token ids
     compact: bool = False
-    relax: bool = False  # lossy rules relax inside of it too
+    relax: bool = False  # lossy rules may relax tokens of constrained text too
 
     def relaxed(self) -> Constraint:
-        """Return the same, inside of which lossy rules may relax: what a text is stays whole, its values may change."""
+        """Return the constraint with relaxing enabled: the structure of a completion is kept, its values may change."""
         return dataclasses.replace(self, relax=True)
 
     @property
     def automaton(self) -> Automaton:
-        """Automaton over the bytes of a text; `tokens` has none.
+        """Automaton over the bytes of a completion; a constraint of `tokens` has no automaton.
 
         Raises:
-          MarsError: as its factory.
+          MarsError: as for its factory.
         """
         return _automaton(without_relax(self))
 
@@ -48,12 +48,12 @@ class Constraint:
         """Return the table for a vocabulary.
 
         Raises:
-          MarsError: no text of the constraint can be said in these tokens, or its table would be too large.
+          MarsError: these tokens cannot spell any text that the constraint allows, or its table would be too large.
         """
         return _table(without_relax(self), vocabulary)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the constraint for reports, by the name that a prompts file has for it."""
+        """Return the constraint for reports, under its name in a prompts file."""
         content = self.content
         if self.kind == "json_schema":
             content = json.loads(content)
@@ -97,19 +97,19 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
 
 
 def _checked(made: Constraint) -> Constraint:
-    """Return the constraint after making its automaton, so that an error is raised where the constraint is given."""
+    """Return the constraint after building its automaton, so that errors are raised when the constraint is created."""
     made.automaton  # noqa: B018
     return made
 
 
 def regex(pattern: str) -> Constraint:
-    """Allow texts that a regular expression matches as a whole, as `re.fullmatch` does.
+    """Allow completions that match a regular expression as a whole, as in `re.fullmatch`.
 
     Args:
-      pattern: in the syntax of Python's `re`, without look-around, back-references and anchors inside.
+      pattern: pattern in the syntax of Python's `re`, without look-around, back-references and inner anchors.
 
     Raises:
-      MarsError: it is no regular expression, or one that no automaton of a reasonable size reads.
+      MarsError: not a regular expression, an unsupported construct, or an automaton that would be too large.
 
     >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
     True
@@ -119,14 +119,14 @@ def regex(pattern: str) -> Constraint:
 
 
 def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: bool = False) -> Constraint:
-    """Allow JSON values that a schema allows, as `json.dumps` writes them, with properties in the schema's order.
+    """Allow JSON values that match a schema, as `json.dumps` writes them, with properties in the schema's order.
 
     Args:
-      schema: an object, its JSON, or the path of a file that holds it.
-      compact: without spaces after commas and colons.
+      schema: an object, its JSON, or the path of a file that contains the JSON.
+      compact: write no spaces after commas and colons.
 
     Raises:
-      MarsError: no schema, or one with a keyword that no automaton can hold a text to.
+      MarsError: not a schema, or a schema with a keyword that an automaton cannot enforce.
 
     >>> json_schema({"enum": [1, "a"]}).automaton.matches('"a"')
     True
@@ -152,7 +152,7 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
 def _written(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
-    # Of a schema that Python made, or of numbers that JSON has none of.
+    # A Python object that is not JSON, or a number without a JSON form, such as NaN.
     except (TypeError, ValueError) as error:
         raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
     except RecursionError:
@@ -160,7 +160,7 @@ def _written(schema: Any) -> str:
 
 
 def _listed(values: Any) -> tuple[Any, ...]:
-    """Return the entries of an iterable, or none of anything else."""
+    """Return the entries of an iterable; () for any other value."""
     try:
         return tuple(values)
     except TypeError:
@@ -168,10 +168,10 @@ def _listed(values: Any) -> tuple[Any, ...]:
 
 
 def choice(texts: Iterable[str]) -> Constraint:
-    """Allow one of these texts.
+    """Allow exactly one of these strings.
 
     Raises:
-      MarsError: there are none, or one is empty or not Unicode, or they are too many.
+      MarsError: there are no strings, one is empty or not valid Unicode, or there are too many.
 
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
@@ -185,10 +185,10 @@ def choice(texts: Iterable[str]) -> Constraint:
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
-    """Allow any number of these tokens and no other; stop tokens end the text as always.
+    """Allow any number of these tokens and no others; stop tokens end the completion as usual.
 
     Raises:
-      MarsError: there are none, or one is no token id.
+      MarsError: there are no tokens, or one is not a token id.
 
     >>> tokens([5, 7]).content
     (5, 7)
@@ -209,7 +209,7 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint among named values, such as those of a request: at most one of `KINDS`.
 
     Raises:
-      MarsError: there are two, or as its factory.
+      MarsError: two constraints are given, or as for the factory.
 
     >>> from_fields({"regex": "a+"}).kind, from_fields({})
     ('regex', None)
@@ -226,7 +226,7 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
 
 
 def without_relax(constraint: Constraint) -> Constraint:
-    """Return the constraint that tables are made for: they do not depend on whether rules relax.
+    """Return the constraint with `relax` unset, as a key of tables, which do not depend on it.
 
     >>> without_relax(regex("a").relaxed()) == regex("a")
     True

@@ -1,4 +1,4 @@
-"""JSON values as nodes, in the form in which `json.dumps` writes them, and what may be asked of numbers and strings.
+"""JSON values as nodes, in the form that `json.dumps` writes, with bounds on numbers and formats of strings.
 
 Oracle: `json` and `jsonschema` (tests/constraints/test_schema.py).
 """
@@ -20,7 +20,7 @@ from mars_jax.constraints.nodes import (
 )
 from mars_jax.constraints.pattern import parse
 
-# \u with four digits, but no half of a pair: a pair is one character to JSON and would be two here.
+# \u with four digits except surrogates: JSON counts a surrogate pair as one character, this pattern as two.
 _CHARACTER = parse(r'[^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}')
 _DIGIT = parse("[0-9]")
 _POSITIVE = r"(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?"
@@ -41,16 +41,16 @@ FORMATS = {
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
     "email": r"[a-z0-9._+\-]{1,40}@[a-z0-9]([a-z0-9\-]{0,30}[a-z0-9])?(\.[a-z]{2,12}){1,3}",
 }
-"""Patterns of strings, by their names in JSON Schema."""
+"""Patterns of string formats by their names in JSON Schema."""
 
 
 def string(least: int = 0, most: int | None = None) -> Node:
-    """Return the node of a string of so many characters."""
+    """Return the node of a string of `least` to `most` characters; None is no bound."""
     return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
 
 
 def integers(low: int | None, high: int | None) -> Node:
-    """Return the node of whole numbers from low to high, as JSON writes them; None is no bound.
+    """Return the node of whole numbers from `low` to `high`, as JSON writes them; None is no bound.
 
     >>> from mars_jax.constraints.automaton import automaton
     >>> made = automaton(integers(-3, 120))
@@ -68,7 +68,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return whole numbers from low, at least 0, to high; without a bound up to 18 digits, or as many as low has."""
+    """Return whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` has if more."""
     high = 10 ** max(18, len(str(low))) - 1 if high is None else high
     parts: list[Node] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
@@ -78,7 +78,7 @@ def _naturals(low: int, high: int | None) -> Node:
 
 
 def _same_length(low: str, high: str) -> Node:
-    """Return numbers of as many digits as both, from low to high."""
+    """Return numbers from `low` to `high`, which have the same number of digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
@@ -99,11 +99,11 @@ _ESCAPED = {
     code: text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}")
     for code in sorted({*range(0x20), *_SHORT})
 }
-"""Characters that a JSON string does not hold as they are, as `json.dumps` writes them."""
+"""Characters that a JSON string must escape, as `json.dumps` writes them."""
 
 
 def in_string(node: Node) -> Node:
-    """Return the texts of a pattern inside of a JSON string, as `json.dumps` writes them."""
+    """Return the node of a pattern's matches inside a JSON string, escaped as by `json.dumps`."""
     if isinstance(node, Chars):
         return _char_in_string(node.ranges)
     if isinstance(node, Repeat):

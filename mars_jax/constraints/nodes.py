@@ -1,4 +1,4 @@
-"""Nodes that a set of texts is made of: pieces of a regular expression, over code points. Oracle: Python's `re`."""
+"""Nodes of a regular expression over code points, which describe a set of strings. Oracle: Python's `re`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple, Union
 from mars_jax.core.errors import MarsError, short_repr
 
 MOST_PIECES = 150_000
-"""Most pieces of a constraint while it is built: parts of a schema or a pattern, and states before they are joined."""
+"""Maximum pieces of a constraint under construction: parts of a schema or pattern, and states before minimisation."""
 LARGEST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as sorted ranges that do not touch, both ends included."""
+"""Code points as sorted, non-adjacent ranges with inclusive ends."""
 
 
 class TooLarge(MarsError):
-    """A constraint that would not fit."""
+    """Error for a constraint that is too large."""
 
     def __init__(self, why: str):
         super().__init__(
@@ -24,16 +24,16 @@ class TooLarge(MarsError):
 
 
 class Budget:
-    """Work that may be spent on a constraint, so that none takes forever."""
+    """Limit on the work spent on a constraint, so that none takes forever."""
 
     def __init__(self, most: int = MOST_PIECES, what: str = "pieces"):
         self._most, self._what, self._spent = most, what, 0
 
     def spend(self, count: int) -> None:
-        """Take `count` from the budget before that work is done.
+        """Deduct `count` from the budget, before doing the work.
 
         Raises:
-          TooLarge: nothing is left.
+          TooLarge: the budget is exhausted.
         """
         self._spent += count
         if self._spent > self._most:
@@ -41,36 +41,36 @@ class Budget:
 
 
 class Chars(NamedTuple):
-    """One character of some ranges."""
+    """A character from these ranges."""
 
     ranges: Ranges
 
 
 class Sequence(NamedTuple):
-    """Parts one after the other."""
+    """A concatenation of parts."""
 
     parts: tuple[Node, ...]
 
 
 class Either(NamedTuple):
-    """Any one of some parts."""
+    """An alternation of parts."""
 
     parts: tuple[Node, ...]
 
 
 class Repeat(NamedTuple):
-    """A part at least `least` times and at most `most`; None is any."""
+    """A part repeated at least `least` and at most `most` times; None is no limit."""
 
     part: Node
     least: int
     most: int | None
 
 
-Node = Union[Chars, Sequence, Either, Repeat]  # noqa: UP007, since it is named before it is there
+Node = Union[Chars, Sequence, Either, Repeat]  # noqa: UP007, because annotations above refer to it
 
 
 def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
-    """Return ranges sorted and joined, without surrogates, which no text has.
+    """Sort and merge ranges, and remove surrogates, which valid text cannot contain.
 
     >>> ranges_of([(98, 99), (97, 97), (120, 122)])
     ((97, 99), (120, 122))
@@ -104,10 +104,10 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def text(literal: str) -> Node:
-    """Return the node of the very text.
+    """Return the node of a literal text.
 
     Raises:
-      MarsError: UTF-8 has no such text, since half of a surrogate pair is in it.
+      MarsError: the text has a lone surrogate, so UTF-8 cannot encode it.
     """
     codes = [ord(c) for c in literal]
     if any(_SURROGATES[0] <= code <= _SURROGATES[1] for code in codes):
@@ -116,10 +116,10 @@ def text(literal: str) -> Node:
 
 
 def optional(part: Node) -> Node:
-    """Return the node of the given one, or nothing."""
+    """Return the node of an optional part."""
     return Repeat(part, 0, 1)
 
 
 def sequence(*parts: Node) -> Node:
-    """Return the node of parts one after the other."""
+    """Return the node of a concatenation of parts."""
     return Sequence(parts)

@@ -1,9 +1,9 @@
-"""Regular expressions as nodes, read by Python's own parser, so that they mean here what they mean to `re.fullmatch`.
+"""Regular expressions as nodes, parsed by Python's parser, so that they have the semantics of `re.fullmatch`.
 
 Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
 
-`re._parser` is private to Python; it is the one that `re.compile` uses, and has had this form since Python 2. Only this
-module touches it.
+`re._parser` is private to Python. It is the parser of `re.compile`, and its output has had this form since Python 2.
+Only this module uses it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _REFUSED = {
 
 
 def parse(pattern: str, budget: Budget | None = None) -> Node:
-    """Return the nodes of a pattern, which the whole text is to match.
+    """Return the nodes of a pattern that must match the whole text.
 
     Args:
-      pattern: in the syntax of Python's `re`.
-      budget: of a constraint that the pattern is a part of.
+      pattern: pattern in the syntax of Python's `re`.
+      budget: budget of the constraint that contains the pattern.
 
     Raises:
-      MarsError: it is no regular expression, or one that no automaton reads.
-      TooLarge: it spends more than the budget.
+      MarsError: not a regular expression, or one that no automaton can represent.
+      TooLarge: the pattern exceeds the budget.
 
     >>> parse("ab").parts[0].ranges
     ((97, 97),)
@@ -58,7 +58,7 @@ def parse(pattern: str, budget: Budget | None = None) -> Node:
     budget.spend(len(pattern))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a later Python may read otherwise
+            warnings.simplefilter("ignore")  # warnings about syntax that may change in a later Python
             tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise MarsError(
@@ -80,7 +80,7 @@ class _Reader:
         )
 
     def all_of(self, items: list[Any]) -> Node:
-        # The whole text is to match, so anchors at its ends say nothing.
+        # The pattern matches the whole text, so anchors at its ends are redundant.
         while items and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             items = items[1:]
         while items and _is_anchor(items[-1], "AT_END", "AT_END_STRING"):
@@ -141,7 +141,7 @@ class _Reader:
         return complement(found) if negated else found
 
     def _cased(self, ranges: list[tuple[int, int]]) -> Ranges:
-        """Add the characters that are the same but for their case, where the pattern ignores it."""
+        """Add the characters that differ only in case, if the pattern ignores case."""
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
         made = list(ranges_of(ranges))
@@ -158,13 +158,13 @@ def _is_anchor(item: Any, *names: str) -> bool:
 
 @functools.cache
 def _all_characters() -> str:
-    """Return every code point that a text may have: all but surrogates."""
+    """Return all code points of valid text: all except surrogates."""
     return "".join(map(chr, [*range(0xD800), *range(0xE000, LARGEST + 1)]))
 
 
 @functools.cache
 def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Return code points with others that are the same but for their case, and those, as Python's `re` has them."""
+    """Return the cased code points, and for each the code points that `re` matches to it when it ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
     flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
     found = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
@@ -176,7 +176,7 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 @functools.cache
 def _category(name: str, ascii_only: bool) -> list[tuple[int, int]]:
-    """Return the code points of a category, as Python's `re` has them."""
+    """Return the code points that Python's `re` assigns to a category."""
     letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
     found = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
     made = ranges_of(found)

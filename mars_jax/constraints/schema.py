@@ -1,11 +1,11 @@
-"""JSON schemas as nodes: the texts that `json.dumps` writes of the values that a schema allows.
+"""JSON schemas as nodes, which match the output of `json.dumps` for the values that a schema allows.
 
-Source: JSON Schema 2020-12, and what of earlier drafts means the same. Oracle: `jsonschema`, the package
+Source: JSON Schema 2020-12, and keywords of earlier drafts with the same meaning. Oracle: `jsonschema`, the package
 (tests/constraints/test_schema.py).
 
-What a text may be is narrower than the schema where that helps a model: one way to put spaces, properties in their
-order, no property that is not named. A keyword that is not known here, or not beside those that it stands beside, is
-refused, and never ignored.
+The allowed texts are stricter than the schema if that helps a model: one form of white space, properties in their
+order, and no properties that the schema does not name. An unknown keyword, or an unsupported combination of keywords,
+raises an error and is never ignored.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from mars_jax.constraints.pattern import parse
 from mars_jax.core.errors import MarsError, short_repr
 
 DEEPEST = 24
-"""Schemas inside of schemas; a recursive one is deeper than any."""
+"""Maximum depth of nested schemas. A recursive schema exceeds every limit."""
 MOST_NESTED = 100
-"""Lists and objects inside of each other, in the JSON of a schema; Python reads some hundreds."""
+"""Maximum depth of nested lists and objects in the JSON of a schema; Python can parse some hundreds."""
 MOST_DIGITS = 100
-"""Digits of the bounds of an integer, whose nodes are as many as the square of them."""
+"""Maximum digits of the bounds of an integer; the number of nodes is quadratic in it."""
 ANY_DEPTH = 2
-"""Objects and arrays inside of each other, in a value of which the schema says nothing."""
+"""Maximum depth of nested objects and arrays in a value that the schema does not describe."""
 
 _NOTES = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
@@ -61,7 +61,7 @@ _OF_TYPE = {
 }
 _KNOWN = {"$ref", "allOf", "anyOf", "const", "enum", "type"}.union(*_OF_TYPE.values())
 _PAIRS = (("properties", "additionalProperties"), ("prefixItems", "items"))
-"""Keywords of which one means something else where the other stands beside it."""
+"""Pairs of keywords that change each other's meaning."""
 _PYTHON_TYPES = {
     "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
@@ -104,14 +104,14 @@ for _name in ("anyOf", "allOf"):
     _VALUES[_name] = (lambda one: _is_list(one) and one != [], "a list of schemas")
 for _name in ("minItems", "maxItems", "minLength", "maxLength"):
     _VALUES[_name] = (_is_count, "a whole number of at least 0")
-"""Checks of the values of keywords, and what a message says was expected."""
+"""Checks of the values of keywords, and the expected values for messages."""
 
 
 def parsed(said: str) -> Any:
-    """Return the JSON of a schema.
+    """Parse the JSON of a schema.
 
     Raises:
-      MarsError: it is none, or nested deeper than the rest of a program could follow.
+      MarsError: not JSON, or nested too deep to be processed recursively.
 
     >>> parsed('{"type": "null"}')
     {'type': 'null'}
@@ -136,7 +136,7 @@ def parsed(said: str) -> Any:
 
 
 def too_deep() -> MarsError:
-    """Return the sentence for JSON that no recursion follows to its end."""
+    """Return the error for JSON that is nested too deep."""
     return MarsError(f"the schema has lists and objects more than {MOST_NESTED} deep: write it flatter.")
 
 
@@ -144,11 +144,11 @@ def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
     """Return the automaton of a schema.
 
     Args:
-      schema: as `parsed` gives it.
-      compact: no spaces after commas and colons, as `json.dumps(..., separators=(",", ":"))`.
+      schema: a schema from `parsed`.
+      compact: no spaces after commas and colons, as in `json.dumps(..., separators=(",", ":"))`.
 
     Raises:
-      MarsError: something in it is no schema, or cannot be held to; the message says where.
+      MarsError: a part of it is not a schema, or cannot be enforced; the message gives its place.
 
     >>> made = schema_automaton({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
     >>> made.matches('{"n": 12}'), made.matches("{}")
@@ -193,7 +193,7 @@ class _Writer:
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
 
     def _meant(self, name: str, value: Any, where: str) -> list[tuple[str, Any]]:
-        """Return the schemas that a keyword offers, with where each is."""
+        """Return the alternatives of a keyword as pairs of place and schema."""
         if name == "$ref":
             self._budget.spend(len(value))
             return [(_part(value), self._found(value, where))]
@@ -213,7 +213,7 @@ class _Writer:
         return found
 
     def _one_of(self, given: dict, where: str) -> Node:
-        """Return the node of named values: those that all keywords name, of the type that stands beside them."""
+        """Return the node of listed values: those that const, enum and type all allow."""
         named = " and ".join(name for name in ("const", "enum") if name in given)
         _only(given, {"const", "enum", "type"}, f" beside {named}", where)
         values = given.get("enum", [given.get("const")])
@@ -310,9 +310,10 @@ class _Writer:
         return sequence(text("{"), inside if needed else optional(inside), text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
-        """Return the node of at least one of an object's members, in their order; commas stand between what is there.
+        """Return the node of one or more of an object's members, in order and separated by commas.
 
-        The first that is there is in one half or in the other, so that n of them take n log n nodes.
+        The first member that is present is in the first or in the second half. Splitting by halves takes n log n nodes
+        for n members.
         """
         if len(pairs) == 1:
             return pairs[0][0]
@@ -328,7 +329,7 @@ class _Writer:
         return sequence(text("{"), optional(self._some(pair)), text("}"))
 
     def _anything(self, depth: int) -> Node:
-        """Return the node of any value, of objects and arrays to a depth."""
+        """Return the node of any value, with objects and arrays nested up to `depth`."""
         simple = [string(), NUMBER, BOOLEAN, NULL]
         if depth:
             inner = self._anything(depth - 1)
@@ -336,7 +337,7 @@ class _Writer:
         return Either(tuple(simple))
 
     def _some(self, part: Node) -> Node:
-        """Return the node of one, or more with commas between them."""
+        """Return the node of one or more parts separated by commas."""
         return sequence(part, Repeat(self._after_comma(part), 0, None))
 
     def _separated(self, parts: list[Node]) -> list[Node]:
@@ -347,7 +348,7 @@ class _Writer:
 
 
 def _keywords(schema: Any, where: str) -> dict[str, Any]:
-    """Return the keywords of a schema that say what a value is, their own values checked."""
+    """Return the keywords of a schema that constrain a value, after checking the values of the keywords."""
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
@@ -365,7 +366,7 @@ def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
 
 
 def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
-    """Join a schema with the keywords that stand beside what offers it: values are to be what both say."""
+    """Merge a schema with the keywords `beside` its reference or list: values must satisfy both."""
     given = _keywords(schema, where)
     for one, other in [(name, name) for name in given] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if one in given and other in beside and one != "type":
@@ -398,7 +399,7 @@ def _only(given: Mapping[str, Any], known: set[str], beside: str, where: str) ->
 
 
 def _type_of(given: Mapping[str, Any], where: str) -> str:
-    """Return the type that keywords speak of, where the schema names none."""
+    """Infer the type of a schema that names none from its keywords."""
     kinds = [kind for kind, names in _OF_TYPE.items() if names & given.keys()]
     if len(kinds) != 1 and kinds != ["integer", "number"]:
         raise MarsError(f"the schema at {where} has {' and '.join(given)} and no type: give one.")
@@ -406,7 +407,7 @@ def _type_of(given: Mapping[str, Any], where: str) -> str:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Tell whether a value is of a type, as JSON Schema has them: 1.0 is an integer, and true is no number.
+    """Return whether a value has a JSON Schema type: 1.0 is an integer, and true is not a number.
 
     >>> _is(1.0, "integer"), _is(True, "integer"), _is(1, "number")
     (True, False, True)
@@ -419,7 +420,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _part(name: Any) -> str:
-    """Return a name as a part of a place, in messages."""
+    """Return a name as part of a place in messages."""
     return name if isinstance(name, str) and len(name) <= 60 else short_repr(name)
 
 

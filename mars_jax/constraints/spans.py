@@ -1,4 +1,4 @@
-"""Spans of a text, by what opens and closes them, and where a lossy rule may relax: inside of some, outside of others.
+"""Spans of text between an opening and a closing string, which limit the tokens that a lossy rule may relax.
 
 S states. Oracle: a search in the text with Python (tests/constraints/test_token_table.py).
 """
@@ -21,35 +21,35 @@ NAMED = {
     "code": ("```", "```"),
     "tool": ("<tool_call>", "</tool_call>"),
 }
-"""Spans by their names: what opens and what closes one. `json` is from a bracket to the one that closes it."""
+"""Opening and closing strings of spans by name. The span `json` extends from a bracket to its closing bracket."""
 DEEPEST_JSON = 32
 _BETWEEN = "..."
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Tracker of bytes from one text to another; the state is (inside, how much of the awaited text has been read)."""
+    """Tracker of a span between two strings; the state is (inside, bytes read of the string that comes next)."""
 
     opening: bytes
     closing: bytes
 
     @property
     def bytes(self) -> bytes:
-        """The bytes that it tells apart; all others are alike."""
+        """The bytes that it distinguishes; all others are equivalent."""
         return self.opening + self.closing
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
         inside, read = state
         awaited = self.closing if inside else self.opening
         said = awaited[:read] + bytes([byte])
-        # The longest end of what was read that the awaited text begins with.
+        # Length of the longest suffix of the bytes read that is a prefix of the awaited string.
         read = next(n for n in range(len(said), -1, -1) if awaited.startswith(said[len(said) - n :]))
         return (1 - inside, 0) if read == len(awaited) else (inside, read)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of bytes of JSON; the state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
+    """Tracker of JSON; the state is (depth, mode): 0 outside strings, 1 in a string, 2 in it after a backslash."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -81,10 +81,10 @@ def _tracker(name: str) -> _Tags | _Json:
 
 
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one span or several as a tuple, checked.
+    """Return one or several spans as a checked tuple.
 
     Raises:
-      MarsError: one is no span.
+      MarsError: an entry is not a span.
 
     >>> names_of("think"), names_of(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
@@ -99,14 +99,14 @@ def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Spans for lossy rules, which relax inside `relax_in`, if any are given, and never inside `strict_in`."""
+    """Spans for lossy rules: they relax only inside `relax_in`, if any are given, and never inside `strict_in`."""
 
     relax_in: tuple[str, ...] = ()
     strict_in: tuple[str, ...] = ()
 
     @functools.cached_property
     def followed(self) -> tuple[Automaton, np.ndarray]:
-        """The automaton over bytes, all of whose texts are accepted, and bool[S], where it is strict."""
+        """The automaton over bytes, which accepts every text, and bool[S], its strict states."""
         names = (*self.relax_in, *self.strict_in)
         trackers = [_tracker(name) for name in names]
         told = sorted(set(b"".join(t.bytes for t in trackers)))
@@ -131,7 +131,7 @@ class Spans:
         return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """Return the table for a vocabulary, whose special tokens are read as what they are called."""
+        """Return the table for a vocabulary; special tokens are read as the text of their names."""
         return _table(self, vocabulary)
 
 
@@ -140,7 +140,7 @@ def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
     automaton, strict = spans.followed
     made = token_table(automaton, vocabulary.with_marks())
     next = made.next.copy()
-    next[:, 0] = np.arange(len(next))  # a token without text changes nothing
+    next[:, 0] = np.arange(len(next))  # a token without text keeps the state
     return made._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))
 
 

@@ -1,10 +1,10 @@
-"""An automaton over bytes becomes one over tokens: for each class of tokens the next state of every state.
+"""Conversion of an automaton over bytes to one over tokens: the next state of every state for each class of tokens.
 
-S states (0 dead, 1 the first), C classes of tokens (0 leads nowhere), V vocabulary. Oracle: every token's bytes run
-through the automaton one by one (tests/constraints/test_token_table.py).
+S states (0 dead, 1 the first), C classes of tokens (class 0 leads to the dead state), V vocabulary. Oracle: every
+token's bytes run through the automaton one by one (tests/constraints/test_token_table.py).
 
-Two tokens are of one class where they lead every state to the same one. A token's class is found byte by byte: the
-classes of the beginnings of tokens are few, so each is composed with each byte once, however many tokens begin so.
+Two tokens are in the same class if they lead every state to the same next state. Classes are computed byte by byte.
+Prefixes of tokens have few classes, so each class is composed with each byte once, regardless of the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError
 
 NO_TOKEN = -1
-"""The same value as in `core.types`, which imports jax: bad flags are answered before that."""
+"""Equal to `core.types.NO_TOKEN`, repeated because that module imports jax, which checking flags does not need."""
 MOST_ENTRIES = 1 << 26
-"""Most entries of a table next u16[S, C]: 128 MiB. Composing as many takes a few seconds."""
+"""Maximum entries of a table next u16[S, C]: 128 MiB. Composing this many takes a few seconds."""
 MOST_FORCED = 32
-"""Bytes of forced text that are read ahead of a state to name its next token."""
+"""Maximum bytes of forced text that determine the next token of a state."""
 
 
 class TokenTable(NamedTuple):
@@ -32,12 +32,12 @@ class TokenTable(NamedTuple):
     next: np.ndarray  # u16[S, C]
     classes: np.ndarray  # u16[V]
     accepting: np.ndarray  # bool[S]
-    forced: np.ndarray  # i32[S]; where text is forced the token that says it, else NO_TOKEN
-    strict: np.ndarray  # bool[S]; what a span says, see `constraints.spans`
+    forced: np.ndarray  # i32[S]; next token if the text is forced, otherwise NO_TOKEN
+    strict: np.ndarray  # bool[S]; states in which rules may not relax, see `constraints.spans`
 
     @property
     def allowed(self) -> np.ndarray:
-        """bool[S, C]"""
+        """bool[S, C]; classes of tokens that each state allows."""
         return self.next != DEAD
 
     def run(self, tokens: list[int], state: int = FIRST) -> int:
@@ -51,7 +51,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
     """Return the table of an automaton for a vocabulary.
 
     Raises:
-      MarsError: it would be too large, or no text of the automaton can be said in these tokens.
+      MarsError: the table would be too large, or these tokens cannot spell any text that the automaton accepts.
     """
     next, classes = _classes(automaton, vocabulary)
     alive = living(next, automaton.accepting)
@@ -107,7 +107,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
         at[going] = to[inverse.reshape(-1)]
     at[lengths == 0] = nowhere
     used, classes = np.unique(np.concatenate([[nowhere], at]), return_inverse=True)
-    # `nowhere` is number 0, and so class 0.
+    # `nowhere` has number 0, so it is class 0.
     next = np.stack([maps[i] for i in used.tolist()], axis=1)
     return next, classes.reshape(-1)[1:].astype(np.uint16)
 
@@ -115,7 +115,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 def _forced(
     automaton: Automaton, next: np.ndarray, classes: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Return i32[S]: the token that a tokenizer would begin with where the bytes that follow are certain."""
+    """Return i32[S]: the first token that a tokenizer gives for the bytes that must follow, otherwise NO_TOKEN."""
     per_kind = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
     open_ = automaton.next != DEAD
     single = (np.sum(np.where(open_, per_kind[None], 0), axis=1) == 1) & ~automaton.accepting

@@ -1,6 +1,6 @@
-"""The bytes that the tokens of a tokenizer stand for: byte-level, sentencepiece, and sentencepiece with byte fallback.
+"""Bytes of a tokenizer's tokens, for byte-level tokenizers and sentencepiece with or without byte fallback.
 
-V vocabulary. Oracle: what the tokenizer itself decodes (tests/constraints/test_token_table.py).
+V vocabulary. Oracle: the tokenizer's decoding (tests/constraints/test_token_table.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Tokens as bytes. A special token has none: it is no text, and `marks` says how it is written."""
+    """Tokens as bytes. A special token is not text and has no bytes; `marks` contains its name."""
 
     tokens: tuple[bytes | None, ...]  # [V]; None is a special token, or an id without a token
-    marks: tuple[tuple[int, bytes], ...] = ()  # of special tokens, what they are called
-    # Text to token ids, as the tokenizer has them inside of a text; None spells by longest token.
+    marks: tuple[tuple[int, bytes], ...] = ()  # ids and names of special tokens
+    # Function from text to token ids, as in the middle of a text; None: spell greedily with the longest tokens.
     encode: Any = None
 
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """u8[V, L] and i32[V]: the tokens of text, 0 long where there is none."""
+        """u8[V, L] and i32[V]: padded bytes of every token and their number; 0 for a token without text."""
         pieces = [token or b"" for token in self.tokens]
         lengths = np.asarray(list(map(len, pieces)), np.int32)
         padded = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)
@@ -40,16 +40,16 @@ class Vocabulary:
         return padded, lengths
 
     def with_marks(self) -> Vocabulary:
-        """Return the vocabulary with special tokens as their names' text, which is how a span may be marked."""
+        """Return the vocabulary with the names of special tokens as their text, because spans may be marked by them."""
         tokens = list(self.tokens)
         for number, mark in self.marks:
             tokens[number] = mark
         return Vocabulary(tokens=tuple(tokens))
 
     def spell(self, data: bytes) -> list[int]:
-        """Return token ids that say these bytes, as the tokenizer would: what is forced is drafted so."""
+        """Return token ids for these bytes, tokenized as by the tokenizer; forced text is drafted with them."""
         if self.encode is not None:
-            # What ends inside of a character is not for a tokenizer of text.
+            # Drop an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")
             ids = [int(i) for i in self.encode(text)] if text else []
             said = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
@@ -81,7 +81,7 @@ class Vocabulary:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Return the characters that stand for bytes in a byte-level vocabulary, as GPT-2 has them."""
+    """Return GPT-2's map from the characters of a byte-level vocabulary to bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     made = {chr(byte): byte for byte in plain}
     others = [byte for byte in range(256) if byte not in plain]
@@ -92,14 +92,13 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a transformers tokenizer.
 
     Args:
-      tokenizer: of any family whose tokens are pieces of text: byte-level, sentencepiece with or without byte
-        fallback.
+      tokenizer: a tokenizer whose tokens are pieces of text: byte-level, sentencepiece with or without byte fallback.
       size: V of the model; ids past the tokenizer's have no text.
 
     Raises:
-      MarsError: a tokenizer whose tokens are no pieces of text.
+      MarsError: a tokenizer whose tokens are not pieces of text.
     """
-    # Part of the key, since a user may add tokens to a tokenizer or make them special.
+    # Part of the cache key, because a user may add tokens to a tokenizer or make them special.
     added = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
     try:
         return _vocabulary(tokenizer, size, added)
@@ -140,7 +139,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
 
 
 def _decoders(decoder: Any) -> list[str]:
-    """Return the names of a decoder and of those that it consists of."""
+    """Return the names of a decoder and of its parts."""
     if not decoder:
         return []
     return [decoder["type"], *(name for part in decoder.get("decoders", ()) for name in _decoders(part))]
@@ -159,12 +158,12 @@ def _piece(piece: str) -> bytes:
 
 
 def _inside(tokenizer: Any) -> Any:
-    """Return a function that tokenizes a text as one after another: without a space or a special token in front."""
+    """Return a function that tokenizes a text as a continuation, without a leading space or special token."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    # A line break, after which no tokenizer of these families joins what follows, stands in front.
+    # Put a line break in front, because no tokenizer of these families merges it with the text that follows.
     before = ids("\n")
 
     def encode(text: str) -> list[int]:

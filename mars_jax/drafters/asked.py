@@ -36,7 +36,7 @@ class LoadedDrafter(NamedTuple):
         """Return the decoder of a target with this drafter.
 
         Raises:
-          MarsError: as `speculative_decoder`; a lossy rule with an adaptive draft length.
+          MarsError: as for `speculative_decoder`; a lossy rule with an adaptive draft length.
         """
         if self.sizes is not None:
             return self.sizes.decoder(target, self.drafter, verify)
@@ -55,8 +55,8 @@ class Asked(NamedTuple):
     """The arguments of `drafters.load`, checked against the drafter's row in `specs` and completed from it."""
 
     target: Pretrained
-    path: str  # of the draft's checkpoint; "" if it has none
-    length: int | None  # of the chain; None: the drafter's own, or no chain
+    path: str  # checkpoint of the draft; "" if it has none
+    length: int | None  # chain length; None: the drafter's own, or no chain
     tree: Sequence[int] | Dynamic | None
     sample: bool
     dtype: str | None
@@ -64,12 +64,12 @@ class Asked(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The keyword arguments that every factory with weights takes."""
+        """Keyword arguments of every factory with weights."""
         return {"tree": self.tree, "sample": self.sample}
 
     @property
     def chain(self) -> int:
-        """The chain length of a drafter whose row has a default length."""
+        """Chain length of a drafter whose row has a default length."""
         assert self.length is not None
         return self.length
 
@@ -79,7 +79,7 @@ class Asked(NamedTuple):
 
     @property
     def heads_dtype(self) -> str:
-        """The dtype of a head's weights: by default the target's, whose features it reads."""
+        """Dtype of a head's weights: by default the dtype of the target, whose features it reads."""
         return self.dtype or self.target.params["embed"].dtype.name
 
     def placed(self, params: PyTree, config: Any) -> PyTree:

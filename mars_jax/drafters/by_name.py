@@ -1,4 +1,4 @@
-"""Loading of drafters by their specs, such as `eagle:PATH`."""
+"""Loader of drafters by their specs, such as `eagle:PATH`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def load(
     Args:
       spec: `none`, `ngram` or `self`; `replay:FILE` with a file of earlier answers; or, with a directory or hub name,
         `model:PATH` for a small language model, `eagle:PATH` for an EAGLE head of the target, `medusa:PATH` for its
-        Medusa heads, `dflash:PATH` for its DFlash or DSpark head, or a system that accepts some of its own drafts
-        unverified and is therefore never lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
+        Medusa heads, `dflash:PATH` for its DFlash or DSpark head, or a system that accepts some drafts without
+        verification and is therefore never lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
       target: the model to draft for. Heads and systems must share its vocabulary. The draft is sharded over its mesh.
       num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
         8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target is a
@@ -52,7 +52,7 @@ def load(
         mixture of experts; for DFlash a dynamic tree as deep as its block.
       sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
         chain, of 5 tokens unless a length is given.
-      dtype: of the draft's weights; default: the checkpoint's for a model, the target's for heads.
+      dtype: dtype of the draft's weights; default: the checkpoint's for a model, the target's for heads.
       draft_size: "fixed", or "auto": each step drafts the full chain, half of it or nothing, whichever is estimated to
         be fastest; see `drafters.sized`. Available for n-grams, models, EAGLE heads (as chains) and replay.
       any_rule: with "auto", also allow lossy rules, whose output then depends on the other rows of the batch.

@@ -18,7 +18,7 @@ from mars_jax.core.types import NO_TOKEN, Controls
 
 
 class Drawn(NamedTuple):
-    """The children of W nodes, in the order in which they were drawn."""
+    """The children of W nodes, in draw order."""
 
     ids: Array  # i32[B, W, k]; padded with NO_TOKEN if the filters leave fewer than k tokens
     log_q: Array  # f32[B, W, k]; log-probability of each child under its node's q
@@ -35,8 +35,8 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
     Args:
       logits: f32[B, W, V]; raw logits of the draft, in the target's vocabulary.
       k: children of a node.
-      keys: key[B]; of this level.
-      controls: of the requests.
+      keys: key[B]; keys for this level.
+      controls: controls of the requests.
     """
     greedy = is_greedy(controls)[:, None, None]
     filtered = jnp.where(greedy, logits, process(logits, controls))
@@ -44,7 +44,7 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
     likeliest = jnp.minimum(best.values - best.logsumexp[..., None], 0.0)
 
     def noisy() -> tuple[Array, Array]:
-        # The default float32 Gumbel has so few distinct values in its upper tail that, over a large vocabulary, likely
+        # The default float32 Gumbel has too few distinct values in its upper tail: with a large vocabulary, likely
         # winners tie. mode="high" has enough.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], mode="high"))(keys)
         winners = top_k(jnp.where(greedy, filtered, filtered + noise), k)

@@ -5,9 +5,9 @@ Sources: static trees SpecInfer 2305.09781; dynamic trees EAGLE-2 2406.16858, se
 V target vocabulary, S slots.
 Oracle: a Python search over the same logits in tests/drafters/test_grow.py.
 
-A drafter that has read all committed tokens has the logits of the first level. To *extend* nodes is to run the drafter
-over them: it writes their rows into its cache and returns the logits of their children. Level d + 1 needs the rows of
-level d. The last level is drafted and never extended.
+A drafter that has read all committed tokens has the logits of the first level. *Extending* nodes means running the
+drafter over them: it writes their rows into its cache and returns the logits of their children. Level d + 1 needs the
+rows of level d. The last level is drafted and never extended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Level(NamedTuple):
 class Growth(NamedTuple):
     """Functions that grow a drafter's tree. The carry holds its cache and anything else passed between levels."""
 
-    logits: Array  # f32[B, 1, U]; of the first level
+    logits: Array  # f32[B, 1, U]; logits of the first level
     carry: Any
     extend: Callable[[Any, Level], tuple[Array, Any]]  # (carry, level) -> logits f32[B, W, U], carry
     first: Array  # i32[B]; slot and position of the first row of the first level
@@ -72,9 +72,9 @@ def grow(
       growth: the drafter.
       root: i32[B, 1]; the last committed token.
       keys: key[B], for sampling.
-      controls: of the requests. A node gets no children if the square root of the draft's entropy there exceeds
-        `controls.draft_stop`.
-      guide: of a constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
+      controls: controls of the requests. A node gets no children if the square root of the draft's entropy there
+        exceeds `controls.draft_stop`.
+      guide: guide of a constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
       The tree; i32[B, N], 1 + the row (counted from `growth.first`) into which each node was written, 0 for the root
@@ -165,7 +165,7 @@ def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarr
 
     Args:
       seen: bool[B, W, R]; the rows that each node attends to.
-      depths: i32[R]; of the rows.
+      depths: i32[R]; depths of the rows.
     """
     # Row r is in slot `first + r`. Rows of the same depth share a position: depth 1 is at `first`.
     row_positions = growth.first[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1
@@ -252,9 +252,9 @@ class _Children(NamedTuple):
 
     tokens: Array  # i32
     # f32; at most the parent's rank. In a greedy draft the log-probability of the candidate's path; in a sampled draft
-    # the j-th drawn child takes the log-probability of the j-th likeliest token in place of its own.
+    # the j-th drawn child uses the log-probability of the j-th most probable token instead of its own.
     rank: Array
-    path: Array  # f32; log-probability of the path, from which the children are ranked; -inf: has no children
+    path: Array  # f32; log-probability of the path, the base of its children's ranks; -inf: has no children
 
 
 class _Extended(NamedTuple):
@@ -264,7 +264,7 @@ class _Extended(NamedTuple):
     rank: Array  # f32[B, k * k]
     parents: Array  # i32[B, k * k]; candidate numbers
     extended: Array  # i32[B, k]; candidate numbers of the nodes of the level
-    logits: Array | None  # f32[B, k, V]; of the nodes, if the draft is sampled
+    logits: Array | None  # f32[B, k, V]; logits of the nodes if the draft is sampled
 
 
 def _dynamic(

@@ -90,8 +90,8 @@ def feed_last(
 class ModelState:
     """Draft state of a language model."""
 
-    cache: PyTree  # of the model
-    # i32[B, N]; the rows into which `grow` wrote the nodes of the last tree; None for chains, whose rows stay in place
+    cache: PyTree  # the model's key-value cache
+    # i32[B, N]; the row of each node of the last tree, from `grow`; None for chains, whose rows stay in place
     rows: Array | None
 
 
@@ -182,7 +182,7 @@ def load_model(asked: Asked) -> LoadedDrafter:
     If its tokenizer differs from the target's, it drafts the tokens that both share.
 
     Raises:
-      MarsError: as `hub.load` and `shared_tokens`.
+      MarsError: as for `hub.load` and `shared_tokens`.
     """
     target = asked.target
     draft = hub.load(

@@ -30,7 +30,7 @@ draft is hardly ever accepted."""
 class Shared(NamedTuple):
     """`Params.draft` of a model with another tokenizer; the tables are replicated on every device."""
 
-    weights: PyTree  # of the model; None in a value that holds only the tables
+    weights: PyTree  # weights of the model; None in a value that contains only the tables
     ids: Array  # i32[U]; target token id of each draft token id; NO_TOKEN if the target lacks it
     fed: Array  # i32[V]; draft token id to feed for each target token id
 
@@ -59,7 +59,7 @@ def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     Ordinary tokens are shared if their bytes are equal, special tokens if their names are.
 
     Raises:
-      MarsError: fewer than `FEWEST` tokens are shared, or as `hub.pretrained.differing_tokens`.
+      MarsError: fewer than `FEWEST` tokens are shared, or as for `hub.pretrained.differing_tokens`.
 
     >>> from mars_jax import hub
     >>> shared_tokens(hub.outline("tiny/target"), hub.outline("tiny/draft")) is None
@@ -83,8 +83,8 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
     """Return the tables of two vocabularies.
 
     Args:
-      target, draft: of V and of U tokens.
-      stand_in: draft token id to feed for a target token none of whose byte suffixes is a draft token.
+      target, draft: vocabularies with V and U tokens.
+      stand_in: draft token id to feed for a target token without a byte suffix in the draft's vocabulary.
 
     >>> shared = tables(Vocabulary((None, b"a", b"b", b"ab")), Vocabulary((b"b", b"c", b"a")))
     >>> shared.ids.tolist(), shared.fed.tolist()

@@ -51,7 +51,7 @@ MARGIN = 1.1
 """A draft must promise this many times the speed of no draft: costs leave out the tokens that a draft model has to
 catch up with, and a batch ends with its slowest row."""
 OPTIMISM = 0.1
-"""Steps without a draft measure no acceptance. If this much more acceptance would pay, try a draft now and then."""
+"""Steps without a draft measure no acceptance. If this much more acceptance would pay, try a draft occasionally."""
 PAUSE, LONGEST_PAUSE = 64, 4096
 """Steps without a draft before such a trial. The pause doubles after each trial that did not pay."""
 
@@ -59,16 +59,16 @@ PAUSE, LONGEST_PAUSE = 64, 4096
 class SizedParams(NamedTuple):
     """`Params.draft` of a drafter of several sizes."""
 
-    weights: PyTree  # of the drafter
+    weights: PyTree  # params of the wrapped drafter
     costs: Any  # f32[n]; cost of a step of each size, in any unit; 0: not measured yet
-    forced: Any  # i32[]; index of the size that every step takes; -1: the one that pays
+    forced: Any  # i32[]; index of the size that every step uses; -1: each step chooses the best
 
 
 @struct.dataclass(kw_only=True)
 class SizedState:
-    """Draft state shared by all sizes, with the record from which each step estimates the acceptance."""
+    """Draft state shared by all sizes, with the counts that each step uses to estimate the acceptance."""
 
-    draft: PyTree  # of the drafter
+    draft: PyTree  # state of the wrapped drafter
     cached: Array  # i32[B]; committed tokens in the drafter's cache; only used by a drafter with `catch_up`
     accepted: Array  # f32[B]; decayed count of accepted tokens
     expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
@@ -105,7 +105,7 @@ def sized(
       sizes: two to four increasing lengths of chains, the first 0; default `usual_sizes` of the drafter's length.
       costs: positive cost of a step of each size at the intended batch size, in any unit, such as seconds or the
         estimate of `mars-jax plan`; default: `generate` and `Session` measure them before the first batch of a shape.
-      any_rule: also allow lossy rules, although their texts then depend on the rest of the batch.
+      any_rule: also allow lossy rules, although their completions then depend on the rest of the batch.
 
     Raises:
       MarsError: a drafter of trees, of a single length or of trusted drafts; invalid sizes or costs.
@@ -171,14 +171,14 @@ class Sizes:
     """The sizes that a step chooses from; their drafters share one state."""
 
     drafters: tuple[Drafter, ...]
-    lengths: tuple[int, ...]  # of their chains, increasing from 0
+    lengths: tuple[int, ...]  # lengths of their chains, increasing from 0
     any_rule: bool  # also allow lossy rules
 
     def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> SizedDecoder:
         """Make the decoder of a target. Its state is that of the longest draft.
 
         Raises:
-          MarsError: as `speculative_decoder`, or a lossy rule.
+          MarsError: as for `speculative_decoder`, or a lossy rule.
         """
         if not (self.any_rule or facts(verify).lossless):
             raise MarsError(
@@ -220,7 +220,7 @@ class SizedDecoder(Decoder):
         return state, info
 
     def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
-        """f32[B]: the acceptance that the drafter expects of its next draft; 0 if a sparse drafter finds no draft."""
+        """Return f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft."""
         if SPARSE not in self.drafter.traits:
             return jnp.full(state.length.shape, USUAL_ACCEPTANCE)
         # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft. So draft
@@ -279,11 +279,11 @@ def best_size(
     The acceptance is the expected one times the ratio of accepted to expected tokens in recent steps.
 
     Args:
-      params: with costs f32[n].
-      lengths: of the n sizes.
-      state: of the rows.
+      params: params with costs f32[n].
+      lengths: lengths of the n sizes.
+      state: state of the rows.
       live: bool[B]; rows that count; if there are none, all rows count.
-      expected: f32[B]; acceptance that the drafter expects of each row's next draft; 0: there is no draft.
+      expected: f32[B]; the drafter's expected acceptance of each row's next draft; 0: there is no draft.
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
@@ -307,7 +307,7 @@ def best_size(
 def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counts: Array) -> Array:
     """Return i32[], the forced size, or the fastest at an acceptance f32[B], averaged over the rows `counts` bool[B].
 
-    Size 0 if no draft is `MARGIN` times as fast; of equally fast sizes the shortest.
+    Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
     """
     powers = jnp.cumprod(
         jnp.broadcast_to(jnp.minimum(acceptance, 1.0), (max(lengths), *acceptance.shape)), axis=0
@@ -323,7 +323,7 @@ def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, cou
 
 
 def _acceptance_of(tree: DraftTree) -> Array:
-    """f32[B]: the acceptance that a drafter expects of its draft; 0 without a draft."""
+    """Return f32[B]: a drafter's expected acceptance of its draft; 0 without a draft."""
     has_draft = jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1)
     if tree.expected is None:
         return jnp.where(has_draft, USUAL_ACCEPTANCE, 0.0)

@@ -49,8 +49,8 @@ class Steering(NamedTuple):
             return wide
         count = wide.shape[-1]
         ids = lambda: self.growth.to_target(jnp.arange(count, dtype=jnp.int32))  # noqa: E731
-        # A draft vocabulary of another size needs its token ids. So does one of the same size but another tokenizer,
-        # for which the tables are `narrowed`.
+        # A draft vocabulary of another size needs its token ids. So does one of the same size but another tokenizer;
+        # its tables are `narrowed`.
         narrowed = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
         masked = self.guide.masked(wide, states, ids=ids if narrowed else None)
         if not self.sample:
@@ -59,7 +59,7 @@ class Steering(NamedTuple):
         return jnp.where(nothing, self.guide.masked(jnp.zeros_like(wide), states), masked)
 
     def confidence_logits(self, raw_logits: Array, logits: Array) -> Array:
-        """Return the logits from which a drafter decides to stop: its own, or the constrained ones under a guide."""
+        """Return the logits that decide whether a drafter stops: its own, or the constrained ones under a guide."""
         return raw_logits if self.guide is None else logits
 
     def tokens(self, best: Array, states: Array | None) -> Array:

@@ -1,7 +1,7 @@
 """Attention over the key-value cache, accumulated in float32.
 
-Oracle: `attend_all`, which scores every slot, and transformers' `eager_attention_forward`. B batch, N tokens,
-S cache slots, K key-value heads, G query heads per key-value head, D head dimension.
+Oracle: `attend_all`, which scores every slot, and transformers' `eager_attention_forward`. B batch, N tokens, S cache
+slots, K key-value heads, G query heads per key-value head, D head dimension.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
 
 BLOCK = 128
-"""Slots scored at a time on CPU: small enough that a block stays in its caches."""
+"""Slots per block on a CPU: small enough that a block stays in its caches."""
 TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
-"""Keys and values that a turn of the loop reads elsewhere, at least, and slots: its instructions take as long as
-some megabytes."""
+"""Minimum bytes of keys and values, and minimum slots, per iteration of the loop on accelerators. The overhead of an
+iteration costs as much as reading a few megabytes."""
 SCORE_BYTES, GPU_SCORE_BYTES = 8 << 20, 512 << 20
-"""Scores of a turn there at most, so that they stay in fast memory; and on a GPU, where a turn copies the slots that it
-reads, so that they fit beside a model."""
+"""Maximum bytes of scores per iteration on accelerators, so that they stay in fast memory, and on a GPU, where an
+iteration copies the slots that it reads, so that they fit in memory next to a model."""
 FLASH_QUERIES, FLASH_SINGLE = 2048, 256
-"""Queries of all rows and heads from which on cuDNN attends faster than XLA on an H100, over 4,000 slots: of several
-nodes a row, and of one (docs/kernels.md)."""
+"""Numbers of queries, over all rows and heads, above which cuDNN is faster than XLA on an H100 with 4,000 slots: with
+several nodes per row, and with one (docs/kernels.md)."""
 
 FORMS = ("auto", "xla", "pallas", "interpret")
 """Values of a model's `attention`. "auto": the best for the batch, including the kernel on a TPU and cuDNN on a GPU;
@@ -64,7 +64,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Attend(Protocol):
-    """Attention of a layer's nodes to their visible keys and values, after writing the nodes' own to the cache.
+    """Attention of a layer's nodes to their visible keys and values, after writing the nodes' rows to the cache.
 
     Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values [B, N, K, D], or
     None if they are already in the cache. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
@@ -80,8 +80,8 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
 
     The result is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
 
-    Raises (when it is called):
-      MarsError: the kernel cannot read such a cache.
+    Raises (when called):
+      MarsError: the kernel does not support such a cache.
     """
     nodes = visible.positions.shape[1]
     live = jnp.max(visible.slot) + nodes
@@ -116,7 +116,7 @@ def _attend_by_flash(*given: Any, **options: Any) -> tuple[Array, Rows, Rows]:
 
 @functools.lru_cache
 def _by_kernel(form: str, window: int | None) -> Callable[..., tuple[Array, Rows, Rows]]:
-    """Return one function for equal arguments, by which jit knows it again."""
+    """Return the same function for equal arguments, so that jit does not compile it again."""
     return functools.partial(_attend_by_kernel, form, window)
 
 
@@ -137,7 +137,7 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
-    # The kernel divides rows over the cores of a chip, so one row leaves one idle, which a single query cannot afford.
+    # The kernel divides rows over the cores of a chip. One row leaves a core idle, which is slower for a single query.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few:
@@ -148,14 +148,14 @@ def _attend_by_kernel(
             return by_mask(q, k, v, new, visible)
         if form == "interpret":
             return kernel(q, k, v, new, visible)
-        # The automatic choice is tried first, and replaced where it does not compile.
+        # The automatic choice falls back to XLA if the kernel does not compile.
         whole = kernel_or(kernel, by_mask, platform="tpu") if form == "auto" else kernel
         tpu = whole_or_partitioned(whole, by_mask)
         return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)
 
     if form == "auto":
         on_device = jax.custom_jvp(on_device)
-        # The kernel has no gradient; the value is the same.
+        # The kernel has no gradient, so differentiate the XLA form, which has the same value.
         on_device.defjvp(lambda primals, tangents: jax.jvp(by_mask, primals, tangents))
     axes = axes_here("kv_heads", k.shape[2])
     if axes is None:
@@ -194,8 +194,8 @@ def _kernel(
         and q.shape[1] <= KERNEL_NODES
     ):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
-    # Rows of 8 bits have scales, which are made here and stored apart. Of a prompt's chunk XLA writes the rows, and in
-    # the last layer leaves the rest out, which nothing reads.
+    # Int8 rows need scales, which are computed here and stored separately. XLA also writes the rows of a prompt's
+    # chunk: in the last layer it then drops the attention, whose result is unused.
     if new is not None:
         k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
     (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
@@ -204,7 +204,7 @@ def _kernel(
 
 
 def _unreadable(q: Array, k: Rows) -> BlockError | None:
-    """Return why the kernel cannot read a cache on one device; None where it can."""
+    """Return the reason why the kernel cannot read a cache on one device; None if it can."""
     try:
         attention_blocks(
             None,
@@ -232,27 +232,27 @@ def attend(
     cap: float | None = None,
     flash: bool = False,
 ) -> Array:
-    """Grouped-query attention.
+    """Compute grouped-query attention.
 
-    Its cost follows `live` and not the length of the buffer, in blocks.
+    The cost is proportional to `live`, rounded up to blocks, not to the length of the buffer.
 
     Args:
       q: [B, N, K, G, D].
-      k: [B, S, K, D]; the cache as it is stored, since any other layout makes XLA copy the whole of it. Its dtype
-        may be wider than q's; `Int8Rows` are multiplied as integers in q's dtype and then scaled.
+      k: [B, S, K, D]; the cache in its stored layout, since any other layout makes XLA copy all of it. Its dtype may
+        be wider than q's. `Int8Rows` are multiplied as integers in q's dtype and then scaled.
       v: [B, S, K, D].
-      mask: bool[B, N, S]. A query that sees nothing gets zeros.
+      mask: bool[B, N, S]. A query without visible slots gets zeros.
       live: i32[]; `mask[:, :, live:]` is False everywhere.
-      scale: scores are multiplied by it; None is D ** -0.5.
-      cap: `layers.soft_cap` of the scores, before the mask; None leaves them.
-      flash: on a single GPU by cuDNN, where it reads such arrays and is faster.
+      scale: factor of the scores; None is D ** -0.5.
+      cap: `layers.soft_cap` of the scores, before the mask; None: no cap.
+      flash: on a single GPU, use cuDNN if it supports the arrays and is faster.
 
     Returns:
       [B, N, K, G, D] in q's dtype.
     """
 
     def on_cpu(q, k, v, mask, live):
-        # Products of bfloat16 are slow there, and integers become floats anyway.
+        # bfloat16 products are slow on a CPU, and integers must be converted to floats anyway.
         wide = q.astype(jnp.float32) if isinstance(k, Int8Rows) else q
         return _attend_blocks(wide, k, v, mask, live, scale, cap).astype(q.dtype)
 
@@ -262,7 +262,7 @@ def attend(
     if k.shape[1] > (block := _block(q, GPU_SCORE_BYTES)):
         turns = functools.partial(_attend_blocks, scale=scale, cap=cap, block=block)
 
-        # A loop whose length the host does not know makes a GPU wait for the host in every turn.
+        # A loop of dynamic length makes a GPU wait for the host in every iteration, so use the full length.
         def gpu(q, k, v, mask, live):
             del live
             return turns(q, k, v, mask, None)
@@ -280,7 +280,7 @@ def _suits_flash(q: Array, k: Rows, cap: float | None) -> bool:
 
 
 def _flash_or(plain: Callable[..., Array], scale: float | None) -> Callable[..., Array]:
-    """cuDNN's attention where it compiles, else `plain`, which has the gradient of both."""
+    """Return cuDNN's attention if it compiles, otherwise `plain`, which provides the gradient in both cases."""
     form = jax.custom_jvp(kernel_or(functools.partial(_flash, scale=scale), plain, platform="gpu"))
     form.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return form
@@ -296,9 +296,11 @@ def _flash(
     scale: float | None,
     implementation: Any = "cudnn",
 ) -> Array:
-    """`attend` by `jax.nn.dot_product_attention`. Where a tile has room, the queries of a group share one, so that keys
-    and values are read once for all of them."""
-    del live  # rows have lengths of their own
+    """Compute `attend` with `jax.nn.dot_product_attention`.
+
+    If they fit, the queries of a group share a tile, so that keys and values are read once for all of them.
+    """
+    del live  # each row's length is computed from the mask
     batch, nodes, heads, group, dim = q.shape
     together = 1 < nodes <= KERNEL_NODES
     queries = jnp.swapaxes(q, 2, 3).reshape(batch, nodes * group, heads, dim) if together else q
@@ -322,7 +324,7 @@ def _flash(
 def wide_block(q: Array, k: Rows) -> int:
     """Return the slots that an accelerator scores at a time, for q [B, N, K, G, D], k [B, S, K, D]: a power of two.
 
-    Where a mesh divides the heads, what counts is a device's part of them.
+    If a mesh divides the heads, only one device's heads count.
 
     >>> wide_block(jnp.zeros((1, 1, 2, 4, 128), jnp.bfloat16), jnp.zeros((1, 8192, 2, 128), jnp.bfloat16))
     4096
@@ -333,20 +335,20 @@ def wide_block(q: Array, k: Rows) -> int:
 
 
 def _block(q: Array, most: int) -> int:
-    """Return how many slots have so many bytes of scores at most: a power of two, at least 256."""
+    """Return the number of slots whose scores take at most `most` bytes: a power of two, at least 256."""
     batch, nodes, heads, group, _ = q.shape
     scores = batch * (heads // devices_of("kv_heads", heads)) * group * nodes * 4
     return max(256, 1 << max(most // scores, 1).bit_length() - 1)
 
 
 def in_turns(q: Array, k: Rows) -> bool:
-    """Tell whether an accelerator scores blocks in turns: not buffers of up to a quarter more than one."""
+    """Return whether an accelerator loops over blocks: it does for buffers longer than 1.25 blocks."""
     block = wide_block(q, k)
     return k.shape[1] > block + block // 4
 
 
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
-    """Return f32[B, K, N, G, S], in the order that the product gives; -inf where the mask is False."""
+    """Return scores f32[B, K, N, G, S], in the order of the product's dimensions; -inf where the mask is False."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     keys, of_slot = _parts(k)
     if of_slot is None:
@@ -359,7 +361,10 @@ def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | No
 
 
 def _mix(weights: Array, v: Rows, dtype: Any) -> Array:
-    """weights f32[B, K, N, G, S] -> f32[B, K, N, G, D]; `dtype` is the queries', in which integers are multiplied."""
+    """Mix values by weights f32[B, K, N, G, S]: f32[B, K, N, G, D].
+
+    `dtype` is the queries' dtype; int8 values are converted to it.
+    """
     values, of_slot = _parts(v)
     if of_slot is not None:
         weights, values = weights * _by_slot(of_slot), values.astype(dtype)
@@ -373,7 +378,7 @@ def _parts(rows: Rows) -> tuple[Array, Array | None]:
 
 
 def _by_slot(scale: Array) -> Array:
-    """[B, S, K] -> [B, K, 1, 1, S]."""
+    """Reshape [B, S, K] to [B, K, 1, 1, S]."""
     return jnp.swapaxes(scale, 1, 2)[:, :, None, None]
 
 
@@ -397,7 +402,7 @@ def attend_all(
     scale: float | None = None,
     cap: float | None = None,
 ) -> Array:
-    """`attend` over every slot at once; `live` is not needed."""
+    """Compute `attend` over all slots at once; `live` is not used."""
     del live
     scores = _scores(q, k, mask, scale, cap)
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST))
@@ -416,9 +421,9 @@ def _attend_blocks(
     cap: float | None = None,
     block: int = BLOCK,
 ) -> Array:
-    """`attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3).
+    """Compute `attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3).
 
-    Where `live` is None the loop takes every block, and its length is known.
+    If `live` is None, the loop has a static length and covers every block.
     """
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
@@ -426,7 +431,7 @@ def _attend_blocks(
 
     def body(i, carry):
         top, whole, mixed = carry
-        # The last block slides back to stay inside the buffer; what it would count twice is masked.
+        # The last block slides back to stay inside the buffer; slots that it would count twice are masked.
         first = jnp.minimum(i * size, slots - size)
         fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
         seen = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
@@ -446,5 +451,5 @@ def _attend_blocks(
 
 @_attend_blocks.defjvp
 def _attend_blocks_jvp(scale, cap, block, primals, tangents):
-    # A loop of unknown length has no reverse mode; the value is the same, so differentiate the plain form.
+    # A loop of dynamic length has no reverse mode, so differentiate the plain form, which has the same value.
     return jax.jvp(functools.partial(attend_all, scale=scale, cap=cap), primals, tangents)

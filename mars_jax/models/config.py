@@ -19,25 +19,25 @@ _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expe
 
 
 LEAST = 1e-15
-"""Lower bound of a rotary embedding's theta and factor; below it, frequencies are no float32."""
+"""Lower bound of a rotary embedding's theta and factor; below it, frequencies exceed float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding and how its frequencies are stretched beyond the trained length.
+    """Rotary position embedding, and how it stretches its frequencies beyond the trained length.
 
-    The names are those of transformers' `ROPE_INIT_FUNCTIONS`; a field applies to the kinds named beside it.
+    The names are those of transformers' `ROPE_INIT_FUNCTIONS`. A field's comment names the kinds that use it.
     """
 
     theta: float = 10000.0
     kind: str = "none"
-    factor: float = 1.0  # linear, llama3, yarn: how much longer the context has become
+    factor: float = 1.0  # linear, llama3, yarn: ratio of the new context length to the trained one
     original_max_positions: int = 0  # llama3, yarn: the trained length
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cos and sin; already resolved from mscale and factor
+    attention_factor: float = 1.0  # yarn: factor of cos and sin, already resolved from mscale and factor
     truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
 
     def __post_init__(self):
@@ -68,11 +68,11 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything static about a model.
+    """Static configuration of a model.
 
     Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
-    `experts_per_token <= num_experts`. A layer whose window is w lets a query at position p see keys at positions
-    above p - w; None sees everything.
+    `experts_per_token <= num_experts`. In a layer with window w a query at position p sees keys at positions above
+    p - w; a window of None hides no keys.
 
     Raises:
       MarsError: an invariant does not hold.
@@ -82,7 +82,7 @@ class ModelConfig:
     (8, 2, (None, None))
     """
 
-    # The Hugging Face architecture that a saved checkpoint names; the math is in the fields below.
+    # The Hugging Face architecture named in a saved checkpoint; the fields below define the maths.
     family: str = "llama"
     vocab_size: int
     hidden_size: int
@@ -94,27 +94,27 @@ class ModelConfig:
     max_positions: int = 2048
     norm_eps: float = 1e-6
     rope: Rope = Rope()
-    local_rope: Rope | None = None  # of the layers that have a window; None: rope
+    local_rope: Rope | None = None  # for layers with a window; None: rope
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False  # experts have none
+    mlp_bias: bool = False  # experts never have biases
     qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # one per layer; () is full attention everywhere
+    windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
-    num_experts: int = 0  # MLPs of a layer of which each token takes a few; 0: every layer has the one MLP
+    num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    # A token's experts share weight 1; else they keep their probabilities among all.
+    # The weights of a token's experts sum to 1; if False, they are their probabilities among all experts.
     normalize_experts: bool = True
-    dense_layers: tuple[int, ...] = ()  # layers that keep the one MLP although num_experts is not 0
-    scale_embeddings: bool = False  # by sqrt(hidden_size), on the way in only
+    dense_layers: tuple[int, ...] = ()  # layers with a single dense MLP although num_experts is not 0
+    scale_embeddings: bool = False  # multiply input embeddings by sqrt(hidden_size)
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    # Norms also after attention and MLP, before their results join the residual stream.
+    # Also normalise the outputs of attention and MLP before adding them to the residual stream.
     post_norms: bool = False
-    query_scalar: float = 0.0  # scores of attention are divided by its square root; 0: head_dim
-    attention_cap: float | None = None  # scores x of attention become cap * tanh(x / cap)
-    logit_cap: float | None = None  # logits too
+    query_scalar: float = 0.0  # attention scores are divided by its square root; 0: head_dim
+    attention_cap: float | None = None  # attention scores x become cap * tanh(x / cap)
+    logit_cap: float | None = None  # the same for logits
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -140,7 +140,7 @@ class ModelConfig:
             raise MarsError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
             )
-        # The dataclass is frozen, so derived defaults are written past its guard, once.
+        # Set derived defaults once; the frozen dataclass allows no plain assignment.
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
@@ -176,8 +176,8 @@ def check_parts(layers: int, experts: int = 0) -> None:
     """Raise MarsError if a model has more than `LAYERS` layers, or more than `EXPERTS` experts in all of them.
 
     Args:
-      layers: their number.
-      experts: of each layer; 0 for a dense model.
+      layers: number of layers.
+      experts: experts per layer; 0 for a dense model.
     """
     for name, value, most in (
         ("num_layers", layers, LAYERS),

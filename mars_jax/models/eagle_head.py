@@ -1,12 +1,12 @@
-"""EAGLE heads: a transformer layer, or a few, that read the target's features and write the next one.
+"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its features.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, another tree), EAGLE-3 2503.01840. B batch, N tokens,
 E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a
 transcription in PyTorch over transformers' Llama layers (tests/models/test_eagle.py).
 
-Entry t of a head pairs the target's feature of token t with the embedding of token t + 1, has position t, and its
-output says which token t + 2 is and stands in for the feature of token t + 1 where the target has not been there yet.
-In a head of several layers the first is EAGLE's, and the others are plain.
+Entry t of a head, at position t, combines the target's feature of token t with the embedding of token t + 1. Its output
+predicts token t + 2, and replaces the feature of token t + 1 as long as the target has not processed that token. In a
+head of several layers only the first is EAGLE's layer; the others are plain transformer layers.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from mars_jax.models.weights import Weight, layer_rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleConfig(LayeredHead):
-    """Everything static about a head.
+    """Static configuration of an EAGLE head.
 
     Raises:
-      MarsError: the parts contradict each other.
+      MarsError: fields contradict each other.
     """
 
     kind = "eagle"
     title = "EAGLE head"
-    version: int  # 1, of EAGLE and EAGLE-2, which reads the target's final hidden state, or 3
+    version: int  # 1 for EAGLE and EAGLE-2, which read the target's final hidden state, or 3
     fc_bias: bool = False
-    fc_norm: bool = False  # a norm over each feature before they are joined (EAGLE-3.1)
-    input_norm: bool = False  # one norm over the features after they are joined (speculators' norm_before_fc)
+    fc_norm: bool = False  # normalise each feature before concatenation (EAGLE-3.1)
+    input_norm: bool = False  # normalise the concatenated features (speculators' norm_before_fc)
     norm_before_residual: bool = False
     norm_output: bool = False  # the next feature is the output after `norm`, not before it (EAGLE-3.1)
-    own_unembed: bool = True  # else the target's unembedding, by reference
+    own_unembed: bool = True  # False: share the target's unembedding
 
     def __post_init__(self):
         if self.version not in (1, 3):
@@ -68,7 +68,7 @@ class EagleConfig(LayeredHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return an EAGLE-3 head of the published shape: a Llama layer as wide as the target, 32,000 tokens to draft.
+        """Return an EAGLE-3 head of the published shape: a Llama layer as wide as the target, 32,000 draft tokens.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
         >>> EagleConfig.outline(target).feature_layers
@@ -80,17 +80,17 @@ class EagleConfig(LayeredHead):
             layer=layers_like(target),
             target_hidden_size=target.hidden_size,
             draft_vocab_size=min(32000, target.vocab_size),
-            # As the heads of SafeAILab read their targets: third, middle and last but three.
+            # The layers that SafeAILab's heads read: near the start, in the middle and near the end of the target.
             feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
         )
 
     def passes(self, depth: int) -> int:
-        """Return one for each level: instead of extending the last one, the accepted path is read once more."""
+        """Return one pass per level. The last level is not extended, but the accepted path is read once more."""
         return depth
 
     @property
     def read_once(self) -> tuple[str, ...]:
-        """Only what the target gives goes through an EAGLE-3 head's `fc`."""
+        """Weights of an EAGLE-3 head's `fc`, which reads only the target's features."""
         return ("fc", "fc_bias", "fc_norm") if self.version == 3 else ()
 
     def weights(self) -> tuple[Weight, ...]:
@@ -109,7 +109,7 @@ class EagleConfig(LayeredHead):
         if c.input_norm:
             rows.append(Weight(("input_norm",), "input_norm.weight", (features,), "ones"))
         plain = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
-        # The first layer reads an embedding and a feature: with a norm for each, or what `fc` made of them.
+        # The first layer reads an embedding and a feature. Version 3 normalises each; version 1 joins them with `fc`.
         norm, *others = layer_rows(plain, width=2 * e if c.version == 3 else e)
         if c.version == 3:
             norms = {"embed_norm": norm.name, "hidden_norm": "hidden_norm.weight"}
@@ -150,13 +150,14 @@ def forward(
     visible: Visible,
     cache: KVCache,
 ) -> tuple[Array, KVCache]:
-    """Run the head over N entries, written from slot `visible.slot` on.
+    """Run the head over N entries and write them to the cache from slot `visible.slot` on.
 
     Args:
-      config, target: of the head, and the model it belongs to.
-      params: of both; the head's are `params.draft`.
+      config: config of the head.
+      target: the target model.
+      params: params of both; `params.draft` are the head's.
       feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
-      tokens: i32[B, N]; of entry t, token t + 1.
+      tokens: i32[B, N]; for entry t, token t + 1.
       visible, cache: as in `types.LanguageModel.forward`.
 
     Returns:
@@ -173,7 +174,7 @@ def forward(
     else:
         joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
         h = x = dense(joined, head["fc"], head.get("fc_bias"))
-    # The angles are computed, not looked up: a head's own limit of positions does not bind.
+    # Angles are computed rather than looked up, so the head's max_positions is no limit.
     rotation = angles(visible.positions, c.rope, c.head_dim)
     with jax.named_scope("mask"):
         attend = attending("xla", visible, cache.slots, None)

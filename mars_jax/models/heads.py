@@ -1,6 +1,6 @@
-"""Base of every head of a target: a static config that answers what others ask, so that they name no kind of head.
+"""Base classes of a target's heads: a common static interface, so that other code does not depend on the kind of head.
 
-A kind of head is a subclass of `HeadConfig` in a file of its own. B batch, N tokens, E hidden size of the head, F that
+Each kind of head is a subclass of `HeadConfig` in a separate file. B batch, N tokens, E hidden size of the head, F that
 of the target, V vocabulary, W draft vocabulary. Oracle: a loop over the tokens (tests/models/test_eagle.py).
 """
 
@@ -23,17 +23,17 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import Weight, build_rows, random_rows
 
 Axes = Mapping[str, tuple[str | None, ...]]
-"""The logical axes of weights by the last name of their paths; see `placement.shardings`."""
+"""Logical axes of weights by the last name of their paths; see `placement.shardings`."""
 
 
 class HeadConfig:
-    """Everything static about a head of a target; subclasses are frozen dataclasses."""
+    """Static configuration of a head of a target; subclasses are frozen dataclasses."""
 
     kind: ClassVar[str]  # the name of its row in `specs.DRAFTERS`, and of its factory
-    cached: ClassVar[bool] = False  # its factory takes cache_dtype
-    axes: ClassVar[Axes] = {}  # of weights that only heads have
+    cached: ClassVar[bool] = False  # its factory accepts cache_dtype
+    axes: ClassVar[Axes] = {}  # axes of weights that only heads have
     vocab_size: int  # V, the target's
-    drafts: int | None = None  # tokens of a block, of heads that draft one at once
+    drafts: int | None = None  # block length, for heads that draft a whole block at once
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
@@ -50,7 +50,7 @@ class HeadConfig:
 
     @property
     def read_once(self) -> tuple[str, ...]:
-        """Weights that are read once a step, however many passes there are."""
+        """Weights that are read once per step, regardless of the number of passes."""
         return ()
 
 
@@ -59,19 +59,19 @@ class LayeredHead(HeadConfig):
     """A head of transformer layers, which shares its target's embeddings or has a draft vocabulary.
 
     Raises:
-      MarsError: the parts contradict each other.
+      MarsError: fields contradict each other.
     """
 
-    title: ClassVar[str]  # as errors call it
+    title: ClassVar[str]  # name in error messages
     cached: ClassVar[bool] = True
-    # The target's features are on every device and what heads make of them must be: so the sum is divided.
+    # The target's features are replicated and the output of `fc` must be too, so shard the inputs of the product.
     axes: ClassVar[Axes] = {"fc": (None, "features")}
-    layer: ModelConfig  # of the layers, whose number and windows it has; its vocab_size is the target's, V
+    layer: ModelConfig  # config of the head's layers; its vocab_size is the target's, V
     target_hidden_size: int  # F
     draft_vocab_size: int  # W
-    feature_layers: tuple[int, ...] = ()  # of the target, by their outputs
-    own_embed: bool = False  # else the target's embedding, by reference
-    own_unembed: bool = False  # else the target's unembedding, by reference
+    feature_layers: tuple[int, ...] = ()  # layers of the target whose outputs the head reads
+    own_embed: bool = False  # False: share the target's embedding
+    own_unembed: bool = False  # False: share the target's unembedding
 
     def __post_init__(self):
         if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
@@ -102,7 +102,7 @@ class LayeredHead(HeadConfig):
         )
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raise MarsError where the target lacks what a head shares with it."""
+        """Raise MarsError if the target has another vocabulary size or lacks an embedding that the head shares."""
         if target.vocab_size != self.vocab_size:
             raise MarsError(
                 f"the {self.title} is for a vocabulary of {self.vocab_size} tokens and the target has "
@@ -131,17 +131,17 @@ class LayeredHead(HeadConfig):
         return jnp.take(params.draft["ids"], ids) if self.is_narrow else ids
 
     def widen(self, params: Params, logits: Array) -> Array:
-        """Return logits f32[B, N, W] of the draft vocabulary as f32[B, N, V], with -inf where it has no token."""
+        """Widen logits f32[B, N, W] of the draft vocabulary to f32[B, N, V], with -inf for all other tokens."""
         if not self.is_narrow:
             return logits
         return widen(logits, params.draft["ids"], self.vocab_size)
 
 
 def widen(logits: Array, ids: Array, vocab: int) -> Array:
-    """Return logits f32[B, N, W] of tokens `ids` i32[W] as f32[B, N, V], V = `vocab`; a negative id has no place."""
+    """Widen logits f32[B, N, W] of tokens `ids` i32[W] to f32[B, N, V], V = `vocab`; drop negative ids."""
     axes = vocabulary_axes(vocab)
 
-    # Every device gets all W logits, and keeps those of its own part of V.
+    # Every device receives all W logits and keeps those of its shard of V.
     def local(logits: Array, ids: Array) -> Array:
         size = vocab // (lax.axis_size(axes) if axes else 1)
         place = ids - (lax.axis_index(axes) * size if axes else 0)
@@ -155,7 +155,7 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
 
 
 def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:
-    """Return a head's layers: the heads and positions of its target's layers, in Llama's form."""
+    """Return the config of a head's layers: Llama layers with the attention heads and positions of the target's."""
     same = (
         "vocab_size",
         "hidden_size",
@@ -173,7 +173,7 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
 
 
 def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Make random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
+    """Make random params, like `transformer.init_params`. A draft vocabulary smaller than V has the first tokens."""
     table = config.weights()
     params = build_rows(table, random_rows(table, key, dtype, scale))
     if isinstance(config, LayeredHead) and config.is_narrow:

@@ -1,7 +1,6 @@
-"""The pieces of a transformer layer as pure functions. Oracle: transformers' `modeling_llama.py` and its kin.
+"""Parts of a transformer layer as pure functions. Oracle: transformers' `modeling_llama.py` and similar files.
 
-B batch, N tokens, S cache slots, E hidden size, K key-value heads, G query heads per key-value head, D head
-dimension.
+B batch, N tokens, S cache slots, E hidden size, K key-value heads, G query heads per key-value head, D head dimension.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-"""Functions of the names in `ModelConfig.activation`."""
+"""Activation functions by their names in `ModelConfig.activation`."""
 
 
 _BLOCK = 1 << 19
 """Quantised weights that a CPU converts at a time: 2 MB as float32."""
 _FEW = 8
-"""Rows from which on devices add up in bfloat16."""
+"""Minimum rows for which devices exchange partial sums in bfloat16."""
 
 Things = tuple[str, int] | None
-"""A logical axis of `mesh.RULES` and how many things of it there are."""
+"""A logical axis of `mesh.RULES` and its size."""
 
 
 def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
@@ -49,7 +48,7 @@ def dense_cpu(x: Array, w: Array) -> Array:
     if x.dtype == jnp.bfloat16:
         # One row would be a matrix-vector product, which falls back to scalar code: 10x slower.
         return _dense(jnp.pad(x, ((0, 1), (0, 0))), w)[:1] if rows == 1 else _dense(x, w)
-    # Eigen's kernels take eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16.
+    # Eigen's kernels process eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # W @ x.T streams [out, in] weights twice as fast as x @ W.T; the barrier keeps XLA from turning it back.
@@ -65,15 +64,15 @@ def _dense_int8_mesh(x: Array, values: Array, dtype: Any) -> Array:
 
 
 def _eights(x: Array) -> Array:
-    """Pad rows to a multiple of 8. Fewer rows of integers would be summed outside of a TPU's matrix units."""
+    """Pad rows to a multiple of 8. A TPU would compute integer products with fewer rows outside its matrix units."""
     return jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
 
 
 def _dense_int8_cpu(x: Array, values: Array) -> Array:
-    """Convert some rows of the weights at a time, as few as stay in a core's cache.
+    """Convert the weights in blocks of rows that fit in a core's cache.
 
-    XLA would write the whole matrix as floats first, and multiplies 1 row, or 5 to 7, ten times slower in scalar code.
-    In float32 the products are as exact as in bfloat16, and its kernels are faster.
+    XLA would first write the whole matrix as floats, and it multiplies 1 row, or 5 to 7, in scalar code that is ten
+    times slower. Products in float32 are as exact as in bfloat16, and the float32 kernels are faster.
     """
     (out, inner), x = values.shape, x.astype(jnp.float32)
     size = min(out, max(8, _BLOCK // inner // 8 * 8))
@@ -87,7 +86,7 @@ def _dense_int8_cpu(x: Array, values: Array) -> Array:
 
 
 def _dense_int8_mesh_cpu(x: Array, values: Array, dtype: Any) -> Array:
-    """Convert the whole sharded matrix: slices of it would be gathered from all devices."""
+    """Convert the whole sharded matrix: XLA would gather slices of it from all devices."""
     return dense_cpu(x, values.astype(x.dtype)).astype(dtype)
 
 
@@ -106,12 +105,12 @@ def _dense_int4(x: Array, w: Int4) -> Array:
 
 
 def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype: Any) -> Array:
-    """By the kernel on each device's part, where it takes the shapes of that; devices add up numbers of `dtype`."""
+    """Run the kernel on each device's shard if it supports the shapes; devices add up partial sums of `dtype`."""
     things = outputs or inputs
     axes = mesh.axes_here(*things) if things else None
     parts = mesh.devices_of(*things) if things else 1
     if inputs and len(w.values) % parts:
-        axes, parts = (), 1  # every device has the whole matrix, see `Int4.leaves`
+        axes, parts = (), 1  # the matrix is replicated, see `Int4.leaves`
     out, inner = (size // parts if of else size for size, of in zip(w.shape, (outputs, inputs), strict=True))
     fits = int4.fits(x.shape[0], inner, out, w.values.shape[1])
     if not fits or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
@@ -130,18 +129,18 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
 
     specs = (P(None, by_in), P(by_in, None, by_out), *[P(by_in, by_out)] * 2)
     tpu = jax.custom_jvp(on_device if axes is None else mesh.map_devices(part, specs, P(None, by_out)))
-    # The kernel has no gradient; the value is the same.
+    # The kernel has no gradient, so differentiate the plain form, which has the same value.
     tpu.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return tpu(x, w.values, w.scale, w.offset)
 
 
 def _dense_int4_cpu(x: Array, w: Int4) -> Array:
-    """A group at a time, converted in a core's cache, as `_dense_int8_cpu` does."""
+    """Convert one group at a time in a core's cache, like `_dense_int8_cpu`."""
     (count, size, _), x = w.values.shape, x.astype(jnp.float32)
     groups = x.reshape(x.shape[0], count, size)
 
     def body(i: Array, y: Array) -> Array:
-        # The barrier keeps XLA from converting all of the weights before the loop, or each number in the product.
+        # The barrier keeps XLA from converting all weights before the loop, or each number inside the product.
         values = lax.optimization_barrier(w.values[i].astype(jnp.float32))
         return y + (groups[:, i] @ values) * w.scale[i].astype(jnp.float32)[None]
 
@@ -157,10 +156,11 @@ def dense(
     outputs: Things = None,
     inputs: Things = None,
 ) -> Array:
-    """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
+    """Multiply x [..., in] by w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
-    Where devices share the sums of 8 rows or more, each casts its part first, and what they send is added up so. What
-    a mesh divides w by is `outputs` or `inputs`, such as ("heads", 32); on a TPU the kernel of 4 bits needs to know.
+    If devices share the sums of 8 rows or more, each casts its partial sums before they are exchanged and added up.
+    `outputs` or `inputs`, such as ("heads", 32), is the axis over which a mesh shards w; the int4 kernel on a TPU needs
+    it.
 
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
@@ -192,9 +192,9 @@ def dense(
 
 
 def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> Array:
-    """x [..., E] over its root mean square, times scale [E]; in float32, cast back (arXiv 1910.07467).
+    """Divide x [..., E] by its root mean square and multiply by scale [E]; in float32, cast back (arXiv 1910.07467).
 
-    With `plus_one` times 1 + scale, as Gemma stores it.
+    With `plus_one`, multiply by 1 + scale, as in Gemma's checkpoints.
     """
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(total(jnp.square(y))[..., None] / y.shape[-1] + eps)
@@ -203,7 +203,7 @@ def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> A
 
 
 def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
-    """down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); between products in float32."""
+    """Return down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); float32 between products."""
     hidden = ("hidden", layer["gate"].shape[0])
     gate = dense(x, layer["gate"], layer.get("gate_bias"), dtype=jnp.float32, outputs=hidden)
     up = dense(x, layer["up"], layer.get("up_bias"), dtype=jnp.float32, outputs=hidden)
@@ -212,7 +212,7 @@ def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
 
 
 def soft_cap(x: Array, cap: float) -> Array:
-    """x where it is small, squeezed into (-cap, cap) (Gemma 2, arXiv 2408.00118).
+    """Squeeze x into (-cap, cap); small x are nearly unchanged (Gemma 2, arXiv 2408.00118).
 
     >>> soft_cap(jnp.asarray([0.0, 1e9]), 30.0).tolist()
     [0.0, 30.0]
@@ -221,9 +221,9 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def embed(table: Array | Int8, ids: Array) -> Array:
-    """Return rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` take the nearest row."""
+    """Return rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` are clipped."""
     if isinstance(table, Int8):
-        # For fewer ids a TPU would take slices, and for them copy the whole table into another layout at every step.
+        # For fewer than 8 ids XLA on a TPU uses slices, and copies the whole table into another layout at every step.
         flat = ids.reshape(-1)
         eights = jnp.pad(flat, (0, -flat.size % 8))
         rows = Int8(_take(table.values, eights), _take(table.scale, eights), table.dtype).astype(table.dtype)
@@ -243,7 +243,7 @@ def _take(table: Array, ids: Array) -> Array:
 
 
 def _take_bits(table: Array, ids: Array) -> Array:
-    """Gather bfloat16 as bits: XLA's CPU backend would widen the whole table first, and moves bits as they are."""
+    """Gather bfloat16 as bits: XLA's CPU backend would widen a bfloat16 table first, but copies integers directly."""
     return lax.bitcast_convert_type(_take(lax.bitcast_convert_type(table, jnp.uint16), ids), jnp.bfloat16)
 
 

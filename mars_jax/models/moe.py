@@ -1,19 +1,19 @@
-"""Mixture of experts: of many MLPs each token takes the few that a router names (arXiv 2401.04088).
+"""Mixture of experts: each token uses the few MLPs that a router chooses for it (arXiv 2401.04088).
 
-Where experts are divided over devices, each device computes its own for all tokens, and one sum joins them: of the few
-tokens of a decode step that is less to send than an exchange of rows.
+If experts are divided over devices, each device runs its experts on all tokens, and one sum joins the results. For the
+few tokens of a decode step that sends less than an exchange of rows.
 
-No expert has a capacity: every token gets all of its experts, so a row gives the same alone and in any batch.
+No expert has a capacity: every token gets all of its experts, so the result of a row does not depend on the batch.
 Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T tokens, C experts of each, R = T * C rows,
 X experts, E hidden size, M hidden units of an expert.
 
-Gathering each token's matrices would copy them, and running every expert over every token does X / C times the work.
-So the rows are sorted by expert and every expert multiplies its own. `lax.ragged_dot_general` says that in one
-operation, with two exceptions. For TPUs, XLA copies all matrices into another layout first, but for those in 8 bits on
-v5e; there Megablox multiplies (arXiv 2211.15841; the kernel is in JAX), and a kernel of ours what is in 8 bits, which
-Megablox does not take. XLA's CPU backend expands the operation to all experts over all rows and transposes the weights
-first, which is slower than every expert over every token; there `_blocks` takes its place. All three read only the
-experts that have rows, as they are stored.
+Gathering each token's matrices would copy them, and running every expert on every token does X / C times the work.
+Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
+operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices into another
+layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8, which Megablox does not
+support, our own kernel. XLA's CPU backend expands the operation to all experts and all rows and transposes the weights
+first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All three read only the
+experts that have rows, in their stored layout.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
 _LARGEST = 32
-"""Rows of a block on CPU: a larger one makes no product faster and is filled less."""
+"""Maximum rows of a block on CPU: larger blocks make no product faster and have more padding."""
 _TILE = 128
-"""Rows at most that a TPU multiplies at a time."""
+"""Maximum rows of a tile on a TPU."""
 _WIDEST = 1024
-"""Inner and outer width of it: up to 2 MB of bfloat16 weights."""
+"""Maximum inner and outer width of a tile: up to 2 MB of bfloat16 weights."""
 
 
 def _ragged(x: Array, w: Array, sizes: Array) -> Array:
-    # w in 8 bits is converted where it is read; `astype` would be a copy of all experts.
+    # XLA converts int8 weights as it reads them; `astype` would copy all experts.
     return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
 
 
 @jax.custom_jvp
 def _blocks(x: Array, w: Array, sizes: Array) -> Array:
-    """Multiply blocks of rows of one expert each, as many as there are: an expert without rows costs nothing."""
+    """Loop over blocks of rows, each of one expert. An expert without rows costs nothing."""
     rows, experts = x.shape[0], w.shape[0]
     size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
     blocks = (sizes + size - 1) // size
@@ -61,10 +61,10 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     def body(i, y):
         expert = jnp.sum(ends <= i)
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
-        # XLA slices bfloat16 by widening it; tied to i, that stays in the loop, where it is of one matrix.
+        # XLA widens bfloat16 to slice it. The barrier ties w to i, so that this stays in the loop, on one matrix.
         tied, _ = lax.optimization_barrier((w, i))
         made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert].astype(x.dtype))
-        # The last block of an expert reaches into the rows of later ones, which are written after it.
+        # The last block of an expert may overlap the rows of later experts, which later iterations overwrite.
         return lax.dynamic_update_slice_in_dim(y, made, begin, 0)
 
     y = jnp.zeros((rows + size, w.shape[1]), jnp.float32)
@@ -72,7 +72,7 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def _divisor(size: int) -> int:
-    """Return the widest part of whole registers that divides a width, which costs no masks."""
+    """Return the largest width of whole registers that divides `size`, which avoids masks."""
     widths = range(_WIDEST, 0, -128)
     return next((w for w in widths if size % w == 0), min(size, _WIDEST))
 
@@ -81,7 +81,7 @@ def _gmm(x: Array, w: Array, sizes: Array) -> Array:
     rows, (outer, inner) = x.shape[0], w.shape[1:]
     tiling = min(_TILE, -(-rows // 16) * 16), _divisor(inner), _divisor(outer)
     x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
-    # Where no row is of an expert that is here, the kernel's grid would be empty.
+    # If no row belongs to an expert on this device, the kernel's grid would be empty.
     sizes = sizes.at[-1].max((jnp.sum(sizes, dtype=jnp.int32) == 0).astype(jnp.int32))
     return gmm(x, w, sizes, jnp.float32, tiling, transpose_rhs=True)[:rows]
 
@@ -92,7 +92,7 @@ def _megablox(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def _scaled(form: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a product of the integers, scaled afterwards."""
+    """Return a product of int8 weights: `form` multiplies the integers, and the result is scaled."""
 
     def product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
         expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])
@@ -110,17 +110,17 @@ def _kernel_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
     return whole_or_partitioned(kernel, _ragged_int8)(x, values, scale, sizes)
 
 
-# A loop of unknown length and a kernel have no derivative; the value is the same, so differentiate the plain form.
+# Loops of dynamic length and kernels have no derivative, so differentiate the plain form, which has the same value.
 for _form, _plain in ((_blocks, _ragged), (_megablox, _ragged), (_kernel_int8, _ragged_int8)):
     _form.defjvp(lambda primals, tangents, plain=_plain: jax.jvp(plain, primals, tangents))
 
 
 def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
-    """x [R, in] times the matrices w [X, out, in]: f32[R, out].
+    """Multiply x [R, in] by the matrices w [X, out, in]: f32[R, out].
 
     Args:
       x: rows sorted by expert.
-      w: a matrix of every expert.
+      w: one matrix per expert.
       sizes: i32[X]; the first `sizes[0]` rows belong to expert 0, the next `sizes[1]` to expert 1; R in all.
 
     >>> x, w = jnp.ones((3, 1)), jnp.asarray([[[1.0]], [[2.0]], [[3.0]]])
@@ -134,7 +134,7 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
 
 
 def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:
-    """Run the gated MLPs of each token's `count` likeliest experts, weighed by their probabilities.
+    """Run the gated MLPs of each token's `count` most probable experts, weighted by their probabilities.
 
     Args:
       layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M].
@@ -144,7 +144,7 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
       normalize: the weights of a token's experts are scaled to the sum 1.
 
     Returns:
-      [B, N, E]; between products in float32.
+      [B, N, E]; float32 between products.
     """
     experts, size = layer["expert_gate"].shape[:2]
     by_expert, by_unit = expert_axes(experts, size)
@@ -162,7 +162,7 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
     if by_expert or by_unit:
         specs = {"expert_down": P(by_expert, None, by_unit)}
         specs |= dict.fromkeys(("expert_gate", "expert_up"), P(by_expert, by_unit, None))
-        # The scales of matrices in 8 bits lack their last axis.
+        # The scales of int8 matrices have no last axis.
         specs = {k: jax.tree.map(lambda x, k=k: P(*specs[k][: x.ndim]), w) for k, w in matrices.items()}
         mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, chosen)
     else:
@@ -178,11 +178,11 @@ def _mix(
     activation: str,
     first: Array | None,
 ) -> Array:
-    """Return f32[T, E]: what experts make of the tokens that chose them, weighed by `share` f32[T, C].
+    """Return f32[T, E]: the sum of the outputs of each token's experts, weighted by `share` f32[T, C].
 
     Args:
-      matrices: of all experts; or of some, of which number `first` is the first.
-      chosen: i32[T, C] among all experts. Those that are not here count nothing.
+      matrices: matrices of all experts if `first` is None, otherwise of the experts from number `first` on.
+      chosen: i32[T, C]; expert numbers. Experts without matrices here contribute nothing.
     """
     experts, count = matrices["expert_gate"].shape[0], chosen.shape[1]
     here = None

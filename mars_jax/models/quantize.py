@@ -1,7 +1,7 @@
 """Weights in 8 bits, per output channel and symmetric, or in 4 bits, by groups of inputs with a scale and an offset.
 
-A quantised matrix stands in params where the matrix would: `layers.dense` takes any, `layers.embed` and
-`moe.dense_by_expert` take 8 bits. Products are made of the integers, which every float dtype in use holds exactly, and
+A quantised matrix replaces the matrix in params: `layers.dense` accepts both kinds, `layers.embed` and
+`moe.dense_by_expert` only 8 bits. Products use the integers, which every float dtype in use represents exactly, and are
 scaled afterwards; sums stay float32. Oracle: the product of the dequantised matrix (tests/models/test_quantize.py).
 """
 
@@ -21,12 +21,12 @@ from mars_jax.core.errors import MarsError
 from mars_jax.models.weights import Weight
 
 GROUPS = (128, 64, 32)
-"""Inputs that share a scale in 4 bits: the first of these that divides a row. Larger groups are fewer bytes, and a
-TPU's products by groups of 128 take no longer with 60 rows than with 8."""
+"""Sizes of 4-bit groups: the first that divides the inputs of a matrix is used. Larger groups take fewer bytes, and
+with groups of 128 a TPU's product takes no longer for 60 rows than for 8."""
 
 
 class Leaf(NamedTuple):
-    """An array that a quantised matrix is kept in, before it is read."""
+    """Shape, dtype and sharding of an array of a quantised matrix, before it is loaded."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,7 +39,7 @@ class Int8:
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
-    # That of the matrix it stands for, and of what is looked up in it.
+    # Dtype of the matrix that it represents, and of rows looked up in it.
     dtype: Any = struct.field(pytree_node=False)
 
     @property
@@ -51,13 +51,13 @@ class Int8:
         return None
 
     def astype(self, dtype: Any) -> Array:
-        """Return the matrix itself."""
+        """Return the dequantised matrix."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the fields of a matrix of a shape, in their order; see `leaves_of`."""
-        del group  # a scale is of a whole channel
+        """Return the fields of a matrix of this shape, in order."""
+        del group  # a scale applies to a whole channel
         spec = _axes(sharding, len(shape))
         places = (_at(sharding, spec), _at(sharding, spec[:-1]))
         return [Leaf(shape, "int8", places[0]), Leaf(shape[:-1], "float32", places[1])]
@@ -65,15 +65,16 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. What Q4_0, Q4_1 and Q4_K of GGUF hold, it holds too.
+    """A matrix [out, in] in 4 bits, in groups of G inputs. It can also hold GGUF's Q4_0, Q4_1 and Q4_K.
 
-    Inputs come first, as a TPU multiplies them: with outputs first it would move the weights at every step.
+    Inputs come first, which is the layout that a TPU multiplies: with outputs first it would move the weights at every
+    step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
-    scale: Array  # f16[in / G, out]; the matrix is values * scale + offset, of each group
+    scale: Array  # f16[in / G, out]; in each group the matrix is values * scale + offset
     offset: Array  # f32[in / G, out]
-    # Of the matrix that it represents.
+    # Dtype of the matrix that it represents.
     dtype: Any = struct.field(pytree_node=False)
 
     @property
@@ -111,11 +112,11 @@ class Int4:
 
 Quantized = Int8 | Int4
 FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
-"""Quantised matrix types by bits. Their `leaves` lists the arrays that they consist of."""
+"""Quantised matrix types by bits. `leaves` lists their arrays."""
 
 
 def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
-    """Return the axes of a mesh that divide each dimension of a matrix.
+    """Return the mesh axes that shard each dimension of a matrix.
 
     Raises:
       MarsError: the sharding does not name its axes.
@@ -136,16 +137,16 @@ def _at(sharding: Sharding | None, spec: tuple[Any, ...]) -> Sharding | None:
 
 
 def quantize(w: Any, dtype: Any = None) -> Int8:
-    """Return a matrix [..., out, in] of numpy or JAX in 8 bits; `dtype` is the one it is to stand for, default its own.
+    """Quantise a matrix [..., out, in] of numpy or JAX to 8 bits; `dtype` is the represented dtype, by default its own.
 
-    No weight moves by more than half of its channel's scale, the channel's largest over 127.
+    No weight changes by more than half of its channel's scale, which is the channel's largest weight over 127.
 
     >>> made = quantize(np.asarray([[1.0, -0.5], [0.0, 0.0]], np.float32))
     >>> made.values.tolist(), made.dtype.name
     ([[127, -64], [0, 0]], 'float32')
     """
     xp = w.__array_namespace__()
-    with np.errstate(invalid="ignore"):  # what is no number shows in the scale, where it is looked for
+    with np.errstate(invalid="ignore"):  # callers find NaN and infinities in the scale
         wide = w.astype("float32")
         scale = xp.max(xp.abs(wide), axis=-1) / 127
         values = xp.round(wide / xp.where(scale == 0, xp.ones_like(scale), scale)[..., None])
@@ -153,10 +154,10 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
 
 
 def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
-    """Return a matrix [out, in] of numpy in 4 bits; `in` is a multiple of 32. The values are i8, see `Int4`.
+    """Quantise a numpy matrix [out, in] to 4 bits; `in` is a multiple of 32. The values are i8, see `Int4`.
 
-    The least and the largest of a group are the ends of its 16 steps, so no weight moves by more than about half of
-    one: a fifteenth of what the group spans.
+    The least and the largest weight of a group are the ends of its 16 levels, so no weight changes by more than about
+    half a step; a step is a fifteenth of the group's range.
 
     >>> made = quantize_4(np.arange(64, dtype=np.float32).reshape(2, 32))
     >>> made.values[0, :3, 0].tolist(), made.scale.shape, float(abs(made.astype("float32")[0, 5] - 5)) < 31 / 30
@@ -174,16 +175,16 @@ def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
 
 
 def group_size(inputs: int) -> int | None:
-    """Return the inputs that share a scale in 4 bits, of a matrix with so many; None where none of `GROUPS` divides."""
+    """Return the 4-bit group size of a matrix with this number of inputs; None if no size in `GROUPS` divides it."""
     return next((size for size in GROUPS if inputs % size == 0), None)
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:
     """Return the bits per number in which to store a weight if `bits` are requested; None: keep its dtype.
 
-    Norms, biases and routers are never quantised: a router is small, and rounding can change its choice of experts. At
-    4 bits only the matrices of layers have 4 bits. Embeddings, experts, and matrices whose inputs do not divide into
-    groups of 32 have 8.
+    Norms, biases and routers are never quantised: a router is small, and rounding can change its choice of experts. If
+    4 bits are requested, only the matrices of layers have 4 bits. Embeddings, experts, and matrices whose inputs do not
+    divide into groups of 32 have 8.
     """
     if bits is None or row.init != "normal" or "router" in row.path:
         return None
@@ -204,5 +205,5 @@ def is_packed(sharding: Sharding | None) -> bool:
 
 
 def num_bytes(x: Any) -> int:
-    """Return the bytes of an array, or of an abstract one, as a device holds it: two numbers of i4 in one."""
+    """Return the bytes of an array, or of an abstract one, on a device, where a byte holds two i4 numbers."""
     return x.size // 2 if x.dtype == jnp.int4 else x.size * x.dtype.itemsize

@@ -1,10 +1,11 @@
-"""Rows of a prompt on a mesh, divided over devices and passed around them while the ones before are multiplied.
+"""Ring communication for a prompt's rows on a mesh: devices pass rows on while they multiply the previous ones.
 
-After a product over divided inputs devices add up what each has, and a TPU's matrix units wait for the sum: of a
-prompt's chunk that takes half as long as the products. Here the rows between two such sums are divided. Before a
-product every device passes its rows on and multiplies those that come; after it the sums are passed on, and every
-device adds its part. Half of the rows go each way, as links do. Source: Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition in Large Deep Learning Models" (ASPLOS 2023), sections 3 and 5.
+After a product with sharded inputs devices add up partial sums, and a TPU's matrix units wait for the result. For a
+prompt's chunk that takes half as long as the products. Here the rows between two such sums are divided over devices.
+Before a product every device passes its rows on and multiplies those that it receives; after it devices pass partial
+sums on, and every device adds its part. Half of the rows go in each direction, to use both directions of the links.
+Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
+(ASPLOS 2023), sections 3 and 5.
 
 P devices, n rows of each. Oracle: the same rows on one device (tests/models/test_ring.py).
 """
@@ -25,20 +26,21 @@ Axes = tuple[str, ...]
 
 _OUTPUTS = ("q", "k", "v", "gate", "up")
 _INPUTS = ("o", "down")
-"""Matrices of a layer whose outputs are divided, and those whose inputs are."""
+"""Matrices of a layer with sharded outputs, and those with sharded inputs."""
 
 
 def starts(axes: Axes, n: int) -> list[tuple[Array, Array]]:
-    """Return where the halves of each piece begin among all P n rows, by the step in which it is here.
+    """Return the first rows, among all P n rows, of both halves of the piece that this device has in each step.
 
-    In step s that is the first half of the device s before this one, and the second half of the one s after it.
+    In step s the first half is that of the device s places before this one, the second half that of the device s places
+    after it.
     """
     size, me = lax.axis_size(axes), lax.axis_index(axes)
     return [((me - s) % size * n, (me + s) % size * n + n // 2) for s in range(size)]
 
 
 def around(axes: Axes, x: Array) -> list[Array]:
-    """Return the rows of all devices, given each one's x [B, n, ...]: pieces [B, n, ...] in the order of `starts`."""
+    """Gather the rows x [B, n, ...] of all devices: pieces [B, n, ...] in the order of `starts`."""
     pieces = [x]
     for _ in range(lax.axis_size(axes) - 1):
         pieces.append(_passed(axes, pieces[-1]))
@@ -48,9 +50,9 @@ def around(axes: Axes, x: Array) -> list[Array]:
 def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
     """Return this device's rows [B, n, ...] of the sum over devices of pieces in the order of `starts`.
 
-    A part is called where it is added, and sums travel in its dtype.
+    A part is called just before it is added, and sums are sent in its dtype.
     """
-    # What begins with the piece that is one step away comes back to its device with its own.
+    # A sum starts at a neighbour of the device that owns it, and the owner adds the last part.
     first, *rest = (*parts[1:], parts[0])
     total = first()
     for part in rest:
@@ -69,12 +71,12 @@ def _passed(axes: Axes, x: Array) -> Array:
 
 
 def specs(axes: Axes, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a layer's arrays are divided over the axes, for `shard_map`."""
+    """Return the `shard_map` specs of a layer's arrays."""
     return {name: _spec(axes, name, w) for name, w in layer.items()}
 
 
 def divides(size: int, layer: Mapping[str, Any]) -> bool:
-    """Tell whether so many devices have a part of each matrix: one in 4 bits may have too few groups of inputs."""
+    """Return whether `size` devices can share every matrix; a 4-bit matrix may have too few groups of inputs."""
     inner = [layer[name] for name in _INPUTS if name in layer]
     return all(len(w.values) % size == 0 for w in inner if isinstance(w, Int4))
 
@@ -87,6 +89,6 @@ def _spec(axes: Axes, name: str, w: Any) -> Any:
         return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
     if isinstance(w, Int8):
         return dataclasses.replace(w, values=P(out, inner), scale=P(out))
-    if getattr(w, "ndim", 0) == 0:  # something of a model of one's own
+    if getattr(w, "ndim", 0) == 0:  # scalars of user-defined models
         return P()
     return P(out, inner) if w.ndim == 2 else P(out)

@@ -1,7 +1,7 @@
 """Rotary position embeddings (arXiv 2104.09864) and their long-context variants.
 
-Oracle: transformers' `ROPE_INIT_FUNCTIONS`. Everything is float32: a bfloat16 angle is off by whole radians
-at position 1000.
+Oracle: transformers' `ROPE_INIT_FUNCTIONS`. All angles are float32: a bfloat16 angle is off by whole radians at
+position 1000.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mars_jax.models.config import Rope
 
 
 def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Apply Llama 3.1's scaling: divide low frequencies by `factor`, keep high ones, interpolate between them."""
     wavelength = 2 * math.pi / frequency
     smooth = rope.original_max_positions / wavelength - rope.low_freq_factor
     smooth = np.clip(smooth / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
@@ -24,7 +24,7 @@ def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
+    """Apply YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
 
     def dimension(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
@@ -35,7 +35,7 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # as in transformers: no division by zero
+        high += 0.001  # avoids a division by zero, as in transformers
     ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
     return frequency / rope.factor * ramp + frequency * (1 - ramp)
 

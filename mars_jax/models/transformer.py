@@ -1,7 +1,7 @@
-"""One decoder-only transformer that covers the supported families by its config.
+"""A decoder-only transformer, whose config covers all supported families.
 
-Oracle: the same checkpoint in PyTorch transformers (tests/models). B batch, N tokens, S cache slots, E hidden
-size, V vocabulary.
+Oracle: the same checkpoint in PyTorch transformers (tests/models). B batch, N tokens, S cache slots, E hidden size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
         for axis_size in (("heads", config.num_heads), ("hidden", config.intermediate_size))
     )
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # Each device would add a bias after the sum again, and experts are distributed over devices in another way.
+    # Each device would add an output bias once more, and experts are sharded differently.
     if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
@@ -310,9 +310,9 @@ def language_model(
     """Return the pure functions of a transformer; see `types.LanguageModel` for their shapes.
 
     Args:
-      config: its static description.
-      dtype: of the params, "float32" or "bfloat16".
-      cache_dtype: of the key-value cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
+      config: static configuration of the model.
+      dtype: dtype of the params, "float32" or "bfloat16".
+      cache_dtype: dtype of the key-value cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
       feature_layers: layers, 0-based, whose outputs (the residual stream after the layer, [B, N, E])
         `forward` returns as `features`, in this order.
       prefill_chunk: prompt tokens per forward while a prompt is read; None: chosen for the backend.

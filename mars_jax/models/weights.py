@@ -1,7 +1,7 @@
-"""The one table of a model's weights: where each lives in params, its checkpoint name and its shape.
+"""The table of a model's weights: the path of each in params, its checkpoint name and its shape.
 
-Initialisation, loading, saving and the report of missing or mis-shaped tensors all read this table. Matrices
-are [out, in], as in the checkpoints: see `layers.dense`.
+Initialisation, loading, saving and the report of missing or mis-shaped tensors all use this table. Matrices are
+[out, in], as in the checkpoints: see `layers.dense`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Weight(NamedTuple):
     init: str  # "normal", "zeros" or "ones"
 
     def below(self, path: tuple[str | int, ...], name: str) -> Weight:
-        """Return the row of a table that is a part of another, at a path and after a name there."""
+        """Return this row as part of another table: put `path` before its path and `name` before its name."""
         return self._replace(path=(*path, *self.path), name=f"{name}.{self.name}")
 
 
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-"""The names of a layer's experts, and of the gate, up and down projection of each, where they are not Qwen's."""
+"""Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
 
 
 def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
@@ -52,7 +52,7 @@ def _experts(config: ModelConfig) -> list[Weight]:
 
 
 def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
-    """Return the rows of one layer, with paths and names below the layer's; `width` is that of attention's input."""
+    """Return the rows of one layer, with paths and names relative to the layer; `width`: size of attention's input."""
     c = config
     width = width or c.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -102,7 +102,7 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
 
 
 def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
-    """Return the arrays of params, and the rows of the table that each holds: itself, or the experts stacked in it.
+    """Return the arrays of params with the rows of the table that each contains: itself, or its stacked experts.
 
     Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
     `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. A
@@ -142,7 +142,7 @@ def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
 
 
 def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) -> Callable[[Weight], Array]:
-    """Return a `make` of random weights: matrices are normal, of standard deviation `scale`."""
+    """Return a `make` for random weights: matrices are normal with standard deviation `scale`."""
     rows = tuple(rows)
     keys = dict(zip(rows, jax.random.split(key, len(rows)), strict=True))
 
@@ -155,7 +155,7 @@ def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) ->
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
-    """Do `build` for any table: dicts by name, and tuples where the keys are numbers."""
+    """Build params for any table: dicts by name, and tuples if the keys are numbers."""
     params: dict[Any, Any] = {}
     for row in rows:
         *parents, last = row.path
@@ -174,7 +174,7 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
 
 
 def get(params: PyTree, path: tuple[str | int, ...]) -> Any:
-    """Return the leaf of params at a row's path; KeyError or IndexError where there is none."""
+    """Return the leaf of params at a row's path; raise KeyError or IndexError if there is none."""
     for key in path:
         params = params[key]
     return params

@@ -1,9 +1,9 @@
-"""The rules and the drafters by name, with their settings, ranges, defaults and needs. Nothing here imports jax.
+"""Tables of the rules and drafters by name, with their settings, ranges, defaults and needs. Does not import jax.
 
-Flags, checks, prompts files, arms of a benchmark, arguments of lm-eval and the texts of errors come from these tables,
-and the factories take their ranges from their row.
+Flags, checks, prompts files, arms of a benchmark, arguments of lm-eval and error messages are generated from these
+tables, and the factories read their ranges from their row.
 
-Oracle: tests/test_specs.py, which holds every row against its factory.
+Oracle: tests/test_specs.py, which compares every row with its factory.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, RuleRow
 from mars_jax.specs.rules import RULES, check_setting, rule
 
 OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.outlined)
-"""Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
+"""Heads with published shapes in `mars-jax plan`, and the classes of their configs."""
 REFINED = tuple(row.name for row in DRAFTERS.values() if row.learns)
-"""Drafters that learn from their failures, by `lab.training.online`."""
+"""Drafters that `lab.training.online` trains on their rejected drafts."""
 STORED_DTYPES = ("float32", "bfloat16", "int8")
 """Dtypes of keys and values, and of weights in a conversion."""
 DTYPES = (*STORED_DTYPES, "int4")
 """Dtypes of weights."""
 BITS = {"int8": 8, "int4": 4}
-"""Bits that matrices are kept in, by the dtypes that are not those of numbers."""
+"""Bits per weight of the quantised dtypes."""
 ATTENTION = ("auto", "xla", "pallas")
-"""Forms of a target's attention that a user chooses from; see `models.language_model`."""
+"""Forms of a target's attention that a user can choose; see `models.language_model`."""
 FILTERS = ("top_k", "top_p", "min_p")
-"""Settings that only sampling reads; their defaults are off."""
+"""Settings that affect only sampling; off by default."""
 REQUEST = (CONTROLS | EDITS) | by_name(
     Setting(
         name="seed",
@@ -98,7 +98,7 @@ REQUEST = (CONTROLS | EDITS) | by_name(
         "buffers; elsewhere 512)",
     ),
 )
-"""Settings of a request and of its batch. Those that are `per_row` may stand in a row of a prompts file."""
+"""Settings of a request and of its batch. A row of a prompts file may set those that are `per_row`."""
 
 __all__ = [
     "ATTENTION",
@@ -140,7 +140,7 @@ __all__ = [
 
 
 def check_dtype(dtype: str | None, *, shown: str = "dtype", known: Sequence[str] = DTYPES) -> None:
-    """Raise MarsError for a dtype of weights, or of a cache, that is not known; None is the default.
+    """Raise MarsError for an unknown dtype of weights or of a cache; None is the default.
 
     >>> check_dtype("bfloat16")
     """

@@ -1,6 +1,6 @@
-"""A rule with the settings that a user chose for it, by name: what flags, files and arms of a benchmark hand on.
+"""A rule's name with the settings that a user chose, as parsed from flags, files and arms of a benchmark.
 
-No jax; `verify.load(choice.spec, target, **choice.settings)` makes the rule.
+Does not import jax; `verify.load(choice.spec, target, **choice.settings)` makes the rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mars_jax.specs.rules import RULES
 
 
 class Given(NamedTuple):
-    """The text of a setting, and how the setting was called where it was given."""
+    """The text of a setting and its name as the user wrote it."""
 
     text: str
     shown: str  # such as --theta
@@ -29,16 +29,16 @@ class RuleChoice:
     """See `choose`."""
 
     spec: str
-    settings: Mapping[str, Any]  # what was given, as values in range
+    settings: Mapping[str, Any]  # given settings, as checked values
 
     @property
     def row(self) -> RuleRow:
-        """The row of the table, or one made of the user's factory."""
+        """The row of the table, or a row made from the user's factory."""
         return find(self.spec)
 
     @property
     def name(self) -> str:
-        """The name in messages.
+        """Name of the rule in messages.
 
         >>> choose("mars", {"base": Given("rejection", "--base")}).name
         'mars over rejection'
@@ -48,7 +48,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The needs of the rule and of its base, as far as the table knows; blocks are chains.
+        """Needs of the rule and of its base, as far as the table lists them; `block` adds chains.
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
@@ -60,15 +60,15 @@ class RuleChoice:
 
     @property
     def options(self) -> dict[str, Setting]:
-        """The settings that can be given, those of its base among them."""
+        """Settings that can be given, including those of its base."""
         return self.row.options(**self._structure())
 
     def settled(self) -> dict[str, Any]:
-        """All settings, with the defaults of those that were not given."""
+        """Return all settings, with defaults for those that were not given."""
         return self.row.settle(self.settings)
 
     def as_json(self, *, but: Collection[str] = ()) -> dict[str, Any]:
-        """For the records of a run: the spec and every setting, `but` some; infinities as texts.
+        """Return the record of a run: the spec and all settings except `but`, with infinities as strings.
 
         >>> RuleChoice("rejection", {}).as_json()
         {'verify': 'rejection', 'settings': {'block': False}}
@@ -78,20 +78,20 @@ class RuleChoice:
         return {"verify": self.spec, "settings": plain}
 
     def but(self, **settings: Any) -> RuleChoice:
-        """The same rule with other settings.
+        """Return the same rule with other settings.
 
         Raises:
-          MarsError: as `Rule.settle`.
+          MarsError: as for `RuleRow.settle`.
         """
         made = RuleChoice(self.spec, {**self.settings, **settings})
         made.settled()
         return made
 
     def setting(self, name: str) -> tuple[Setting, dict[str, Any]]:
-        """A setting, and the structural choices that its range depends on.
+        """Return a setting and the structural choices that determine its range.
 
         Raises:
-          MarsError: there is none of that name.
+          MarsError: there is no setting of that name.
         """
         structure = self._structure()
         return self.row.setting(name, **structure), structure
@@ -102,21 +102,21 @@ class RuleChoice:
 
 
 def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """A rule by its name, with settings as texts.
+    """Choose a rule by name, with settings as strings.
 
     Args:
       spec: as for `find`.
-      given: by the names of settings.
+      given: settings by name.
 
     Raises:
-      MarsError: no such rule; a setting that it does not have, with the rules that do; a value out of range.
+      MarsError: no such rule; a setting that it does not have (the message lists rules that do); a value out of range.
 
     >>> dict(choose("mars", {"theta": Given("0.8", "--theta")}).settings)
     {'theta': 0.8}
     """
     row = find(spec)
     chosen: dict[str, Any] = {}
-    # Choices first, since what else there is, and in which range, depends on them.
+    # Read choices first, because they determine the other settings and their ranges.
     for name in sorted(given, key=lambda name: not (name in row.settings and row.settings[name].choices)):
         choice = RuleChoice(spec, chosen)
         text, shown = given[name]
@@ -129,7 +129,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def not_in(choice: RuleChoice, name: str) -> str:
-    """The rest of a sentence: why a setting does not apply, and what to do.
+    """Return the end of a message about a setting that does not apply: the reason and the fix.
 
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'

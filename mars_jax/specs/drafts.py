@@ -1,4 +1,4 @@
-"""The drafters by name: what each can do, how it is named, and the shapes of its drafts. No jax."""
+"""Table of the drafters by name: their capabilities, specs and draft shapes. Does not import jax."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mars_jax.core.home import check_path
 from mars_jax.core.limits import TREE_NODES
 
 MIXTURE_LENGTH = 3
-"""Length of a chain for a mixture of experts. Every node reads experts of its own: of 128 experts, 8 a token, a chain
-of 3 reads 23% and a tree of 60 nodes 98%."""
+"""Length of a chain for a mixture of experts. Different nodes read different experts: with 128 experts and 8 per token,
+a chain of 3 reads 23% of them and a tree of 60 nodes 98%."""
 
 
 HEAD_EMBED = ("own", "target")
-"""Embedding that a head reads: its own if the checkpoint has one, or always the target's."""
+"""Embedding that a head uses: its own if the checkpoint contains one, or always the target's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
     """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
 
-    At each of `depth` levels the `top_k` likeliest nodes, by the product of the drafter's probabilities from the
-    root, get their `top_k` likeliest children; of all children `nodes` - 1 are kept, the likeliest.
+    At each of `depth` levels the `top_k` most probable nodes, by the product of the drafter's probabilities from the
+    root, get their `top_k` most probable children. The `nodes` - 1 most probable of all children are kept.
 
     Raises:
       MarsError: a size below 1, or more than `TREE_NODES` nodes.
     """
 
-    top_k: int = 10  # nodes that grow at each level, and children of each
+    top_k: int = 10  # nodes expanded at each level, and children of each
     depth: int = 7  # D, levels
-    nodes: int = 60  # the root included
+    nodes: int = 60  # including the root
 
     def __post_init__(self):
         for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
             check_count(f"{name} of a dynamic tree", getattr(self, name), least, TREE_NODES)
-        # Nodes that are drafted are work, even if few of them are kept.
+        # Drafted nodes cost work even if few of them are kept.
         check_nodes(
             "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
         )
@@ -49,12 +49,12 @@ class Dynamic:
 
     @property
     def num_nodes(self) -> int:
-        """N: `nodes`, or what there can be."""
+        """N: `nodes`, or fewer if there are not enough candidates."""
         return min(self.nodes, self.candidates + 1)
 
     @property
     def rows(self) -> int:
-        """Cache rows that growing it writes."""
+        """Cache rows written while the tree grows."""
         return (self.depth - 1) * self.top_k
 
 
@@ -65,30 +65,29 @@ class DraftRow:
     name: str
     help: str
     loader: str  # "module:function", from `drafters.asked.Asked` to the drafter with its weights
-    head: bool = False  # reads the target's features: it is checked against the target's config
-    path: bool = False  # named with a checkpoint, as NAME:PATH
-    file: bool = False  # or with a file instead, as NAME:FILE
+    head: bool = False  # reads the target's features; checked against the target's config
+    path: bool = False  # spec includes a checkpoint, as NAME:PATH
+    file: bool = False  # spec includes a file instead, as NAME:FILE
     trees: bool = False  # drafts static trees
     dynamic: bool = False  # drafts dynamic trees
-    samples: bool = False  # has a distribution, and draws from it for rejection
-    stops: bool = False  # heeds draft_stop
-    length: int | None = None  # of a chain unless told otherwise; None: as many as it has, or none at all
-    resizes: bool = False  # drafts chains of any length over one state, so that each step may choose its own
-    grows: bool = False  # drafts a dynamic tree unless told otherwise
-    trusts: bool = False  # vouches for its own drafts, so that no rule is lossless with it
-    block: bool = (
-        False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
-    )
-    copies: bool = False  # drafts what was said before, so that a lossy rule accepts repetitions
-    embeds: bool = False  # its checkpoint may hold an embedding, which head_embed replaces
-    learns: bool = False  # from its failures, by `lab.training.online`
-    # Of a head whose published shape `mars-jax plan` knows: its name there, and "module:class" of its config.
+    samples: bool = False  # has a distribution and draws from it for rejection
+    stops: bool = False  # supports draft_stop
+    length: int | None = None  # default chain length; None: fixed by the drafter, or no draft
+    resizes: bool = False  # drafts chains of any length over one state, so that each step can choose a length
+    grows: bool = False  # drafts a dynamic tree by default
+    trusts: bool = False  # accepts some of its drafts without the target, so no rule is lossless with it
+    # Drafts a whole block at once; its usual tree is as deep as the block, whose length is in the checkpoint.
+    block: bool = False
+    copies: bool = False  # copies earlier text, so a lossy rule accepts repetitions
+    embeds: bool = False  # its checkpoint may contain an embedding, which head_embed replaces
+    learns: bool = False  # `lab.training.online` trains it on its rejected drafts
+    # For a head with a published shape in `mars-jax plan`: its name there, and "module:class" of its config.
     outlined: tuple[str, str] | None = None
     paper: str = ""
 
     @property
     def spec(self) -> str:
-        """The form in which users name it.
+        """Form of its spec.
 
         >>> DRAFTERS["model"].spec
         'model:PATH'
@@ -97,7 +96,7 @@ class DraftRow:
 
     @property
     def factory(self) -> str:
-        """The name of a head's factory, (config, target, length, tree=...) -> Drafter, which stands beside its loader.
+        """Name of a head's factory, (config, target, length, tree=...) -> Drafter, in the module of its loader.
 
         >>> DRAFTERS["eagle"].factory
         'mars_jax.drafters.eagle:eagle'
@@ -105,16 +104,16 @@ class DraftRow:
         return f"{self.loader.partition(':')[0]}:{self.name}"
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
-        """The draft where neither a length nor a tree is asked for: the length of a chain, or a tree instead.
+        """Return the default draft, if neither a length nor a tree is requested: a chain length, or a tree.
 
         Args:
           mixture: the target is a mixture of experts.
-          sample: the draft is drawn, so it is a chain.
+          sample: the draft is sampled, so it is a chain.
 
         >>> DRAFTERS["model"].usual(mixture=False), DRAFTERS["eagle"].usual(mixture=True)
         ((5, None), (3, None))
         """
-        # What it vouches for itself costs the target no experts that are read in vain.
+        # Drafts that need no verification do not make the target read experts in vain.
         short = mixture and not self.trusts
         length = self.length and min(self.length, MIXTURE_LENGTH if short else self.length)
         if self.block and mixture:
@@ -122,7 +121,7 @@ class DraftRow:
         return length, Dynamic() if self.grows and not (mixture or sample) else None
 
     def as_json(self) -> dict[str, Any]:
-        """The row, for `--list-drafters --json`."""
+        """Return the row for `--list-drafters --json`."""
         return dataclasses.asdict(self)
 
 
@@ -174,11 +173,11 @@ DRAFTERS: dict[str, DraftRow] = {
         *importlib.import_module("mars_jax.contrib.draft_rows").DRAFTERS,
     )
 }
-"""The drafters by name."""
+"""Drafters by name."""
 
 
 class DraftSpec(NamedTuple):
-    """A drafter as it is named: `eagle:PATH` is ("eagle", "PATH"), and `ngram` is ("ngram", "")."""
+    """A parsed drafter spec: `eagle:PATH` is ("eagle", "PATH"), and `ngram` is ("ngram", "")."""
 
     kind: str
     path: str
@@ -189,12 +188,12 @@ class DraftSpec(NamedTuple):
 
     @property
     def checkpoint(self) -> str:
-        """The checkpoint that it is named with, "" where there is none."""
+        """Checkpoint in the spec; "" if there is none."""
         return "" if self.row.file else self.path
 
 
 def draft_words(names: Iterable[str] = DRAFTERS) -> str:
-    """The forms in which users name drafters, for help and errors.
+    """Return the forms of drafter specs, for help and errors.
 
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
@@ -204,20 +203,20 @@ def draft_words(names: Iterable[str] = DRAFTERS) -> str:
 
 
 def drafters_that(what: str) -> str:
-    """`draft_words` of the drafters with a property, such as "trees"."""
+    """Return `draft_words` of the drafters with a property, such as "trees"."""
     return draft_words(name for name, row in DRAFTERS.items() if getattr(row, what))
 
 
 def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] = DRAFTERS) -> DraftSpec:
-    """The kind and the path of a drafter.
+    """Parse a drafter spec into kind and path.
 
     Args:
-      spec: such as "ngram" or "eagle:PATH"; a path may hold colons.
-      shown: how the argument is called in the message.
-      among: the kinds that are taken here.
+      spec: such as "ngram" or "eagle:PATH"; a path may contain colons.
+      shown: name of the argument in messages.
+      among: allowed kinds.
 
     Raises:
-      MarsError: an unknown kind, a missing or superfluous path, or one that no file can have.
+      MarsError: an unknown kind, a missing or superfluous path, or an invalid path.
 
     >>> parse_draft("eagle:owner/name")
     DraftSpec(kind='eagle', path='owner/name')
@@ -234,7 +233,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
 
 
 def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic:
-    """Children per node at each depth, or the sizes of a dynamic tree.
+    """Parse the children per node at each depth, or the sizes of a dynamic tree.
 
     Raises:
       MarsError: not whole numbers of at least 1 joined by "-", or too many nodes.
@@ -258,7 +257,7 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
         top_k, depth, nodes = sizes
-        check_nodes(shown, text, max(nodes, top_k * depth))  # by the flag's name
+        check_nodes(shown, text, max(nodes, top_k * depth))  # Dynamic would not name the flag
         return Dynamic(*sizes)
     check_branching(shown, text, sizes)
     return sizes
@@ -274,6 +273,6 @@ def check_branching(shown: str, shape: object, branching: Sequence[int]) -> None
 
 
 def check_nodes(shown: str, shape: object, nodes: int) -> None:
-    """Raise MarsError if a tree, whose shape the message quotes, has more than `TREE_NODES` nodes."""
+    """Raise MarsError if a tree has more than `TREE_NODES` nodes; the message quotes its shape."""
     if nodes > TREE_NODES:
         raise MarsError(f"{shown} is {shape}, more than {TREE_NODES} nodes: choose a smaller tree.")

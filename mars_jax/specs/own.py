@@ -1,4 +1,4 @@
-"""Rows of user-defined rules, which are named as FILE.py:NAME or package.module:NAME. Imports no jax.
+"""Rows of user-defined rules, with specs FILE.py:NAME or package.module:NAME. Does not import jax.
 
 Naming a file executes it as the user's code. No other operation executes it.
 """
@@ -33,15 +33,15 @@ _RANGES = {
 
 
 _TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
-"""Keys of a row of a prompts file that mean something else."""
+"""Keys of a row of a prompts file that already have a meaning."""
 
 
 PURPOSES = {"rule": "that makes a rule", "judge": "of a prompt and an answer that gives a number from 0 to 1"}
-"""Purposes of a user's function, by its kind."""
+"""Purpose of a user's function, by its kind."""
 
 
 def split(spec: str) -> tuple[str, str]:
-    """The name of a rule of the table, and the path of its weights, "" where none is named.
+    """Split a spec into the name of a rule of the table and the path of its weights, "" if there is none.
 
     >>> split("learned:some/folder"), split("mars")
     (('learned', 'some/folder'), ('mars', ''))
@@ -51,7 +51,7 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def is_own(spec: str) -> bool:
-    """True where a spec names a rule of the user's.
+    """Return True if a spec names a user-defined rule.
 
     >>> is_own("gates.py:entropy_gate"), is_own("mars"), is_own("learned:some/folder")
     (True, False, False)
@@ -65,11 +65,11 @@ def find(spec: str) -> RuleRow:
 
     Args:
       spec: a name of `RULES`, with `:PATH` for a rule with weights, or FILE.py:NAME or package.module:NAME. NAME takes
-        its settings as keywords: floats, ints, bools, strings, and `Literal` for a choice. Their types come from
+        its settings as keywords: floats, ints, bools, strings, and `Literal` for a choice. Their types are read from
         annotations or defaults.
 
     Raises:
-      MarsError: no such rule, file or name; a factory with an argument that cannot be given.
+      MarsError: no such rule, file or name; a factory with a required argument that no flag can set.
 
     >>> find("mars").name
     'mars'
@@ -91,10 +91,10 @@ def find(spec: str) -> RuleRow:
 
 
 def factory(spec: str, kind: str = "rule") -> Callable[..., Any]:
-    """The function that a row's `factory` or a user's spec names; `kind` is what messages call it.
+    """Return the function named by a row's `factory` or by a user's spec; messages call it `kind`.
 
     Raises:
-      MarsError: no such file, module or name, or one that cannot be called, or a file that fails.
+      MarsError: no such file, module or name; not callable; or the file raises an error.
     """
     where, _, name = spec.rpartition(":")
     module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
@@ -108,7 +108,7 @@ def factory(spec: str, kind: str = "rule") -> Callable[..., Any]:
 def source_digest(spec: str) -> str | None:
     """Return a digest of the file that defines a user's rule or judge, or None for a rule of the table.
 
-    It tells whether the file was edited. Modules that the file imports do not count.
+    The digest changes if the file is edited. It does not cover modules that the file imports.
     """
     if not is_own(spec):
         return None
@@ -124,7 +124,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
         raise MarsError(
             f"the file of a {kind} '{path}' cannot be read ({error.strerror}): check the path."
         ) from None
-    # By what it holds, so that an edited file is read again and an unedited one gives the same classes.
+    # Key modules by content, so that an edited file is executed again and an unedited one gives the same classes.
     digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
     name = f"mars_jax_own_{Path(path).stem}_{digest}"
     if name in sys.modules:
@@ -132,7 +132,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module here
     user_code.MODULES.add(name)
     try:
         spec.loader.exec_module(module)
@@ -146,15 +146,15 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
 
 
 def _import_failure(error: BaseException, module: str, name: str) -> str:
-    """Return the file and line at which a module could not be imported, and the error."""
-    if isinstance(error, SyntaxError):  # it was raised before any line ran
+    """Return the error of a failed import with its file and line."""
+    if isinstance(error, SyntaxError):  # raised before any line ran
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
     frames = user_code.frames_in({module}, error)
     return user_code.failure(error, frames) or f"{name}: {user_code.reason(error)}"
 
 
 def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
-    # A console script does not look where it is started, which `python -m` does.
+    # Unlike `python -m`, a console script does not put the current directory on the path.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     if user_code.is_user_module(name):
@@ -173,7 +173,7 @@ def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
 def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
     try:
         found = inspect.signature(made)
-        # An annotation may exist for type checkers only.
+        # Evaluation fails if an annotation exists only for type checkers.
         with contextlib.suppress(Exception):
             found = inspect.signature(made, eval_str=True)
     except (TypeError, ValueError):
@@ -196,7 +196,7 @@ def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
 
 
 def _setting(parameter: inspect.Parameter) -> Setting | None:
-    """A keyword argument as a setting; None where no text can say its value."""
+    """Return a keyword argument as a setting; None if no text can represent its value."""
     default = None if parameter.default is parameter.empty else parameter.default
     kind, choices = _kind(parameter.annotation)
     if kind is None and type(default) in (float, int, bool, str):
@@ -210,14 +210,14 @@ def _setting(parameter: inspect.Parameter) -> Setting | None:
         optional=parameter.default is None,
         ranges=_RANGES.get(kind, Range("a number")),
         choices=choices,
-        # A row's temperature or seed is its own, and no rule's.
+        # Reserved names, such as temperature and seed, belong to the row and not to the rule.
         per_row=kind in _RANGES and parameter.name not in _TAKEN,
         help="",
     )
 
 
 def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
-    """The type of an annotation and its choices; `float | None` is a float."""
+    """Return the type of an annotation and its choices; `float | None` is a float."""
     if typing.get_origin(annotation) is typing.Literal:
         names = typing.get_args(annotation)
         return (str, dict.fromkeys(names, "")) if all(isinstance(n, str) for n in names) else (None, {})

@@ -1,4 +1,4 @@
-"""Parts of the table of rules: settings that rows share, and two kinds of rows. No jax."""
+"""Parts of the table of rules: settings that rows share, and two kinds of rows. Does not import jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARGINS = {
     "ratio": "second logit / best > theta",
     "gap": "nats between them < theta",
 }
-"""Margins that a threshold may bound, as `kernels_pallas.MARGINS` computes them."""
+"""Margins that a threshold may bound; `kernels_pallas.MARGINS` computes them."""
 NEEDS = {
     "draft": "a draft",
     "q": "the draft's true probabilities",
@@ -24,7 +24,7 @@ NEEDS = {
     "draft_hidden": "hidden states of the draft, if its head reads them",
     "long": "drafts of a fixed length: no ngram, no draft_stop",
 }
-"""Needs of rules, in words."""
+"""Descriptions of the needs of rules."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class RuleRow:
         return self.factory.partition(":")[0] + ":read"
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
-        """Its settings, and those of the rule that `base` names.
+        """Return its settings and those of its base.
 
         >>> from mars_jax import specs
         >>> list(specs.rule("mars").options(base="rejection"))
@@ -64,10 +64,10 @@ class RuleRow:
         return made
 
     def setting(self, name: str, **chosen: Any) -> Setting:
-        """One of `options`.
+        """Return one of `options`.
 
         Raises:
-          MarsError: it has none of that name.
+          MarsError: there is no setting of that name.
         """
         options = self.options(**chosen)
         if name not in options:
@@ -85,7 +85,7 @@ class RuleRow:
         self.setting(name, **chosen).check(value, **structure)
 
     def _structure(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Its structural choices, those that are not in `chosen` by their defaults."""
+        """Return its structural choices, with defaults for those not in `chosen`."""
         for name in self.settings.keys() & chosen.keys():
             self.settings[name].check(chosen[name])
         return {name: s.default for name, s in self.settings.items() if s.choices} | dict(chosen)
@@ -115,7 +115,7 @@ class RuleRow:
         return settled
 
     def as_json(self) -> dict[str, Any]:
-        """The row, for `--list-rules --json`."""
+        """Return the row for `--list-rules --json`."""
         return {
             "name": self.name,
             "help": self.help,
@@ -128,19 +128,19 @@ class RuleRow:
 
 
 def number(name: str, default: float | None, ranges: Any, help: str, **more: Any) -> Setting:
-    """A number of a rule, one for all prompts or one for each; `ranges` and `more` as in `Setting`."""
+    """Make a numeric setting, one for all prompts or one for each; `ranges` and `more` as in `Setting`."""
     return Setting(
         name=name, default=default, ranges=ranges, help=help, **{"kind": float, "per_row": True, **more}
     )
 
 
 def share(words: str, grid: tuple[float, ...]) -> Range:
-    """The range (0, 1] and inf."""
+    """Return the range (0, 1] and inf."""
     return Range(words, 0, 1, above=True, inf=True, grid=grid)
 
 
 def nats(words: str, grid: tuple[float, ...]) -> Range:
-    """The range of finite numbers from 0 on."""
+    """Return the range of finite numbers of at least 0."""
     return Range(words, 0, LARGEST_FLOAT, grid=grid)
 
 

@@ -1,6 +1,6 @@
-"""The rules by name, with their settings, ranges, defaults and needs. No jax.
+"""Table of the rules by name, with their settings, ranges, defaults and needs. Does not import jax.
 
-Rules of one paper each have their rows in `mars_jax/contrib/rule_rows.py`; see CONTRIBUTING.md for a new one.
+Rules from single papers have their rows in `mars_jax/contrib/rule_rows.py`; see CONTRIBUTING.md to add a rule.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ RULES: dict[str, RuleRow] = {
         *importlib.import_module("mars_jax.contrib.rule_rows").RULES,
     )
 }
-"""The rules by name."""
+"""Rules by name."""
 
 
 def rule(name: str) -> RuleRow:
-    """A row of `RULES`.
+    """Return a row of `RULES`.
 
     Raises:
-      MarsError: there is none of that name.
+      MarsError: there is no rule of that name.
 
     >>> rule("exact").lossless
     True
@@ -158,13 +158,13 @@ def rule(name: str) -> RuleRow:
 
 
 def check_setting(rule_name: str, name: str, value: Any, **chosen: Any) -> None:
-    """Raise MarsError unless `value` is in the range that the table gives a setting of a rule.
+    """Raise MarsError unless `value` is in the range of a rule's setting in the table.
 
     Args:
-      rule_name: of `RULES`.
-      name: of the setting.
-      value: one value, or an array or a list of one per row; a value that jax is tracing is not looked at.
-      chosen: structural choices that the range depends on; default: their defaults.
+      rule_name: name in `RULES`.
+      name: name of the setting.
+      value: one value, or an array or a list with one per row; a traced value is not checked.
+      chosen: structural choices that determine the range; default: their defaults.
 
     >>> check_setting("mars", "theta", 1.5, margin="gap")
     """

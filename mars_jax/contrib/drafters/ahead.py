@@ -46,9 +46,9 @@ from mars_jax.core.types import (
 class Ahead(NamedTuple):
     """A target and a drafter that run in parallel; see `ahead`."""
 
-    decoder: Decoder  # of the target; the caller supplies its drafts
-    drafter: Drafter  # of K + 1 tokens
-    handed: Drafter  # of K tokens; the target's view of `drafter`
+    decoder: Decoder  # decoder of the target; the caller supplies its drafts
+    drafter: Drafter  # drafts K + 1 tokens
+    handed: Drafter  # drafts K tokens; the target's view of `drafter`
 
 
 @dataclasses.dataclass
@@ -181,8 +181,8 @@ def stream(
 
     Args:
       made: from `ahead`.
-      params: of both; the target's on the devices of `state`, the drafter's anywhere.
-      state: of `made.decoder`, from `decode.start`.
+      params: params of both; the target's on the devices of `state`, the drafter's anywhere.
+      state: state of `made.decoder`, from `decode.start`.
       draft_device: where the drafter runs, apart from the target: a device, or a mesh over which its weights are
         already sharded.
       pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.

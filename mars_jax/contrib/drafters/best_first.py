@@ -33,10 +33,10 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     """Return the tree of the `shape.num_nodes` likeliest nodes, in this order, with up to `shape.top_k` children each.
 
     Args:
-      shape: of depth D.
+      shape: shape with depth D.
       root: i32[B, 1]; the last committed token.
-      logits: f32[B, D, V]; of the token at each depth below the root, independent of the tokens above it.
-      alive: bool[B, D]; False from the depth on at which the draft ends.
+      logits: f32[B, D, V]; logits of the token at each depth below the root, independent of the tokens above it.
+      alive: bool[B, D]; False at all depths after the end of the draft.
 
     >>> half = jnp.log(jnp.asarray([[[0.6, 0.4], [0.9, 0.1]]]))
     >>> tree = best_first(Dynamic(2, 2, 4), jnp.asarray([[7]]), half, jnp.ones((1, 2), bool))

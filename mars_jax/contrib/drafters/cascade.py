@@ -1,4 +1,4 @@
-"""A cascade: a proxy of the target verifies the draft, and the target verifies only where the proxy is unsure.
+"""A cascade: a proxy of the target verifies the draft, and the target verifies only if the proxy is unsure.
 
 Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens of an inner draft, M of the full draft, T token
 buffer, V vocabulary.
@@ -43,7 +43,7 @@ class CascadeParams(NamedTuple):
 def cascade(
     inner: Drafter, proxy: LanguageModel, num_draft_tokens: int = 24, *, gate: str = "margin"
 ) -> Drafter:
-    """Draft with `inner`, verify with a proxy, and leave to the target the tokens of which the proxy is unsure.
+    """Draft with `inner`, verify with a proxy, and leave the tokens that the proxy is unsure about to the target.
 
     This is TriSpec (arXiv 2601.23180) with the gate "margin" and a small model as proxy, and VIA-SD (arXiv 2606.12243)
     with the gate "ratio" and as proxy the target without some of its layers, `LanguageModel.with_layers`.
@@ -100,9 +100,9 @@ def cascade(
 class CascadeState(NamedTuple):
     """Draft state of a cascade."""
 
-    inner: PyTree  # of the inner drafter
-    cache: PyTree  # of the proxy
-    rounds: Array  # i32[B]; rounds of each row since it began, without those in which it waited
+    inner: PyTree  # state of the inner drafter
+    cache: PyTree  # cache of the proxy
+    rounds: Array  # i32[B]; rounds of each row since it began, not counting rounds that it waited
 
 
 class _Round(NamedTuple):

@@ -30,11 +30,11 @@ from mars_jax.models.config import ModelConfig
 
 LAYOUTS = ("dflash", "speculators")
 """Layouts of config.json: "dflash" is z-lab's, or DeepSeek's if each position predicts the next token; "speculators"
-is that of the library of this name."""
+is the layout of the library of that name."""
 _STATES = "aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
 _UNSUPPORTED = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Unsupported settings of some heads, with the values at which they have no effect."""
+"""Unsupported settings of some heads, and the values that disable them."""
 
 
 def load_dflash(

@@ -29,7 +29,7 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
 
     Args:
       numbers: indices into `jax.devices()`.
-      target_mesh: of the target; None: the target uses only the first device.
+      target_mesh: mesh of the target; None: the target uses only the first device.
 
     Raises:
       MarsError: a device does not exist, is named twice, or is used by the target.
@@ -68,7 +68,7 @@ def draft_elsewhere(
 ) -> drafters.LoadedDrafter:
     """Return a small model that drafts on its own device or mesh while the target verifies.
 
-    It drafts one token more than the target receives: the last one is the guess from which it continues. Rows do not
+    It drafts one token more than the target receives, and continues from that last token as a guess. Rows do not
     refill, so prompts are decoded one batch at a time.
 
     Args:
@@ -76,10 +76,10 @@ def draft_elsewhere(
         K + 1 tokens with its weights. If `draft_device` is a mesh, these weights must already be on it.
       target: the model that verifies, on other devices.
       draft_device: from `open_device`, or a `jax.Device`.
-      **options: of `drafters.load`.
+      **options: options of `drafters.load`.
 
     Raises:
-      MarsError: as `drafters.load`, or the drafter cannot draft ahead: a head, a tree, or anything but a small model.
+      MarsError: as for `drafters.load`, or the drafter cannot draft ahead: a head, a tree, or not a small model.
         When decoding begins: a rule that needs the draft's true probabilities.
 
     >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP

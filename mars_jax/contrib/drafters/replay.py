@@ -100,7 +100,7 @@ def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
     Include the prompt before its answer in one sequence, so that the first tokens of an answer can be drafted as well.
 
     Args:
-      texts: token ids of each sequence, including the token that ended it.
+      texts: token ids of each sequence, including its stop token.
       size: C. Corpora of the same size share compiled programs.
 
     Raises:
@@ -123,8 +123,8 @@ def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
 def load_replay(asked: Asked) -> LoadedDrafter:
     """Load `replay:FILE`.
 
-    A .jsonl file has rows with `prompt_tokens` and `tokens`, as `mars_jax.generate --output` writes them. In any other
-    file each line is a text.
+    A .jsonl file has rows with `prompt_tokens` and `tokens`, in the format of `mars_jax.generate --output`. In any
+    other file each line is one text.
 
     Raises:
       MarsError: the file cannot be read, is empty, or has tokens that the target lacks.

@@ -32,8 +32,8 @@ class SprinterParams(NamedTuple):
     """`Params.draft` of SPRINTER."""
 
     model: PyTree  # weights of the small model
-    weight: Array  # f32[E]; of the classifier, which reads the model's hidden state at a drafted token
-    bias: Array  # f32[]; of the classifier
+    weight: Array  # f32[E]; weight of the classifier, which reads the model's hidden state at a drafted token
+    bias: Array  # f32[]; bias of the classifier
     # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. An array, so
     # that another value does not recompile.
     threshold: Any = np.float32(0.5)
@@ -77,7 +77,7 @@ def sprinter(model: LanguageModel, num_draft_tokens: int = 20, *, sample: bool =
 class _Run(NamedTuple):
     """Loop carry: a growing draft. All rows are at the same depth or have finished."""
 
-    depth: Array  # i32[]; of the last drafted tokens
+    depth: Array  # i32[]; depth of the last drafted tokens
     last: Array  # i32[B, 1]; the last drafted tokens; NO_TOKEN in rows that have finished
     tokens: Array  # i32[B, M]
     trusted: Array  # i32[B]

@@ -1,4 +1,4 @@
-"""Reading and writing of systems that accept some of their own drafts unverified: SPRINTER, TriSpec and VIA-SD.
+"""Readers and writers of systems that accept some drafts without verification: SPRINTER, TriSpec and VIA-SD.
 
 A directory holds config.json, whose `model_type` names the system and whose `draft` names its small model (a
 subdirectory, a model of the package, or a name on the hub). SPRINTER's classifier is in model.safetensors.
@@ -35,13 +35,12 @@ NGRAM = "ngram"
 class System:
     """The contents of a system's config.json."""
 
-    name: str  # of a row of `specs.DRAFTERS`
+    name: str  # name of a row of `specs.DRAFTERS`
     draft: str  # name of the small model, or `NGRAM`
-    draft_tokens: int = 5  # length of the inner draft, in systems with a proxy
+    draft_tokens: int = 5  # length of the inner draft, only with a proxy
     proxy: str = ""  # TriSpec: name of the proxy
-    layers: tuple[
-        tuple[bool, bool], ...
-    ] = ()  # VIA-SD: for each layer, whether the verifier keeps (attention, mlp)
+    # VIA-SD: for each layer, whether the verifier keeps (attention, mlp).
+    layers: tuple[tuple[bool, bool], ...] = ()
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     directory: Path = Path()
 
@@ -137,7 +136,7 @@ def save_system(
     """Write a system's directory and return its path.
 
     Args:
-      path: of the new directory.
+      path: path of the new directory.
       system: the contents of config.json.
       arrays: SPRINTER's `weight` f32[E] and `bias` f32[1].
 

@@ -1,4 +1,4 @@
-"""Loading of systems that accept some of their own drafts unverified, from their directories.
+"""Loaders of systems that accept some drafts without verification, from their directories.
 
 Oracle: the same drafters made by hand, in tests/contrib/test_systems.py.
 """

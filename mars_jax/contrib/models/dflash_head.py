@@ -52,11 +52,10 @@ class DFlashConfig(LayeredHead):
     axes: ClassVar[Axes] = {**LayeredHead.axes, "markov_in": ("vocab", None), "markov_out": ("vocab", None)}
     block_size: int  # K
     mask_token: int
-    # Position i predicts the token after its own (DSpark, DeepSeek) instead of its own (z-lab).
+    # Position i predicts the token of position i + 1 (DSpark, DeepSeek) instead of position i (z-lab).
     from_anchor: bool = False
-    causal: tuple[
-        bool, ...
-    ] = ()  # for each layer, whether positions see only earlier ones of the block; (): no layer
+    # For each layer, whether positions see only earlier positions of the block; (): no layer is causal.
+    causal: tuple[bool, ...] = ()
     markov_rank: int = 0  # R; 0: no Markov head
     confidence: bool = False  # has a head that predicts the acceptance of each position
     confidence_bias: bool = False
@@ -156,9 +155,9 @@ def absorb(
     Args:
       config, head: the head's configuration and params.
       fused: [B, N, E]; from `fuse`.
-      positions: i32[B, N]; of the tokens.
+      positions: i32[B, N]; positions of the tokens.
       slot: i32[B]; cache slot of the first token.
-      cache: the head's.
+      cache: cache of the head.
     """
     layer_config = config.layer
     batch, n, _ = fused.shape

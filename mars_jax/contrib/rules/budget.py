@@ -23,10 +23,10 @@ from mars_jax.verify.relaxed import Relaxed, base_of
 class Budget(Relaxed):
     """ASD (arXiv 2608.03447): a drafted token x is accepted if its regret z1 - z_x is within three limits.
 
-    For token i = 0, 1, ... of a draft of K tokens the regret is at most gap (K - i), so earlier tokens, on which more
-    of the draft depends, may cost more. A step relaxes at most `max_relaxed` tokens. The regret of all relaxed tokens
-    of a completion is at most `total` nats; the remaining budget is the rule's state. K is the depth of the drafter,
-    even if a draft ends early. Lossy; at max_relaxed = 0 it equals `base` bit for bit.
+    In a draft of K tokens the regret of token i, counted from 0, is at most gap (K - i): earlier tokens may cost more,
+    because later ones depend on them. A step relaxes at most `max_relaxed` tokens. The regret of all relaxed tokens of
+    a completion is at most `total` nats; the remaining budget is the rule's state. K is the depth of the drafter, even
+    if a draft ends early. Lossy; at max_relaxed = 0 it equals `base` bit for bit.
     """
 
     gap: Any  # f32[] or [B]; nats per token

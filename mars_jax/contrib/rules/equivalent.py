@@ -74,7 +74,7 @@ def equivalent(*, gap: Any = 2.0, max_relaxed_run: Any = UNLIMITED_RUN, exact_pr
     """Make the rule `Equivalent`: acceptance of equivalent tokens.
 
     Args:
-      gap: nats by which the drafted token may fall short of the target's best; inf: no limit.
+      gap: maximum difference in nats between the target's best token and the drafted token; inf: no limit.
       max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
 
     Raises:
