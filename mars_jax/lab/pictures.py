@@ -154,9 +154,9 @@ def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None
     [[0.5, 0.0], [1.0, 0.0]]
     """
     bounds = [(value, value) if i is None else i for value, i in zip(values, intervals, strict=True)]
-    below = [max(value - low, 0.0) for value, (low, _) in zip(values, bounds, strict=True)]
-    above = [max(high - value, 0.0) for value, (_, high) in zip(values, bounds, strict=True)]
-    return [below, above]
+    distances_below = [max(value - low, 0.0) for value, (low, _) in zip(values, bounds, strict=True)]
+    distances_above = [max(high - value, 0.0) for value, (_, high) in zip(values, bounds, strict=True)]
+    return [distances_below, distances_above]
 
 
 def level(axis: Any, value: float, interval: Sequence[float] | None, *, label: str, colour: str) -> None:

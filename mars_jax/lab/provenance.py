@@ -38,7 +38,7 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     """
     from mars_jax import __version__
 
-    found = {
+    report = {
         **stamp(),
         "command": command(sys.argv),
         **machine(),
@@ -47,14 +47,14 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     }
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(ROOT / "scripts") and script.is_file():
-        found["script"] = {script.relative_to(ROOT).as_posix(): digest(script.read_bytes())}
+        report["script"] = {script.relative_to(ROOT).as_posix(): digest(script.read_bytes())}
     if texts := [Path(path) for path in data]:
-        found["data"] = {path.name: _digest_of(path) for path in texts}
+        report["data"] = {path.name: _digest_of(path) for path in texts}
     if weights:
         from mars_jax.serve.fingerprint import fingerprint
 
-        found["weights"] = {name: fingerprint(params) for name, params in weights.items()}
-    return found
+        report["weights"] = {name: fingerprint(params) for name, params in weights.items()}
+    return report
 
 
 def stamp() -> dict[str, Any]:
@@ -63,8 +63,8 @@ def stamp() -> dict[str, Any]:
     Files that are filled in parts store this in each record. The commit is None if the package is not in its own
     checkout.
     """
-    now = datetime.datetime.now(datetime.UTC)
-    return {"date": now.isoformat(timespec="minutes"), **_code()}
+    timestamp = datetime.datetime.now(datetime.UTC)
+    return {"date": timestamp.isoformat(timespec="minutes"), **_code()}
 
 
 def machine() -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _digest_of(path: Path) -> str:
     """Return the digest of a file, or of the names and digests of the files in a folder."""
     if path.is_file():
         return digest(path.read_bytes())
-    parts = [f"{one.name} {digest(one.read_bytes())}" for one in sorted(path.iterdir()) if one.is_file()]
+    parts = [f"{file.name} {digest(file.read_bytes())}" for file in sorted(path.iterdir()) if file.is_file()]
     return digest("\n".join(parts).encode())
 
 
@@ -107,17 +107,17 @@ def command(arguments: list[str]) -> str:
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
     inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
-    shown = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
-    if shown[0].startswith("scripts/"):
-        module = shown[0].removesuffix(".py").replace("/", ".")
-        return shlex.join(["python", "-m", module, *shown[1:]])
-    return shlex.join(["python"] * shown[0].endswith(".py") + shown)
+    words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
+    if words[0].startswith("scripts/"):
+        module = words[0].removesuffix(".py").replace("/", ".")
+        return shlex.join(["python", "-m", module, *words[1:]])
+    return shlex.join(["python"] * words[0].endswith(".py") + words)
 
 
 def git(*arguments: str) -> str:
     """Return the output of a git command in this checkout."""
-    told = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+    command_line = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command_line, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def version(name: str) -> str | None:

@@ -48,10 +48,10 @@ class ThetaFile(NamedTuple):
         """
         for name in SETTINGS:
             if name in run:
-                theirs, ours = self.settings[name], run[name]
+                calibrated, current = self.settings[name], run[name]
                 if name in ("target", "draft"):
-                    theirs, ours = _last(theirs), _last(ours)
-                self._compare(name, plain(theirs), plain(ours), self.settings[name], run[name])
+                    calibrated, current = _last(calibrated), _last(current)
+                self._compare(name, plain(calibrated), plain(current), self.settings[name], run[name])
 
     def check_rule(self, rule: RuleChoice) -> None:
         """Raise MarsError if a run has another rule, apart from theta."""
@@ -66,9 +66,9 @@ class ThetaFile(NamedTuple):
 
     def check_weights(self, target: Any, drafter: Any, rule: Any) -> None:
         """Raise MarsError if the weights of a run are not those of the calibration; see `fingerprints`."""
-        found = fingerprints(target, drafter, rule)
-        for name in self.weights | found:
-            if self.weights.get(name) != found.get(name):
+        run_weights = fingerprints(target, drafter, rule)
+        for name in self.weights | run_weights:
+            if self.weights.get(name) != run_weights.get(name):
                 raise MarsError(
                     f"'{self.path}' was calibrated with other weights of the {name}, or in another --dtype: calibrate "
                     "for these with mars-jax calibrate, or give a number."
@@ -131,8 +131,8 @@ def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
 
     from mars_jax.serve.fingerprint import fingerprint
 
-    found = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
-    return found | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})
+    digests = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
+    return digests | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})
 
 
 def thetas_of(

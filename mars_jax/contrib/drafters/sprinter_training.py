@@ -108,7 +108,7 @@ def training(examples: Examples, *, learning_rate: float = 5e-4, seed: int = 0) 
     return Training(
         init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
         loss=loss,
-        batches=numbers.map(lambda chosen: Examples(*(column[chosen] for column in examples))),
+        batches=numbers.map(lambda indices: Examples(*(column[indices] for column in examples))),
         optimizer=optax.adam(learning_rate),
         steps=EPOCHS * max(1, count // ROWS),
         step_tokens=ROWS,

@@ -102,19 +102,21 @@ def search(
     def as_mask(out: frozenset[tuple[int, int]]) -> Mask:
         return tuple(((i, 0) not in out, (i, 1) not in out) for i in range(layers))
 
-    known = _logged(log)
+    evaluated = _logged(log)
 
     def tried(out: frozenset[tuple[int, int]]) -> Found:
         mask = as_mask(out)
-        if mask not in known:
-            kept = jnp.asarray(mask, jnp.float32)
-            figures = np.mean([[float(x) for x in measure(params, kept, batch)] for batch in batches], axis=0)
-            known[mask] = Found(mask, float(figures[0]), float(figures[1]))
+        if mask not in evaluated:
+            mask_array = jnp.asarray(mask, jnp.float32)
+            figures = np.mean(
+                [[float(x) for x in measure(params, mask_array, batch)] for batch in batches], axis=0
+            )
+            evaluated[mask] = Found(mask, float(figures[0]), float(figures[1]))
             with log.open("a") as file:
-                file.write(json.dumps(known[mask]._asdict()) + "\n")
-        return known[mask]
+                file.write(json.dumps(evaluated[mask]._asdict()) + "\n")
+        return evaluated[mask]
 
-    return min(_tried(places, count, evaluations, seed, tried), key=lambda found: found.kl)
+    return min(_tried(places, count, evaluations, seed, tried), key=lambda result: result.kl)
 
 
 def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[Found]:
@@ -124,25 +126,25 @@ def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[F
     rng, best = np.random.default_rng(seed), None
     for turn in range(evaluations):
         if best is None or turn < evaluations // 2:
-            chosen = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
+            candidate = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
         else:
-            out, kept = sorted(best[1]), sorted(set(places) - best[1])
-            chosen = best[1] - {out[rng.integers(len(out))]}
-            chosen |= {kept[rng.integers(len(kept))]} if kept else best[1]
-        found = tried(chosen)
-        if best is None or found.kl < best[0].kl:
-            best = (found, chosen)
-        yield found
+            out, kept_places = sorted(best[1]), sorted(set(places) - best[1])
+            candidate = best[1] - {out[rng.integers(len(out))]}
+            candidate |= {kept_places[rng.integers(len(kept_places))]} if kept_places else best[1]
+        result = tried(candidate)
+        if best is None or result.kl < best[0].kl:
+            best = (result, candidate)
+        yield result
 
 
 def _logged(log: Path) -> dict[Mask, Found]:
     """Read the masks that were tried before. Skip a line that a kill cut short."""
-    known: dict[Mask, Found] = {}
+    evaluated: dict[Mask, Found] = {}
     for line in log.read_text().splitlines() if log.exists() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         mask = tuple((bool(a), bool(m)) for a, m in row["mask"])
-        known[mask] = Found(mask, row["kl"], row["same"])
-    return known
+        evaluated[mask] = Found(mask, row["kl"], row["same"])
+    return evaluated

@@ -92,11 +92,11 @@ def rollouts(
     room = max(map(len, prompts)) + ANSWER_TOKENS
 
     def prepare(head: PyTree, draws: np.ndarray) -> Rollouts:
-        chosen = [int(draw) % len(prompts) for draw in draws]
+        prompt_numbers = [int(draw) % len(prompts) for draw in draws]
         result = generate(
             target,
             LoadedDrafter(drafter, small.params),
-            [prompts[i] for i in chosen],
+            [prompts[i] for i in prompt_numbers],
             verify=LoadedRule(diversed(), head),
             temperature=1.0,
             seed=[(seed + int(draw)) % 2**32 for draw in draws],
@@ -104,11 +104,11 @@ def rollouts(
             batch_size=len(draws),
         )
         tokens, written = np.zeros((len(draws), room), np.int32), np.zeros((len(draws), room), bool)
-        for row, (number, answer) in enumerate(zip(chosen, result.tokens, strict=True)):
+        for row, (number, answer) in enumerate(zip(prompt_numbers, result.tokens, strict=True)):
             ids = [*prompts[number], *answer]
             tokens[row, : len(ids)] = ids
             written[row, len(prompts[number]) : len(ids)] = True
-        rewards = [reward(number, text) for number, text in zip(chosen, result.text, strict=True)]
+        rewards = [reward(number, text) for number, text in zip(prompt_numbers, result.text, strict=True)]
         return Rollouts(tokens, written, np.asarray(rewards, np.float32))
 
     return prepare

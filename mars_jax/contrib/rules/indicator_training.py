@@ -51,7 +51,7 @@ def training(
     return Training(
         init=lambda: indicator.init_params(size, jax.random.key(seed)),
         loss=loss,
-        batches=numbers.map(lambda chosen: Examples(*(column[chosen] for column in examples))),
+        batches=numbers.map(lambda indices: Examples(*(column[indices] for column in examples))),
         optimizer=optimizer,
         steps=steps,
         step_tokens=rows,

@@ -54,14 +54,14 @@ bad input ends with exit code 2.
 
 def parser() -> Parser:
     """Return the parser. Numbers remain strings."""
-    made = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
-    made.add_argument(
+    command_parser = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
+    command_parser.add_argument(
         "--recipe",
         metavar="NAME",
         help=f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml "
         "file; flags that are given count instead",
     )
-    group = made.add_argument_group("arms")
+    group = command_parser.add_argument_group("arms")
     group.add_argument(
         "--thetas",
         nargs="+",
@@ -97,10 +97,10 @@ def parser() -> Parser:
         metavar="X",
         help="with --tune, cost of a drafted token in forwards of the target, used in place of the clock",
     )
-    group = made.add_argument_group("output")
+    group = command_parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to continue")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
-    return made
+    return command_parser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -136,9 +136,9 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--part"], "with --recipe: leave one of them out")
     args.chosen = recipes.read(args.recipe)
-    given = without(argv, ("--recipe", "--output"))
+    user_flags = without(argv, ("--recipe", "--output"))
     args.parts = {
-        part: parse([*args.chosen.argv(part, given), "--output", str(args.output / part)])
+        part: parse([*args.chosen.argv(part, user_flags), "--output", str(args.output / part)])
         for part in recipes.PARTS
     }
     return args
@@ -201,8 +201,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     if args.recipe is not None:
         _follow(args, out)
         return
-    kept = f": '{args.output}' has the finished rows; run the same command again to continue."
-    with signals.ending(lambda: kept), joined(args, (), out) as place:
+    notice = f": '{args.output}' has the finished rows; run the same command again to continue."
+    with signals.ending(lambda: notice), joined(args, (), out) as place:
         run = _study if args.tune is None else _tune
         run(args, args.output, place)
 
@@ -282,7 +282,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
     if (samples and max(args.temperatures) > 0) or sampled:
-        other = drafters.load(
+        other_drafter = drafters.load(
             args.draft,
             target,
             num_draft_tokens=args.tune[-1],
@@ -290,7 +290,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             dtype=args.dtype,
             head_embed=args.head_embed or "own",
         )
-        kinds[not sampled] = other._replace(params=drafter.params)
+        kinds[not sampled] = other_drafter._replace(params=drafter.params)
     names = {name: getattr(args, name) for name in ("draft", "dtype", "mesh")}
     with progress("decodes") as show:
         report = tuned.tuned(

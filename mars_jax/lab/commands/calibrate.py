@@ -46,8 +46,8 @@ same command again to continue.
 
 def parser() -> Parser:
     """Return the parser. Numbers remain strings."""
-    made = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG)
-    group = made.add_argument_group("calibration")
+    command_parser = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG)
+    group = command_parser.add_argument_group("calibration")
     group.add_argument(
         "--risk",
         default="regret",
@@ -71,9 +71,9 @@ def parser() -> Parser:
         help="strict first tokens to try, falling, in the place of thetas; the rule keeps its own --theta",
     )
     group.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
-    group = made.add_argument_group("output")
+    group = command_parser.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="FILE", help="a new file")
-    return made
+    return command_parser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,10 +85,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert(args)
-    given = given_settings(args)
-    if args.prefixes is not None and "exact_prefix" in given:
+    settings = given_settings(args)
+    if args.prefixes is not None and "exact_prefix" in settings:
         raise MarsError(
-            f"{given['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
+            f"{settings['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
         )
     args.rule = pair.rule_of(args, instead=("theta",) if args.prefixes is None else ())
     args.judge = None
@@ -204,7 +204,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     rule = args.rule.as_json(but=("theta",))
-    asked = {
+    study_settings = {
         "settings": settings_of(args, temperature=args.temperature),
         "promise": {
             "risk": args.risk,
@@ -222,7 +222,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         "version": __version__,
     }
     loaded_rule = load(args.rule.spec, target, **args.rule.settings)
-    decides = asked | {
+    decides = study_settings | {
         "rule": args.rule.as_json(but=(args.setting,)),
         args.setting: args.values,
         **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
@@ -232,7 +232,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         "judge_source": None if args.judge is None else specs.source_digest(args.judge),
     }
     with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
-        found = calibration.calibrate(
+        result = calibration.calibrate(
             decoding,
             problems,
             rows,
@@ -245,24 +245,24 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             seed=args.seed,
             progress=show,
         )
-        theta = found["value"]
+        theta = result["value"]
         if args.setting == "exact_prefix" and theta != math.inf:
             rule["settings"]["exact_prefix"], theta = theta, args.rule.settled()["theta"]
-        report = asked | {
+        report = study_settings | {
             "format": FORMAT,
             "theta": "inf" if theta == math.inf else theta,
             "rule": rule,
             "weights": fingerprints(target, drafter, loaded_rule),
-            "tau": found["tau"],
-            "strict_tau": found["strict_tau"],
-            "trials": [{args.setting: trial.pop("value"), **trial} for trial in found["trials"]],
+            "tau": result["tau"],
+            "strict_tau": result["strict_tau"],
+            "trials": [{args.setting: trial.pop("value"), **trial} for trial in result["trials"]],
             "made": provenance(),
         }
         write_json(args.output, report)
         if hosts.is_first():
             # The output file contains all results.
             shutil.rmtree(work)
-    print(_table(report, found["value"], args), file=out)
+    print(_table(report, result["value"], args), file=out)
 
 
 def _table(report: dict[str, Any], value: float, args: argparse.Namespace) -> str:

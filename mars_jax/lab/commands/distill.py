@@ -154,13 +154,15 @@ KINDS = {
 
 def parser() -> Parser:
     """Return the parser, with a subparser for each kind. Flags that a kind does not have are None."""
-    made = Parser(
+    command_parser = Parser(
         prog="mars-jax distill",
         usage="%(prog)s KIND [flags]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    kinds = made.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND", prog=made.prog)
+    kinds = command_parser.add_subparsers(
+        title="kinds", dest="kind", required=True, metavar="KIND", prog=command_parser.prog
+    )
     names = [_FLAGS[flag].get("dest") or flag[2:].replace("-", "_") for flag in _FLAGS]
     for name, kind in KINDS.items():
         subparser = kinds.add_parser(
@@ -178,7 +180,7 @@ def parser() -> Parser:
             groups[title].add_argument(flag, **_FLAGS[flag])
         if "--mesh" in kind.flags:
             add_host_flags(subparser)
-    return made
+    return command_parser
 
 
 _POSITIVE = (

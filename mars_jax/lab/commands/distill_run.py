@@ -222,11 +222,11 @@ def _write_texts(
     texts: list[str] = []
 
     def write(numbers: Sequence[int]) -> list[dict[str, Any]]:
-        chosen = [prompts[i % len(prompts)] for i in numbers]
+        batch_prompts = [prompts[i % len(prompts)] for i in numbers]
         result = generate(
             target,
             drafter,
-            chosen,
+            batch_prompts,
             temperature=1.0,
             seed=[(args.seed + i) % 2**32 for i in numbers],
             max_new_tokens=args.length - 16,
@@ -234,7 +234,7 @@ def _write_texts(
         )
         return [
             {"number": i, "text": target.decode([*prompt, *ids])}
-            for i, prompt, ids in zip(numbers, chosen, result.tokens, strict=True)
+            for i, prompt, ids in zip(numbers, batch_prompts, result.tokens, strict=True)
         ]
 
     with (
@@ -350,7 +350,7 @@ def _via_sd(
         raise MarsError(
             f"'{target.name}' cannot leave out layers: give a checkpoint of this library's models."
         )
-    found = via_sd_training.search(
+    best = via_sd_training.search(
         target.model,
         target.params,
         _batches(args, target, documents),
@@ -359,13 +359,13 @@ def _via_sd(
         seed=args.seed,
         log=work / "masks.jsonl",
     )
-    out = 2 * len(found.mask) - sum(map(sum, found.mask))
+    out = 2 * len(best.mask) - sum(map(sum, best.mask))
     say(
-        f"without {out} of {2 * len(found.mask)} sublayers: KL {found.kl:.3f} nats a token, the same best token "
-        f"{found.same:.1%}"
+        f"without {out} of {2 * len(best.mask)} sublayers: KL {best.kl:.3f} nats a token, the same best token "
+        f"{best.same:.1%}"
     )
     name = draft_name(args.first or NGRAM, args.output)
-    save_system(args.output, System(name="via_sd", draft=name, layers=found.mask))
+    save_system(args.output, System(name="via_sd", draft=name, layers=best.mask))
 
 
 def _diversed(

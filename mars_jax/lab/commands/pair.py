@@ -52,12 +52,12 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
       prog, description, epilog: strings of the command's help.
       instead: settings of the rule for which the command has other flags; see `add_rule_flags`.
     """
-    made = Parser(
+    parser = Parser(
         prog=f"mars-jax {prog}",
         description=description,
         epilog=epilog,
     )
-    group = made.add_argument_group("models")
+    group = parser.add_argument_group("models")
     group.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
     group.add_argument(
         "--draft",
@@ -77,8 +77,8 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument("--cache-dtype", choices=specs.STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(made)
-    group = made.add_argument_group("tasks")
+    add_host_flags(parser)
+    group = parser.add_argument_group("tasks")
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
@@ -88,7 +88,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
-    group = made.add_argument_group("decoding")
+    group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", default="256", metavar="N", help="most tokens of an answer (default: %(default)s)"
     )
@@ -99,8 +99,8 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument(
         "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
     )
-    add_rule_flags(made.add_argument_group("rule"), instead=instead)
-    return made
+    add_rule_flags(parser.add_argument_group("rule"), instead=instead)
+    return parser
 
 
 def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleChoice:
@@ -113,10 +113,10 @@ def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleC
     Raises:
       MarsError: as for `choose`; also for a setting that is set twice or for missing weights.
     """
-    given = given_settings(args)
-    for name in given.keys() & set(instead):
-        raise MarsError(f"{given[name].shown} does not apply here: give {flag_of(name)}s in its place.")
-    return named(args.verify or "mars", given)
+    settings = given_settings(args)
+    for name in settings.keys() & set(instead):
+        raise MarsError(f"{settings[name].shown} does not apply here: give {flag_of(name)}s in its place.")
+    return named(args.verify or "mars", settings)
 
 
 def convert(args: argparse.Namespace) -> None:

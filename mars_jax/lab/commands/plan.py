@@ -165,14 +165,14 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             (args.dump / name).write_text(text, encoding="utf-8")
 
     with busy("planning"):
-        alone = pair(place, args.dtype, "none", None, None)
-        plan = planning.make_plan(pair(place, args.dtype), alone, place, dump)
+        target_programs = pair(place, args.dtype, "none", None, None)
+        plan = planning.make_plan(pair(place, args.dtype), target_programs, place, dump)
     drafts = []
     if acceptance is None and mixture:
         acceptance = [0.75]
     if acceptance and row.dynamic and row.resizes and length is tree is None and plan.fits:
         with busy("comparing drafts"):
-            alone_time = fit.planned_time(alone, place)[1]
+            alone_time = fit.planned_time(target_programs, place)[1]
             shapes = advice.SHAPES if mixture else advice.DEEPER
             drafts = advice.compare(step, alone_time, acceptance, shapes)
     attempts = []
@@ -188,7 +188,10 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         "acceptance": acceptance,
     }
     if args.json:
-        lists = {"tried": [one._asdict() for one in attempts], "drafts": [one._asdict() for one in drafts]}
+        lists = {
+            "tried": [entry._asdict() for entry in attempts],
+            "drafts": [entry._asdict() for entry in drafts],
+        }
         print(json.dumps(inputs | plan.as_json() | lists), file=out)
     else:
         _print_table(inputs, plan, attempts, drafts, out)
@@ -230,19 +233,19 @@ def _draft(spec: str, target: Any) -> Any:
 
 def _step_rows(plan: Any, batch: int) -> list[tuple[str, str]]:
     """Return the table rows of the estimates."""
-    step, alone = plan.step, plan.autoregressive_step
+    step, autoregressive_step = plan.step, plan.autoregressive_step
     rows = []
     if step is not None:
         rows.append(("a step, estimated", _milliseconds(step)))
-    if alone is not None:
+    if autoregressive_step is not None:
         label = "without a draft, estimated" if step is None else "  without a draft"
-        rows.append((label, _milliseconds(alone)))
-    if step is not None and alone is not None and step != alone:
-        first, last = sorted(step[end] / alone[end] for end in ("low_seconds", "high_seconds"))
+        rows.append((label, _milliseconds(autoregressive_step)))
+    if step is not None and autoregressive_step is not None and step != autoregressive_step:
+        first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
         rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
         rows += [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
-    elif alone is not None and step is not None:
-        rows.append(("tokens/s", _speeds(alone, batch)))
+    elif autoregressive_step is not None and step is not None:
+        rows.append(("tokens/s", _speeds(autoregressive_step, batch)))
     return rows
 
 

@@ -66,7 +66,7 @@ class Decoding:
         A follow-up turn contains the arm's own earlier answers.
         """
         target = self.session.target
-        said: list[list[Completion]] = [[] for _ in problems]
+        completions_by_row: list[list[Completion]] = [[] for _ in problems]
         seconds = [0.0] * len(problems)
         full = [False] * len(problems)
         turns = max(len(turns_asked(p, self.chat)) for p in problems)
@@ -75,7 +75,9 @@ class Decoding:
             for row, problem in enumerate(problems):
                 if turn >= len(turns_asked(problem, self.chat)) or full[row]:
                     continue
-                ids = prompt_tokens(target, problem, [c.text for c in said[row]], chat=self.chat)
+                ids = prompt_tokens(
+                    target, problem, [c.text for c in completions_by_row[row]], chat=self.chat
+                )
                 full[row] = turn > 0 and len(ids) >= target.config.max_positions
                 if not full[row]:
                     prompts[row] = ids
@@ -84,10 +86,10 @@ class Decoding:
             requests = self.requests(
                 list(prompts.values()), [seeds[row] for row in prompts], temperature, top_k=arm.top_k
             )
-            completions, taken = self._run(arm, requests)
+            completions, batch_seconds = self._run(arm, requests)
             for row, completion in zip(prompts, completions, strict=True):
-                said[row].append(completion)
-                seconds[row] += taken / len(requests)
+                completions_by_row[row].append(completion)
+                seconds[row] += batch_seconds / len(requests)
         return [
             Answer(
                 texts=tuple(c.text for c in completions),
@@ -96,7 +98,7 @@ class Decoding:
                 metrics=request.total(completions),
                 seconds=seconds[row],
             )
-            for row, completions in enumerate(said)
+            for row, completions in enumerate(completions_by_row)
         ]
 
     def requests(
@@ -126,22 +128,22 @@ class Decoding:
         assert refiner is not None
         drafter = pair.drafter._replace(params=refiner.params)
         refiner.warm_up(params)
-        done, seconds = _decoded(dataclasses.replace(pair, drafter=drafter, log_probs=True), requests)
+        completions, seconds = _decoded(dataclasses.replace(pair, drafter=drafter, log_probs=True), requests)
         began = time.perf_counter()
-        refiner.see_completions(done)
+        refiner.see_completions(completions)
         refiner.refine(params, steps=UPDATES)
-        return done, seconds + time.perf_counter() - began
+        return completions, seconds + time.perf_counter() - began
 
 
 def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
     """Return the completions and the total seconds they took."""
     if len(requests) <= pair.batch_size:
-        done = pair.run(requests)
-        return done, done[0].seconds
+        completions = pair.run(requests)
+        return completions, completions[0].seconds
     queue = pair.queue(requests)  # triggers any compilation before the clock starts
     began = time.perf_counter()
-    found = dict(queue)
-    return [found[i] for i in range(len(requests))], time.perf_counter() - began
+    completions_by_index = dict(queue)
+    return [completions_by_index[i] for i in range(len(requests))], time.perf_counter() - began
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
@@ -159,10 +161,10 @@ def prompt_tokens(
     """
     if not answers:
         return target.encode(problem.turns[0], chat=chat and not problem.continues)
-    said = [{"role": "user", "content": problem.turns[0]}]
+    messages = [{"role": "user", "content": problem.turns[0]}]
     for answer, turn in zip(answers, problem.turns[1:], strict=False):
-        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-    return target.encode_chat(said)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return target.encode_chat(messages)
 
 
 def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:

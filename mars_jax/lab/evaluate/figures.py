@@ -54,7 +54,10 @@ def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:
     [0.5, 0.5]
     """
     reached = np.cumsum(np.asarray(histogram)[::-1])[::-1].tolist()
-    return [after / before if before else None for before, after in itertools.pairwise(reached)]
+    return [
+        num_accepted / num_reached if num_reached else None
+        for num_reached, num_accepted in itertools.pairwise(reached)
+    ]
 
 
 def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
@@ -139,20 +142,21 @@ def intervals(
     """
     weights = resampled(len(rows), seed, resamples if len(rows) > 1 else 0)
 
-    def sums(of: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-        return weights @ np.asarray([row[name] for row in of], np.float64)
+    def sums(summed_rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+        return weights @ np.asarray([row[name] for row in summed_rows], np.float64)
 
     tokens, seconds = sums(rows, "emitted"), sums(rows, "seconds")
     reached = np.cumsum(sums(rows, "depth_histogram")[:, ::-1], axis=1)[:, ::-1]
     with np.errstate(divide="ignore", invalid="ignore"):
         rate = tokens / seconds
-        found: dict[str, Any] = {
+        bounds: dict[str, Any] = {
             "tau": _bounds(tokens / sums(rows, "steps")),
             "tokens_per_second": _bounds(rate),
             "speedup": _bounds(rate / (sums(alone, "emitted") / sums(alone, "seconds"))),
             "regret_per_token": _bounds(sums(rows, "regret") / tokens),
             "acceptance_by_depth": [
-                _bounds(after / before) for before, after in itertools.pairwise(reached.T)
+                _bounds(num_accepted / num_reached)
+                for num_reached, num_accepted in itertools.pairwise(reached.T)
             ],
             "score": None,
             "score_change": None,
@@ -160,10 +164,10 @@ def intervals(
         }
         if _is_scored(rows, alone):
             score, score_alone = (_scores(part, weights, metric) for part in (rows, alone))
-            found |= {"score": _bounds(score), "score_change": _bounds(score - score_alone)}
+            bounds |= {"score": _bounds(score), "score_change": _bounds(score - score_alone)}
             if score_alone.all():
-                found["recovered"] = _bounds(score / score_alone)
-    return found
+                bounds["recovered"] = _bounds(score / score_alone)
+    return bounds
 
 
 def _bounds(resampled: np.ndarray) -> list[float] | None:

@@ -27,17 +27,17 @@ class Attempt(NamedTuple):
 
 def try_fit(pair: Programs, topology: Topology) -> Attempt:
     """Compile the decode loop, unless its weights already exceed the memory, and return whether it fits."""
-    held, fits = local_bytes(pair.params), False
-    if held <= topology.hbm_bytes:
+    used_bytes, fits = local_bytes(pair.params), False
+    if used_bytes <= topology.hbm_bytes:
         state, lowered = pair.lower()
-        held += local_bytes(state)
+        used_bytes += local_bytes(state)
         try:
-            held = held_bytes(compile_program(lowered))
-            fits = held <= topology.hbm_bytes
+            used_bytes = held_bytes(compile_program(lowered))
+            fits = used_bytes <= topology.hbm_bytes
         except OutOfMemory as error:
-            held = max(held, error.used)
+            used_bytes = max(used_bytes, error.used)
     axes = {name: int(size) for name, size in pair.mesh.shape.items()}
-    return Attempt(topology.name, pair.dtype, axes, fits, held, topology.hbm_bytes)
+    return Attempt(topology.name, pair.dtype, axes, fits, used_bytes, topology.hbm_bytes)
 
 
 class Shape(NamedTuple):

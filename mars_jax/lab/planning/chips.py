@@ -128,8 +128,10 @@ def topology(name: str) -> Topology:
     sizes = shape.split("x")
     chip = CHIPS.get(generation)
     # Limit sizes to 9 digits, since Python refuses to convert strings of more than 4,300.
-    whole = all(size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in sizes)
-    if chip is None or len(sizes) != chip.dims or not whole:
+    has_valid_sizes = all(
+        size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in sizes
+    )
+    if chip is None or len(sizes) != chip.dims or not has_valid_sizes:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
@@ -142,7 +144,7 @@ def topology(name: str) -> Topology:
 
     counts = [int(size) for size in sizes]
     # A host holds 2x2 chips unless the slice is smaller than that.
-    host = [min(ours, theirs) for ours, theirs in zip([*counts, 1][:3], (2, 2, 1), strict=True)]
+    host = [min(count, limit) for count, limit in zip([*counts, 1][:3], (2, 2, 1), strict=True)]
     try:
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=name, chips_per_host_bounds=host

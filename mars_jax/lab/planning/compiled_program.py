@@ -63,18 +63,18 @@ def compile_program(
 def _out_of_memory(text: str) -> OutOfMemory:
     """Parse a message such as "... Used 20.95G of 15.75G hbm ..."."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
-    if found is None:
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    if match is None:
         return OutOfMemory(0, 0)
-    used, unit, capacity, of = found.groups()
-    return OutOfMemory(int(float(used) * units[unit]), int(float(capacity) * units[of]))
+    used, unit, capacity, capacity_unit = match.groups()
+    return OutOfMemory(int(float(used) * units[unit]), int(float(capacity) * units[capacity_unit]))
 
 
 def collectives(program: str) -> dict[str, int]:
     """Count the collectives of an HLO program, by kind and shape of the result."""
     pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
-    found = (pattern.search(line) for line in program.splitlines())
-    return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in found if hit))
+    matches = (pattern.search(line) for line in program.splitlines())
+    return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in matches if hit))
 
 
 def held_bytes(report: dict[str, Any]) -> int:

@@ -129,9 +129,9 @@ def _missing(work: Work, generation: str) -> str:
         return "mixtures of experts were not measured"
     if work.draft not in table["drafts"]:
         return f"{work.draft} drafts were not measured"
-    most = max(map(int, table["layers"][work.dtype]))
-    if work.tokens > most:
-        return f"a device scores {work.tokens} tokens, and at most {most} were measured"
+    max_tokens = max(map(int, table["layers"][work.dtype]))
+    if work.tokens > max_tokens:
+        return f"a device scores {work.tokens} tokens, and at most {max_tokens} were measured"
     if work.context > MAX_CONTEXT:
         return f"contexts above {MAX_CONTEXT} tokens were not measured"
     return ""

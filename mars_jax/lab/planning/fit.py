@@ -71,11 +71,11 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
     dump("decode.stablehlo.txt", lowered.as_text())
     try:
         report = compile_program(lowered, read=lambda text: dump("decode.hlo.txt", text))
-        held = held_bytes(report)
-        fits = held <= topology.hbm_bytes
+        used_bytes = held_bytes(report)
+        fits = used_bytes <= topology.hbm_bytes
     except OutOfMemory as error:
         report = {"collectives": {}, "seconds": 0.0}
-        held, fits = error.used, False
+        used_bytes, fits = error.used, False
     work, time = planned_time(pair, topology)
     _, alone_time = planned_time(alone, topology)
     notes = shardings.whole(pair.target, pair.mesh)
@@ -87,7 +87,7 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
         mesh={name: int(size) for name, size in pair.mesh.shape.items()},
         fits=fits,
         hbm_bytes=topology.hbm_bytes,
-        held_bytes=held,
+        held_bytes=used_bytes,
         weight_bytes=local_bytes(pair.params),
         cache_bytes=local_bytes(pair.state()),
         read_bytes=work.bytes.total,

@@ -62,15 +62,17 @@ class Recipe:
         >>> read("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']
         """
-        chosen = {**FLAGS, **self.flags}
-        lengths = chosen.pop("tune")
-        chosen |= {"tune": lengths} if part == "tuned" else self.paper
-        given = without(given, [flag for other, flags in OWN.items() if other != part for flag in flags])
+        part_flags = {**FLAGS, **self.flags}
+        lengths = part_flags.pop("tune")
+        part_flags |= {"tune": lengths} if part == "tuned" else self.paper
+        given = without(
+            given, [flag for other_part, flags in OWN.items() if other_part != part for flag in flags]
+        )
         names = {word.partition("=")[0] for word in given}
         # If the user chooses a draft or a shape, drop the recipe's tree.
         names |= {"--tree"} if names & {"--draft", *SHAPES} else set()
-        own = (_words(name, value) for name, value in chosen.items() if f"--{name}" not in names)
-        return [*itertools.chain(*own), *given]
+        recipe_words = (_words(name, value) for name, value in part_flags.items() if f"--{name}" not in names)
+        return [*itertools.chain(*recipe_words), *given]
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -107,14 +109,14 @@ def read(name: str) -> Recipe:
             f"there is no recipe {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}."
         )
     try:
-        made = Recipe(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
+        recipe = Recipe(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
         raise MarsError(
             f"'{path}' is no recipe ({error}): its parts are about, source, flags, paper, slice, published."
         ) from None
-    if not {"target", "draft"} <= made.flags.keys():
+    if not {"target", "draft"} <= recipe.flags.keys():
         raise MarsError(f"'{path}' is no recipe: its [flags] name a target and a draft.")
-    return made
+    return recipe
 
 
 def measured(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -126,22 +128,22 @@ def measured(summary: Mapping[str, Any]) -> dict[str, float]:
     >>> measured({"tables": [{"arms": arms}]})
     {'strict speed': 2.0, 'strict tau': 2.0, 'rule speed': 3.0, 'rule tau': 3.0, 'recovered': 1.0}
     """
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
         arms = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
-            found.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
-            found.setdefault(f"{role} tau", []).append(arms[role]["tau"])
-        kept = arms["rule"]["recovered"]
+            values_by_name.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
+            values_by_name.setdefault(f"{role} tau", []).append(arms[role]["tau"])
+        recovered = arms["rule"]["recovered"]
         # A likelihood above that of the target's own samples is not an improvement.
-        if kept is not None and math.isfinite(kept) and table.get("metric") != "likelihood":
-            found.setdefault("recovered", []).append(kept)
-    return {name: fmean(values) for name, values in found.items()}
+        if recovered is not None and math.isfinite(recovered) and table.get("metric") != "likelihood":
+            values_by_name.setdefault("recovered", []).append(recovered)
+    return {name: fmean(values) for name, values in values_by_name.items()}
 
 
 def table(recipe: Recipe, output: Path) -> str:
     """Return a Markdown table of the published and the measured figures in a run's folder."""
-    ours = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
+    figures = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
     lines = [
         f"# {recipe.name}: {recipe.about}",
         "",
@@ -150,11 +152,11 @@ def table(recipe: Recipe, output: Path) -> str:
     ]
     for word, unit in (("speed", "x"), ("tau", "")):
         was = recipe.published.get(word)
-        pairs = (ours[f"strict {word}"], ours[f"rule {word}"]), was
+        pairs = (figures[f"strict {word}"], figures[f"rule {word}"]), was
         cells = ["-" if pair is None else f"{pair[0]:.2f}{unit} -> {pair[1]:.2f}{unit}" for pair in pairs]
         lines.append(f"| {word} | {' | '.join(cells)} |")
-    kept = f"{ours['recovered']:.1%}" if "recovered" in ours else "not scored"
-    lines += [f"| score kept | {kept} | - |", ""]
+    score_kept = f"{figures['recovered']:.1%}" if "recovered" in figures else "not scored"
+    lines += [f"| score kept | {score_kept} | - |", ""]
     if recipe.published:
         lines += [f"Published: {recipe.source}. Means over the tasks.", ""]
     return "\n".join(lines)

@@ -58,7 +58,9 @@ def weight_bytes(args: argparse.Namespace) -> int:
         configs[draft.path] = EagleConfig.outline(target)
     # Assume two bytes per number for the checkpoint's own dtype.
     wide = "bfloat16" if args.dtype is None or args.dtype in specs.BITS else args.dtype
-    params = [abstract_params(one, wide, bits=specs.BITS.get(args.dtype or "")) for one in configs.values()]
+    params = [
+        abstract_params(config, wide, bits=specs.BITS.get(args.dtype or "")) for config in configs.values()
+    ]
     return sum(map(num_bytes, jax.tree.leaves(params)))
 
 

@@ -119,13 +119,19 @@ def calibrate(
     def losses_at(value: float) -> tuple[np.ndarray, float]:
         decoded = decode(rules[value], f"{setting}={value:g}")
         pairs = [(a["worth"], b["worth"]) for a, b in zip(strict_rows, decoded, strict=True)]
-        lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
+        lost = np.asarray(
+            [
+                strict_worth - loose_worth
+                for strict_worth, loose_worth in pairs
+                if None not in (strict_worth, loose_worth)
+            ]
+        )
         return np.clip(lost / CLIP, -1, 1), _tau(decoded)
 
-    chosen, trials = choose(values, losses_at, bound=bound / CLIP, confidence=confidence)
+    loosest, trials = choose(values, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
-        "value": chosen,
-        "tau": next((t.tau for t in trials if t.value == chosen), _tau(strict_rows)),
+        "value": loosest,
+        "tau": next((t.tau for t in trials if t.value == loosest), _tau(strict_rows)),
         "strict_tau": _tau(strict_rows),
         "trials": [dataclasses.asdict(t) for t in trials],
     }

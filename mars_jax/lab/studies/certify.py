@@ -58,8 +58,10 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     mean = (0.5 + np.cumsum(x)) / (1 + count)
     variance = (0.25 + np.cumsum((x - mean) ** 2)) / (1 + count)
     # Each bet depends only on earlier losses.
-    before = np.concatenate([[0.25], variance[:-1]])
-    bets = np.minimum(np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * before)), BET / (1 - r))
+    earlier_variance = np.concatenate([[0.25], variance[:-1]])
+    bets = np.minimum(
+        np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * earlier_variance)), BET / (1 - r)
+    )
     capital = np.cumsum(np.log1p(-bets * (x - r)))
     return float(min(1.0, np.exp(-capital.max(initial=0.0))))
 
@@ -100,7 +102,7 @@ def choose(
     >>> choose([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]
     0.9
     """
-    chosen, trials = math.inf, []
+    loosest, trials = math.inf, []
     for theta in thetas:
         losses, tau = losses_at(theta)
         p = p_value(losses, bound, confidence)
@@ -108,5 +110,5 @@ def choose(
         trials.append(Trial(theta, float(np.mean(losses)), p, passed, tau))
         if not passed:
             break
-        chosen = theta
-    return chosen, trials
+        loosest = theta
+    return loosest, trials

@@ -108,14 +108,14 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
     import grain
 
     datasets = []
-    for number, one in enumerate(streams):
-        if len(one.tokens) <= length:
+    for number, source in enumerate(streams):
+        if len(source.tokens) <= length:
             raise MarsError(
-                f"a source of {len(one.tokens)} tokens is shorter than a row of {length}: give more text."
+                f"a source of {len(source.tokens)} tokens is shorter than a row of {length}: give more text."
             )
-        dataset = grain.MapDataset.source(_Rows(one, length)).seed(seed + number)
+        dataset = grain.MapDataset.source(_Rows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
-    mixed = grain.MapDataset.mix(datasets, weights=[one.weight for one in streams])
+    mixed = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
     # Keeping the remainder of batches of one row gives a length above sys.maxsize, which grain cannot handle.
     return mixed.batch(rows, drop_remainder=True)
 
@@ -141,8 +141,8 @@ def draft_vocabulary(
     if not 1 <= size <= vocab_size:
         raise MarsError(f"a draft vocabulary of {size}: expected 1 to {vocab_size}, the target's vocabulary.")
     share = np.zeros(vocab_size)
-    for one in streams:
-        counts = np.bincount(one.tokens, minlength=vocab_size)[:vocab_size]
-        share += one.weight * counts / len(one.tokens)
+    for source in streams:
+        counts = np.bincount(source.tokens, minlength=vocab_size)[:vocab_size]
+        share += source.weight * counts / len(source.tokens)
     share[list(always)] = np.inf
     return np.sort(np.argsort(-share, kind="stable")[:size]).astype(np.int32)

@@ -82,22 +82,24 @@ def dflash(
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
 
-        # Drafted position i learns the target's distribution after token `after[..., i]`.
+        # Drafted position i learns the target's distribution after the token at `previous_positions[..., i]`.
         length = tokens.shape[1]
-        after = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
-        inside = jnp.minimum(after, length - 1)
+        previous_positions = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
+        inside = jnp.minimum(previous_positions, length - 1)
         one_document = jnp.take_along_axis(segments[:, None], inside, axis=2)
-        valid = (after < length) & (one_document == jnp.take_along_axis(segments, places, axis=1)[..., None])
-        before = jnp.take_along_axis(tokens[:, None], inside, axis=2)
-        wanted = jax.vmap(lambda z, at: z[at])(lesson.logits, inside)  # [B, A, D, V]
-        choice = jnp.argmax(wanted, axis=-1)
-        labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
+        valid = (previous_positions < length) & (
+            one_document == jnp.take_along_axis(segments, places, axis=1)[..., None]
+        )
+        previous_tokens = jnp.take_along_axis(tokens[:, None], inside, axis=2)
+        target_logits = jax.vmap(lambda z, index: z[index])(lesson.logits, inside)  # [B, A, D, V]
+        choice = jnp.argmax(target_logits, axis=-1)
+        labels = target_logits if ids is None else jnp.take(target_logits, ids, axis=-1)
 
-        rows, count, drafts = before.shape
+        rows, count, drafts = previous_tokens.shape
         flat = hidden.reshape(rows, count * drafts, -1)
         drafted = head.unembed(config, target, both, flat)
         if config.markov_rank:
-            drafted = drafted + head.markov(config, both.draft, before.reshape(rows, -1))
+            drafted = drafted + head.markov(config, both.draft, previous_tokens.reshape(rows, -1))
         drafted = drafted.reshape(rows, count, drafts, -1)
 
         named = config.to_target(both, jnp.argmax(drafted, axis=-1))
@@ -105,7 +107,7 @@ def dflash(
         right = objectives.masked_mean((named == choice).astype(jnp.float32), valid, axis=(0, 1))
         total, figures = objectives.chain_mean(losses, fade), objectives.chain_figures(losses, right)
         if config.confidence:
-            sure = head.confidence(config, both.draft, flat, before.reshape(rows, -1))
+            sure = head.confidence(config, both.draft, flat, previous_tokens.reshape(rows, -1))
             sure = sure.reshape(rows, count, drafts)
             overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, drafted))
             entropy = jax.nn.softplus(sure) - overlap * sure  # cross entropy of a probability and its logit
@@ -146,7 +148,7 @@ def block_hidden(
 
     first = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
     blocks = head.block(config, first).reshape(rows, count * size)
-    at = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
+    block_positions = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
     begins = jnp.repeat(places, size, axis=1)[..., None]
     same = (
         segments[:, None]
@@ -154,13 +156,13 @@ def block_hidden(
     )
     context = same & (positions[:, None] < begins)
     number = jnp.arange(count * size, dtype=jnp.int32) // size
-    own = jnp.broadcast_to(number[:, None] == number[None], (rows, count * size, count * size))
+    same_block = jnp.broadcast_to(number[:, None] == number[None], (rows, count * size, count * size))
     visible = Visible(
         first=zero,
-        positions=at,
+        positions=block_positions,
         slot=zero + length,
-        seen=jnp.concatenate([context, own], axis=2),
-        seen_positions=jnp.concatenate([positions, at], axis=1),
+        seen=jnp.concatenate([context, same_block], axis=2),
+        seen_positions=jnp.concatenate([positions, block_positions], axis=1),
     )
     hidden, _ = head.forward(config, target, params, blocks, visible, cache)
     hidden = hidden.reshape(rows, count, size, -1)

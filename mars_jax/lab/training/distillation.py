@@ -121,7 +121,7 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     def place(x: Any) -> Array:
         if isinstance(x, Array) and not x.is_fully_addressable:
             # This is part of the target's weights, which is sharded over several processes.
-            return jax.jit(lambda whole: whole, out_shardings=sharding)(x)
+            return jax.jit(lambda array: array, out_shardings=sharding)(x)
         return hosts.put(x, sharding)
 
     return jax.tree.map(place, tree)

@@ -44,10 +44,15 @@ class Labels(NamedTuple):
 def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | None) -> Labels:
     """Compute labels with a forward pass of the target."""
     lesson = teach(target, teacher, batch)
-    wanted = lesson.logits[:, 1:]
-    logits = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
-    known = jnp.max(logits, axis=-1) == jnp.max(wanted, axis=-1)
-    return Labels(entries(lesson.output, wanted.shape[1]), logits, jnp.argmax(wanted, axis=-1), known)
+    target_logits = lesson.logits[:, 1:]
+    logits = target_logits if ids is None else jnp.take(target_logits, ids, axis=-1)
+    in_vocabulary = jnp.max(logits, axis=-1) == jnp.max(target_logits, axis=-1)
+    return Labels(
+        entries(lesson.output, target_logits.shape[1]),
+        logits,
+        jnp.argmax(target_logits, axis=-1),
+        in_vocabulary,
+    )
 
 
 def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Labels:
@@ -55,13 +60,15 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     rows, length, _ = record.features.shape
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
     top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
-    rest = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
+    remaining_prob = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
     size = vocab_size if ids is None else len(ids)
     place = top
     if ids is not None:
         # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
         place = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))[top]
-    logits = jnp.broadcast_to(jnp.log(rest / (vocab_size - top.shape[-1])), (rows, length - 1, size))
+    logits = jnp.broadcast_to(
+        jnp.log(remaining_prob / (vocab_size - top.shape[-1])), (rows, length - 1, size)
+    )
     row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
     logits = logits.at[row[..., None], entry[..., None], place].set(log_probs, mode="drop")
     no_hidden = jnp.zeros((rows, length - 1, 0), features[0].dtype)
@@ -113,15 +120,15 @@ def eagle3(
     def loss(params: PyTree, batch: Any, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         if isinstance(batch, Recorded):
             labels = _recorded_labels(batch, target.vocab_size, len(config.feature_layers), ids)
-            known = labels.known
+            included = labels.known
         else:
             labels = _labels(target, teacher, batch, ids)
-            known = labels.known if batch.wanted is None else labels.known & batch.wanted[:, 2:]
+            included = labels.known if batch.wanted is None else labels.known & batch.wanted[:, 2:]
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         losses, accepted = [], []
         chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps, dtype)
         for drafted, valid in chain:
-            losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & known))
+            losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & included))
             accepted.append(_agreement(config, both, drafted, labels.choice, valid))
         return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
 
@@ -217,16 +224,16 @@ def eagle1(
             in_documents(segments[:, :n]),
             config.init_cache(rows, n, dtype),
         )
-        drafted, wanted = head.unembed(config, target, both, hidden), lesson.logits[:, 1:]
+        drafted, target_logits = head.unembed(config, target, both, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
         error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
         smooth = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
         regression = objectives.masked_mean(smooth, valid)
-        token = objectives.masked_mean(divergence(wanted, drafted), valid)
+        token = objectives.masked_mean(divergence(target_logits, drafted), valid)
         figures = {
             "regression": regression,
             "token": token,
-            "accept_1": _agreement(config, both, drafted, jnp.argmax(wanted, axis=-1), valid),
+            "accept_1": _agreement(config, both, drafted, jnp.argmax(target_logits, axis=-1), valid),
         }
         return regression + TOKEN_WEIGHT * token, figures
 

@@ -51,7 +51,7 @@ def pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, n
     rows: list[list[Sequence[int]]] = []
     room: list[int] = []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
-        row = next((i for i, left in enumerate(room) if left >= len(ids)), len(rows))
+        row = next((i for i, free in enumerate(room) if free >= len(ids)), len(rows))
         if row == len(rows):
             rows.append([])
             room.append(length)

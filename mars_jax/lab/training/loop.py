@@ -130,13 +130,13 @@ def fit(
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     with progress(description) as show, Checkpoints(directory, training.steps) as checkpoints:
-        done, state = checkpoints.restore(state)
+        completed_steps, state = checkpoints.restore(state)
         params, opt_state = state["params"], state["opt_state"]
         batches.set_state(jax.tree.map(int, state["data"]))
-        show(done, training.steps, "")
+        show(completed_steps, training.steps, "")
         step = make_step(training.loss, training.optimizer)
-        with _log(directory / "log.jsonl", done) as log:
-            for i in range(done + 1, training.steps + 1):
+        with _log(directory / "log.jsonl", completed_steps) as log:
+            for i in range(completed_steps + 1, training.steps + 1):
                 began = time.perf_counter()
                 batch = prepare(params, next(batches))
                 params, opt_state, figures = step(params, opt_state, batch, teacher)
@@ -196,13 +196,13 @@ class Checkpoints:
           MarsError: the checkpoint is damaged or belongs to another training run.
         """
         step = None if self._manager is None else self._manager.latest_step()
-        done = hosts.broadcast(step or 0)
-        if not done:
+        completed_steps = hosts.broadcast(step or 0)
+        if not completed_steps:
             return 0, state
         host_state, message = hosts.fetch(state), ""
         if self._manager is not None:
             try:
-                host_state = self._read(done, host_state)
+                host_state = self._read(completed_steps, host_state)
             except MarsError as error:
                 message = str(error)
         if message := hosts.broadcast_bytes(message.encode()).decode():
@@ -215,7 +215,7 @@ class Checkpoints:
             name: hosts.put(host_state[name], jax.tree.map(lambda x: x.sharding, state[name]))
             for name in ("params", "opt_state")
         }
-        return done, placed | {"data": host_state["data"]}
+        return completed_steps, placed | {"data": host_state["data"]}
 
     def _read(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         import orbax.checkpoint as ocp

@@ -43,11 +43,11 @@ def medusa(
         segments, losses, accepted = batch.segments, [], []
         for i in range(count):
             n = length - 1 - i
-            logits, wanted = drafted[:, :n, i], lesson.logits[:, 1 + i :]
+            logits, target_logits = drafted[:, :n, i], lesson.logits[:, 1 + i :]
             # The target predicts token t + 2 + i given one document up to t + 1 + i.
             valid = segments[:, :n] == segments[:, 1 + i : length]
-            same = (jnp.argmax(logits, axis=-1) == jnp.argmax(wanted, axis=-1)).astype(jnp.float32)
-            losses.append(objectives.masked_mean(divergence(wanted, logits), valid))
+            same = (jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
+            losses.append(objectives.masked_mean(divergence(target_logits, logits), valid))
             accepted.append(objectives.masked_mean(same, valid))
         return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
 

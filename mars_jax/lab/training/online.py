@@ -53,7 +53,7 @@ class Refined(NamedTuple):
 class Learner(NamedTuple):
     """Loss and acceptance measurement for a kind of draft."""
 
-    loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], wanted bool[B, T]) -> f32[]
+    loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], loss_mask bool[B, T]) -> f32[]
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
     acceptance: Callable[..., Sequence[Array]]
     ahead: int  # position t of these arrays refers to token t + ahead
@@ -183,33 +183,35 @@ class Refiner:
             completions.
         """
         old_params, old_state = self._params, self._state
-        before = self.expected_tau(target_params)
+        tau_before = self.expected_tau(target_params)
         loss = jnp.float32(0)
         for _ in range(steps if self._texts else 0):
             self._params, self._state, loss = self._update(
                 self._params, self._state, target_params, *self._lessons()
             )
-        after = self.expected_tau(target_params)
-        kept = bool(np.isfinite(after)) and after >= min((1 - self._fall) * self._first, before)
-        if not kept:
+        tau_after = self.expected_tau(target_params)
+        is_kept = bool(np.isfinite(tau_after)) and tau_after >= min(
+            (1 - self._fall) * self._first, tau_before
+        )
+        if not is_kept:
             self._params, self._state = old_params, old_state
-        return Refined(self.params, kept, float(loss), before, after)
+        return Refined(self.params, is_kept, float(loss), tau_before, tau_after)
 
     def warm_up(self, target_params: PyTree) -> None:
         """Compile everything that `refine` runs, so that measured times exclude compilation."""
         tokens = jnp.zeros((2 * BATCH, self._width), jnp.int32)
-        wanted = jnp.zeros(tokens.shape, bool)
-        jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, wanted))
+        loss_mask = jnp.zeros(tokens.shape, bool)
+        jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, loss_mask))
 
     def _lessons(self) -> tuple[Array, Array]:
-        """Draw rows to learn: (tokens i32[2 * BATCH, T], wanted bool[2 * BATCH, T])."""
+        """Draw rows to learn: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))] if self._old else []
             lessons.append((list(text), [place > 0 for place in range(len(text))]))
         tokens, _ = self._padded([text for text, _ in lessons])
-        wanted, _ = self._padded([places for _, places in lessons])
-        return jnp.asarray(tokens), jnp.asarray(wanted, bool)
+        loss_mask, _ = self._padded([places for _, places in lessons])
+        return jnp.asarray(tokens), jnp.asarray(loss_mask, bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. Padding is last: no token attends to it."""
@@ -221,8 +223,8 @@ class Refiner:
 
 
 def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    def update(params: PyTree, state: Any, teacher: PyTree, tokens: Array, wanted: Array) -> Any:
-        loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, wanted)
+    def update(params: PyTree, state: Any, teacher: PyTree, tokens: Array, loss_mask: Array) -> Any:
+        loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, loss_mask)
         change, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, change), state, loss
 
@@ -261,8 +263,8 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
             "refine a draft of the same size."
         )
 
-    def loss(params: PyTree, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
-        weight, segments = wanted[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
+    def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
+        weight, segments = loss_mask[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
         p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
         log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
         return jnp.sum(-jnp.sum(p * log_q, axis=-1) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
@@ -380,9 +382,9 @@ class Refining:
         """Return a description of the updates, for the statistics."""
         if not self._updates:
             return f"the draft was not refined: {self._every} completions are an update (--refine-every)"
-        kept = sum(update.kept for update in self._updates)
-        before, after = self._updates[0].before, self._refiner.expected_tau(self._target.params)
+        applied = sum(update.kept for update in self._updates)
+        tau_before, tau_after = self._updates[0].before, self._refiner.expected_tau(self._target.params)
         return (
-            f"the draft was refined {len(self._updates)} times, {kept} of them kept; expected tau on held-out texts "
-            f"{before:.2f} before and {after:.2f} after"
+            f"the draft was refined {len(self._updates)} times, {applied} of them kept; expected tau on held-out texts "
+            f"{tau_before:.2f} before and {tau_after:.2f} after"
         )

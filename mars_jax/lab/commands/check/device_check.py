@@ -43,10 +43,12 @@ _SETTINGS = (
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    found = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
-    found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    found.add_argument("--output", type=Path, metavar="FILE", help="write that object into a file as well")
-    return found
+    command_parser = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
+    command_parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    command_parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write that object into a file as well"
+    )
+    return command_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +102,7 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) ->
     for name, check in checks.items():
         with activity.doing(f"checking {name}") as going:
             try:
-                report[name] = check(lambda what, going=going: setattr(going, "detail", what))
+                report[name] = check(lambda detail, going=going: setattr(going, "detail", detail))
             except Exception as error:  # the other checks still run
                 report[name] = None
                 report["wrong"].append(f"{name}: {large.failure(error)}")
@@ -146,9 +148,9 @@ def _tables(report: dict[str, Any]) -> str:
 
     text = io.StringIO()
     screen = Console(file=text, width=150, highlight=False, markup=False)
-    found = report["device"]
+    device_info = report["device"]
     screen.print(
-        f"mars-jax {__version__}, jax {report['versions']['jax']}, {found['count']} x {found['kind']}"
+        f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
     )
     table = Table("kernel", "as", "", "operands", "", "against the reference", "", "ms")
     for row in report["kernels"] or []:

@@ -56,13 +56,13 @@ def forms(platform: str) -> dict[str, bool]:
     >>> forms("gpu"), forms("cpu")["pallas_tpu"]
     ({'xla': False, 'partitioned': False}, True)
     """
-    found = {"xla": False, "partitioned": False}
+    interpreted_by_form = {"xla": False, "partitioned": False}
     if platform == "cpu" or (platform == "tpu" and trial.switched_on()):
-        found["pallas_tpu"] = platform == "cpu"
-    return found
+        interpreted_by_form["pallas_tpu"] = platform == "cpu"
+    return interpreted_by_form
 
 
-def check_kernels(tick: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
+def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[dict[str, Any]]:
     """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason.
 
     Args:
@@ -148,14 +148,14 @@ def cases(vocab: int) -> list[Case]:
     """Return the cases: chains and trees, greedy and sampled, with both margins and both dtypes."""
     stats = functools.partial(api.margin_stats, logsumexp=True)
     chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
-    found = []
+    logits_cases = []
     for dtype in ("float32", "bfloat16"):
         logits = _logits(8, vocab, dtype, seed=0)
         shape = f"[{ROWS}, 8, {vocab}]"
-        found.append(Case("margin_stats", shape, dtype, stats, (logits,)))
-        found.append(Case("top_k", f"10 of {shape}", dtype, functools.partial(top_k, k=10), (logits,)))
+        logits_cases.append(Case("margin_stats", shape, dtype, stats, (logits,)))
+        logits_cases.append(Case("top_k", f"10 of {shape}", dtype, functools.partial(top_k, k=10), (logits,)))
     return [
-        *found,
+        *logits_cases,
         _accept("chain", chain, 5, vocab, "float32", "ratio", sampled=False),
         _accept("tree", tree, 3, vocab, "bfloat16", "gap", sampled=True),
         _attention("bfloat16", None),
@@ -190,9 +190,9 @@ def _accept(
     y = order[..., 0]
     if sampled:
         y = np.where(random.random(y.shape) < 0.3, order[..., 1], y)
-    above = np.maximum(parents, 0)
+    parent_nodes = np.maximum(parents, 0)
     anything = random.integers(0, vocab, (ROWS, nodes))
-    drafts = np.stack([y[:, above], order[:, above, 1], anything, np.full((ROWS, nodes), -1)])
+    drafts = np.stack([y[:, parent_nodes], order[:, parent_nodes, 1], anything, np.full((ROWS, nodes), -1)])
     kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
     tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
     tokens[:, 0] = 1

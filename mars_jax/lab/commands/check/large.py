@@ -131,14 +131,14 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
     """
     wide = "bfloat16" if dtype in BITS else dtype
     model = transformer.language_model(config, dtype=wide, **options)
-    plain = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
+    params = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
     head = drawn(shardings.abstract_params(EagleConfig.outline(config), wide))
     # Scale logits to a standard deviation of `PEAK`, as in a trained head: otherwise trees stay shallow.
     head["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
-    return Pair(config, model, plain, plain._replace(draft=head), context)
+    return Pair(config, model, params, params._replace(draft=head), context)
 
 
-def check_large(tick: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+def check_large(tick: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
     """Return the times of `TARGET` on this device, as `measure` does, or the reason why it cannot be measured."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
@@ -154,7 +154,7 @@ def measure(
     *,
     rows: int,
     context: int,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda part: None,
 ) -> dict[str, Any]:
     """Return times in milliseconds of steps with one row and with `rows`, and of a prompt.
 
@@ -245,11 +245,11 @@ def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], 
 
 def step_times(program: Program, compiled: Any) -> dict[str, Any]:
     """Time a step in `ROUNDS` loops of `STEPS` steps, after a warm-up loop."""
-    state, most = program.start(), jnp.asarray(STEPS, jnp.int32)
+    state, max_steps = program.start(), jnp.asarray(STEPS, jnp.int32)
     times, tokens = [], 0
     for i in range(1 + ROUNDS):
         began = time.perf_counter()
-        state, stats = jax.block_until_ready(compiled(program.params, state, max_steps=most))
+        state, stats = jax.block_until_ready(compiled(program.params, state, max_steps=max_steps))
         if i:
             times.append(1e3 * (time.perf_counter() - began) / STEPS)
             tokens += int(stats.emitted.sum())

@@ -23,7 +23,7 @@ TIE = 1e-3
 this changes the logits of these models by about 1e-5."""
 
 
-def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
+def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[str, Any]]:
     """Decode with and without drafts, and compare every token with the target's best one.
 
     Matrix products use full float32 precision, because some devices round them to fewer bits by default.
@@ -56,13 +56,13 @@ def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[s
             "mars at theta = inf, a tree": tree.using(mars),
         }
         rows = []
-        for way, session in sessions.items():
-            tick(way)
+        for name, session in sessions.items():
+            tick(name)
             completions = session.run(requests)
             tokens = [completion.tokens for completion in completions]
             count = sum(map(len, tokens))
             tau = count / sum(completion.metrics.steps for completion in completions)
-            rows.append({"way": way, "tokens": count, "tau": tau} | compare(target, prompts, tokens))
+            rows.append({"way": name, "tokens": count, "tau": tau} | compare(target, prompts, tokens))
         return rows
 
 
@@ -74,10 +74,10 @@ def compare(target: Pretrained, prompts: Sequence[list[int]], tokens: Sequence[l
       prompts: token ids of each prompt.
       tokens: token ids decoded for each prompt.
     """
-    texts = [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
+    texts = [prompt + completion for prompt, completion in zip(prompts, tokens, strict=True)]
     ties = 0
-    for prompt, new, scored in zip(prompts, tokens, score(target, texts), strict=True):
-        for i, token in enumerate(new):
+    for prompt, completion, scored in zip(prompts, tokens, score(target, texts), strict=True):
+        for i, token in enumerate(completion):
             position = len(prompt) - 1 + i
             if token == scored.best[position]:
                 continue

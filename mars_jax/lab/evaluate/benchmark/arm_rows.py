@@ -135,9 +135,9 @@ def scored(
         for i, (p, a) in enumerate(zip(problems, answers, strict=True))
         for turn, tokens in enumerate(a.tokens)
     ]
-    found = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+    turn_sums = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
     sums = np.zeros((len(problems), 2))
-    np.add.at(sums, [t[0] for t in turns], found)
+    np.add.at(sums, [t[0] for t in turns], turn_sums)
     return [*sums.tolist()]
 
 

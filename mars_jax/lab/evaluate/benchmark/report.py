@@ -53,13 +53,13 @@ def summarize(
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
             strict = next((arm.name for arm in arms[temperature] if arm.role == "strict"), None)
-            alone = by_arm[task, temperature, AUTOREGRESSIVE]
+            autoregressive_rows = by_arm[task, temperature, AUTOREGRESSIVE]
             strict_rows = None if strict is None else by_arm[task, temperature, strict]
             summaries = [
                 arm.legend()
                 | figures.summarize(
                     by_arm[task, temperature, arm.name],
-                    alone,
+                    autoregressive_rows,
                     strict_rows,
                     metric=metric,
                     seed=settings["seed"],

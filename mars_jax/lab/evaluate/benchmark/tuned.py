@@ -70,8 +70,8 @@ def arms_at(
     arms: dict[str, Arm] = {}
     for choice in rules:
         own_thetas = thetas if choice.spec == rule.spec else ()
-        made = make_arms(choice, own_thetas, temperature=temperature, target=target, controls="paper")
-        arms |= {arm.name: arm for arm in made[1:]}
+        choice_arms = make_arms(choice, own_thetas, temperature=temperature, target=target, controls="paper")
+        arms |= {arm.name: arm for arm in choice_arms[1:]}
     return sorted(arms.values(), key=lambda arm: not arm.rule.rule.lossless)
 
 
@@ -123,12 +123,12 @@ def tuned(
             turns += turns_of(group[split:], study.chat) * (1 + len(arms_here))
     with contextlib.closing(open_rows(folder, settings)) as file:
         run = _Run(study, drafters, Recorder(file, progress, turns), folder, lengths, cost)
-        found = [
+        task_tables = [
             run.table(task, group, temperature, arms[temperature])
             for task, group in tasks.items()
             for temperature in study.temperatures
         ]
-        report = {**provenance(), "settings": settings, "lengths": lengths, "tables": found}
+        report = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
         write_json(folder / FILE, report)
         if hosts.is_first():
             write_whole(folder / TABLE, markdown(report))
@@ -273,23 +273,23 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     columns = ("arm", "tau", "tokens/s", "speed", "score change", "relaxed", "loops")
     for table in report["tables"]:
-        few = table["problems"] < ENOUGH
+        too_few = table["problems"] < ENOUGH
         rows = []
         for arm in (table["alone"], *table["arms"]):
-            over = arm.get("over_lossless")
+            over_lossless = arm.get("over_lossless")
             cells = tables.cells(arm, table["metric"])
-            name, *rest = (cells[column] for column in columns)
+            name, *figure_cells = (cells[column] for column in columns)
             draft = [
                 str(arm.get("length", "-")),
-                "-" if over is None else "{:.2f} [{:.2f}, {:.2f}]".format(*over),
+                "-" if over_lossless is None else "{:.2f} [{:.2f}, {:.2f}]".format(*over_lossless),
             ]
-            rows.append([name, *draft, *rest])
+            rows.append([name, *draft, *figure_cells])
         lines += [
             f"## {tables.heading(table)}",
             "",
             f"{table['problems']} problems, after {table['chosen_on']} that chose; score: {METRICS[table['metric']]}. "
             f"The best lossless arm is {table['best_lossless']}."
-            + (f" Fewer than {ENOUGH} problems are not evidence." if few else ""),
+            + (f" Fewer than {ENOUGH} problems are not evidence." if too_few else ""),
             "",
             *tables.markdown_table(["arm", "drafted", "over the best lossless", *columns[1:]], rows),
             "",

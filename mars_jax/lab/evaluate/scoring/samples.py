@@ -43,7 +43,11 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
     """
     code = {(p.task, p.id): p.code for p in problems if p.code is not None}
     for task in {task for task, _ in code}:
-        lines = [{"task_id": name, **part._asdict()} for (of, name), part in code.items() if of == task]
+        lines = [
+            {"task_id": name, **part._asdict()}
+            for (code_task, name), part in code.items()
+            if code_task == task
+        ]
         _write_jsonl(folder / f"problems-{task}.jsonl", lines)
     samples: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -78,12 +82,12 @@ def completion(code: Code, text: str) -> str:
     if not code.prompt:
         return blocks[0] if blocks else text.partition("[DONE]")[0]
     definition = f"def {code.entry_point}("
-    whole = [block for block in blocks if definition in block]
+    definitions = [block for block in blocks if definition in block]
     # A completion begins with the indented body, and may define the same function again later.
-    if not whole and definition in text and not text.lstrip("\n")[:1].isspace():
-        whole = [text[text.index(definition) :]]
-    if whole:
-        return f"    pass\n\n\n{whole[0]}"
+    if not definitions and definition in text and not text.lstrip("\n")[:1].isspace():
+        definitions = [text[text.index(definition) :]]
+    if definitions:
+        return f"    pass\n\n\n{definitions[0]}"
     return blocks[0] if blocks else _ENDS.split(text, maxsplit=1)[0]
 
 

@@ -88,8 +88,8 @@ def final_answer(text: str) -> int | None:
     True
     """
     _, _, tail = text.partition("####")
-    found = re.match(r"[ \t]*\$?[ \t]*(-?(?:\d{1,3}(?:,\d{3})+|\d+))(?!\d|[.,]\d)", tail)
-    return int(found[1].replace(",", "")) if found else None
+    match = re.match(r"[ \t]*\$?[ \t]*(-?(?:\d{1,3}(?:,\d{3})+|\d+))(?!\d|[.,]\d)", tail)
+    return int(match[1].replace(",", "")) if match else None
 
 
 def last_number(text: str) -> int | None:
@@ -102,10 +102,10 @@ def last_number(text: str) -> int | None:
     """
     if (marked := final_answer(text)) is not None:
         return marked
-    found = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text)
-    if not found:
+    numbers = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text)
+    if not numbers:
         return None
-    value = float(found[-1].replace(",", ""))
+    value = float(numbers[-1].replace(",", ""))
     return int(value) if value.is_integer() else None
 
 
@@ -141,8 +141,8 @@ def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
     Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError if that package is not
     installed.
     """
-    found = _bleu_metric().sentence_score(text, list(references))
-    return [float(n) for n in (*found.counts, *found.totals, found.sys_len, found.ref_len)]
+    bleu = _bleu_metric().sentence_score(text, list(references))
+    return [float(n) for n in (*bleu.counts, *bleu.totals, bleu.sys_len, bleu.ref_len)]
 
 
 def _bleu(counts: np.ndarray) -> np.ndarray:

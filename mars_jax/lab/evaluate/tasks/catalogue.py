@@ -53,20 +53,20 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
         raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
     if name == "stories":
         return list(itertools.islice(_stories(path), limit))
-    problems, seen = [], Counter[str]()
+    problems, task_counts = [], Counter[str]()
     rows = read_hub(path, name) if is_hub_name(path) else read_jsonl(path)
     if name != "spec_bench":  # limited per part below
         rows = itertools.islice(rows, limit)
     for number, fields in enumerate(rows):
         problem = READERS[name](fields, str(_id(fields, number)), chat)
-        seen[problem.task] += 1
-        if limit is None or seen[problem.task] <= limit:
+        task_counts[problem.task] += 1
+        if limit is None or task_counts[problem.task] <= limit:
             problems.append(problem)
     if not problems:
         raise MarsError(f"'{path}' holds no problems: give one object a line.")
     _check(problems, path)
     # List the parts of Spec-Bench one after another, each in file order.
-    return [p for task in seen for p in problems if p.task == task]
+    return [p for task in task_counts for p in problems if p.task == task]
 
 
 def _id(fields: Fields, number: int) -> str | int:
@@ -88,16 +88,16 @@ def _check(problems: Sequence[Problem], path: str) -> None:
 def _stories(path: str) -> Iterator[Problem]:
     """Yield the beginnings of documents. They are cut between words, so that prompts do not depend on the tokenizer."""
     opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
-    found = False
+    has_story = False
     for number, document in enumerate(documents(path)):
         if len(document.split(maxsplit=2 * STORY_WORDS)) > 2 * STORY_WORDS and (
             head := opening.match(document)
         ):
-            found = True
+            has_story = True
             yield Problem(
                 task="stories", id=str(number), turns=(head[0],), metric="likelihood", continues=True
             )
-    if not found:
+    if not has_story:
         raise MarsError(
             f"'{path}' has no document of more than {2 * STORY_WORDS} words: give longer ones, divided by lines of "
             "<|endoftext|>."

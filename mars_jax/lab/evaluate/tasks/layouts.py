@@ -69,14 +69,14 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
     """Use the prompt of Austin et al. 2108.07732 without examples. Full and sanitized files are supported."""
     tests = fields.texts("test_list")
     setup = [*fields.texts("test_imports", []), fields.values.get("test_setup_code") or ""]
-    asked = (
+    prompt = (
         f"You are an expert Python programmer, and here is your task: {fields.text('prompt', 'text')} "
         "Your code should pass these tests:\n\n" + "\n".join(tests)
     )
     return Problem(
         task="mbpp",
         id=name,
-        turns=(asked if chat else f"{asked}\n[BEGIN]\n",),
+        turns=(prompt if chat else f"{prompt}\n[BEGIN]\n",),
         metric="pass@1",
         # The assertions run as they are. HumanEval's evaluator then calls `check(None)`.
         code=Code("", "None", "\n".join([*setup, *tests, "", "def check(function):", "    pass", ""])),
@@ -90,16 +90,16 @@ def _mt_bench(fields: Fields, name: str, chat: bool) -> Problem:
 
 def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
     """Join instruction and input into one prompt."""
-    asked = [fields.text("instruction")]
+    parts = [fields.text("instruction")]
     if fields.values.get("input"):
-        asked.append(fields.text("input"))
-    return Problem(task="alpaca", id=name, turns=("\n\n".join(asked),), metric="likelihood")
+        parts.append(fields.text("input"))
+    return Problem(task="alpaca", id=name, turns=("\n\n".join(parts),), metric="likelihood")
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
     """Read article and highlights, with the prompt of the MARS release."""
-    asked, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
-    return Problem(task="cnn_dm", id=name, turns=(asked,), metric="rouge_l", references=(reference,))
+    prompt, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
+    return Problem(task="cnn_dm", id=name, turns=(prompt,), metric="rouge_l", references=(reference,))
 
 
 _LANGUAGES = {
@@ -115,11 +115,11 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
     # Models answer best in English, and the published figures are for translation into English.
     (first, source), (second, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
-    asked = (
+    instruction = (
         f"Translate the following {_LANGUAGES.get(first, first)} text to {_LANGUAGES.get(second, second)}."
     )
     return Problem(
-        task="wmt19", id=name, turns=(f"{asked}\n\n{source}",), metric="bleu", references=(reference,)
+        task="wmt19", id=name, turns=(f"{instruction}\n\n{source}",), metric="bleu", references=(reference,)
     )
 
 
@@ -171,8 +171,8 @@ def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
 def _jsonl(fields: Fields, name: str, chat: bool) -> Problem:
     """Read a user's prompt: `prompt` or `turns`, and `metric` and `reference` if it is scored."""
     metric = fields.values.get("metric", "none")
-    if metric not in (known := (*UNJUDGED, "final_answer", "last_number", "rouge_l", "bleu")):
-        raise fields.error(f"metric is {metric!r}: expected one of {', '.join(known)}.")
+    if metric not in (metrics := (*UNJUDGED, "final_answer", "last_number", "rouge_l", "bleu")):
+        raise fields.error(f"metric is {metric!r}: expected one of {', '.join(metrics)}.")
     references = [] if metric in UNJUDGED else fields.texts("reference")
     if metric in ("final_answer", "last_number") and not re.fullmatch(r"-?\d+", references[0].strip()):
         raise fields.error(f"reference is {references[0]!r}: expected a whole number, as {metric} compares.")
