@@ -286,10 +286,10 @@ def difference(name: str, recorded: Any, current: Any) -> str | None:
     if recorded == current:
         return None
     if name == "fingerprints":
-        parts = sorted({**current, **recorded})
-        return (
-            f"other weights of the {next(part for part in parts if recorded.get(part) != current.get(part))}"
-        )
+        # The settings file may be damaged.
+        recorded = recorded if isinstance(recorded, dict) else {}
+        changed = [part for part in sorted(current | recorded) if recorded.get(part) != current.get(part)]
+        return f"other weights of the {changed[0]}" if changed else None
     name = name.replace("_", " ")
     if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
         return f"other {name}"
