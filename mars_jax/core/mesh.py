@@ -317,9 +317,9 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
     """
     auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
-        out = function(*jax.sharding.reshard(arguments, jax.tree.map(lambda _: P(), arguments)))
+        outputs = function(*jax.sharding.reshard(arguments, jax.tree.map(lambda _: P(), arguments)))
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.sharding.reshard(out, row_specs(out, mesh))
+        return jax.sharding.reshard(outputs, row_specs(outputs, mesh))
 
 
 def _ready() -> AbstractMesh | None:

@@ -104,7 +104,7 @@ def put(size: int, places: Array, values: Array) -> Array:
 
 def _scatter(places: Array, values: Array, size: int) -> Array:
     empty = jnp.zeros((places.shape[0], size), values.dtype)
-    return jax.vmap(lambda row, index, new: row.at[index].set(new, unique_indices=True))(
+    return jax.vmap(lambda row, index, row_values: row.at[index].set(row_values, unique_indices=True))(
         empty, places, values
     )
 

@@ -261,13 +261,15 @@ def check_same_rule(rule: Any, method: str, after: Any) -> None:
         raise wrong_result(
             rule, method, described(after), f"an object of type {type(rule).__name__} with the same structure"
         )
-    for (path, old), new in zip(
+    for (path, leaf), new_leaf in zip(
         jax.tree_util.tree_leaves_with_path(rule), jax.tree.leaves(after), strict=True
     ):
-        if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
+        if jnp.shape(new_leaf) != jnp.shape(leaf) or jnp.result_type(new_leaf) != jnp.result_type(leaf):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             rule_with = f"a rule whose {name} is "
-            raise wrong_result(rule, method, f"{rule_with}{described(new)}", f"{rule_with}{described(old)}")
+            raise wrong_result(
+                rule, method, f"{rule_with}{described(new_leaf)}", f"{rule_with}{described(leaf)}"
+            )
 
 
 def wrong_result(rule: Any, method: str, returned: str, expected: str | None = None) -> MarsError:

@@ -214,10 +214,10 @@ def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
     ids = _argmax(part) + jax.lax.axis_index(axes) * part.shape[-1]
     # Pack both into one array for a single collective: send floats bitcast to integers, which are copied bit for bit.
     largest = jax.lax.bitcast_convert_type(jnp.max(part, axis=-1).astype(jnp.float32), jnp.int32)
-    both = jax.lax.all_gather(jnp.stack([largest, ids]), axes)  # i32[parts, 2, ...]
+    gathered = jax.lax.all_gather(jnp.stack([largest, ids]), axes)  # i32[parts, 2, ...]
     # Shards are gathered in the order of their ids, so ties still go to the smaller id.
-    best = jnp.argmax(jax.lax.bitcast_convert_type(both[:, 0], jnp.float32), axis=0)
-    return jnp.take_along_axis(both[:, 1], best[None], axis=0, mode="promise_in_bounds")[0]
+    best = jnp.argmax(jax.lax.bitcast_convert_type(gathered[:, 0], jnp.float32), axis=0)
+    return jnp.take_along_axis(gathered[:, 1], best[None], axis=0, mode="promise_in_bounds")[0]
 
 
 def _argmax(logits: Array) -> Array:

@@ -33,9 +33,9 @@ def _family(data: dict[str, Any]) -> str:
     for name, family in FAMILIES.items():
         if named == family.architecture or (named is None and data.get("model_type") == name):
             return name
-    shown = named or data.get("model_type") or "none named in config.json"
+    architecture = named or data.get("model_type") or "none named in config.json"
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise MarsError(f"architecture {shown} is not supported: choose a checkpoint of {supported}.")
+    raise MarsError(f"architecture {architecture} is not supported: choose a checkpoint of {supported}.")
 
 
 def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -147,7 +147,9 @@ def dtype_of(data: dict[str, Any]) -> str | None:
 def to_json(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     """Return the contents of config.json for transformers 4 and 5."""
     family = FAMILIES[config.family]
-    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
+    activation = next(
+        json_name for json_name, config_name in _ACTIVATIONS.items() if config_name == config.activation
+    )
     eos = config.eos_token_ids
     data = {
         "architectures": [family.architecture],

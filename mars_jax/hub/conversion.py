@@ -67,27 +67,27 @@ def convert(
     floating, bits = resolve_dtype(dtype, named_dtype)
     tensors = find_tensors(directory, config)
     with writing(target), staging(target) as staged:
-        new = staged / "new"
-        (new / WEIGHTS).mkdir(parents=True)
+        new_directory = staged / "new"
+        (new_directory / WEIGHTS).mkdir(parents=True)
         checksums: dict[str, int] = {}
         for array, rows in leaves(config).items():
             fields = read_leaf(directory, tensors, array, rows, floating, bits=bits)
             data = _to_bytes(fields)
-            (new / WEIGHTS / file_name(array)).write_bytes(data)
+            (new_directory / WEIGHTS / file_name(array)).write_bytes(data)
             checksums[file_name(array)] = zlib.crc32(data)
             progress(len(data))
         if is_gguf(directory):
-            write_json(new / "config.json", to_json(config, dtype=floating))
-            read_tokenizer(directory).save_pretrained(new)
+            write_json(new_directory / "config.json", to_json(config, dtype=floating))
+            read_tokenizer(directory).save_pretrained(new_directory)
         else:
-            _copy_files(directory, new, floating)
+            _copy_files(directory, new_directory, floating)
         manifest = {"source": os.fspath(source), "dtype": floating, "bits": bits, "checksums": checksums}
-        write_json(new / MANIFEST, manifest)
-        sync_directory(new)
+        write_json(new_directory / MANIFEST, manifest)
+        sync_directory(new_directory)
         _check_free(target, overwrite)
         if target.exists():
             os.rename(target, staged / "old")
-        os.rename(new, target)
+        os.rename(new_directory, target)
         sync(target.parent)
     return target
 
@@ -116,8 +116,8 @@ def _check_free(target: Path, overwrite: bool) -> None:
 def _copy_files(source: Path, place: Path, dtype: str) -> None:
     """Copy all files except the weights: config.json with its new dtype, generation config, tokenizer, template."""
     for file in sorted(source.iterdir()):
-        wanted = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
-        if wanted and file.is_file() and not file.name.endswith(".index.json"):
+        is_copied = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
+        if is_copied and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, place / file.name)
     data = read_json(source / "config.json")
     write_json(

@@ -39,13 +39,13 @@ class Detokenizer:
 
     def pending(self) -> str:
         """Return the text of all tokens since the last piece, including text that later tokens may change."""
-        before = self._decode(self._tokens[self._context : self._read])
+        context_text = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])
         if not text.startswith(
-            before
+            context_text
         ):  # an invalid byte follows a character of the prompt in the same run of bytes
             return self._decode(self._tokens[self._read :])
-        return text[len(before) :]
+        return text[len(context_text) :]
 
     def _may_change(self) -> bool:
         """Return True if the text ends in a run of byte tokens, which an invalid byte would replace as a whole."""

@@ -85,8 +85,8 @@ def _read_qwen2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3(data: dict[str, Any]) -> dict[str, Any]:
-    own = {"qk_norm": True, "windows": _qwen_windows(data), "head_dim": count(data, "head_dim", 128)}
-    return _biases(data) | own
+    fields = {"qk_norm": True, "windows": _qwen_windows(data), "head_dim": count(data, "head_dim", 128)}
+    return _biases(data) | fields
 
 
 def _write_qwen(config: ModelConfig) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
     """Read Qwen3-MoE's fields. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
-    step, plain = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
+    step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     return _biases(data) | {
         "qk_norm": True,
         "windows": (window if data.get("use_sliding_window") else None,) * layers,
@@ -118,7 +118,7 @@ def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
         "experts_per_token": data["num_experts_per_tok"],
         "expert_size": data["moe_intermediate_size"],
         "normalize_experts": bool(data.get("norm_topk_prob", False)),
-        "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in plain),
+        "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in mlp_only),
     }
 
 

@@ -27,8 +27,8 @@ def installed(row: ModelRow) -> Path:
     Raises:
       MarsError: the package is not installed.
     """
-    found = importlib.util.find_spec(row.package.replace("-", "_"))
-    for folder in (found and found.submodule_search_locations) or ():
+    package_spec = importlib.util.find_spec(row.package.replace("-", "_"))
+    for folder in (package_spec and package_spec.submodule_search_locations) or ():
         if (file := Path(folder, row.file or "")).is_file():
             return file
     raise MarsError(
@@ -44,8 +44,8 @@ def cached(repository: str, file: str | None) -> Path | None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, file or "config.json")
-    return (Path(found) if file else Path(found).parent) if isinstance(found, str) else None
+    cached_path = try_to_load_from_cache(repository, file or "config.json")
+    return (Path(cached_path) if file else Path(cached_path).parent) if isinstance(cached_path, str) else None
 
 
 def fetch_file(row: ModelRow) -> Path:
@@ -55,8 +55,8 @@ def fetch_file(row: ModelRow) -> Path:
       MarsError: the download fails, or the digest differs; the file is then deleted.
     """
     assert row.file is not None
-    if (found := cached(row.repository, row.file)) is not None:
-        return found
+    if (cached_file := cached(row.repository, row.file)) is not None:
+        return cached_file
     path = _fetch(row.repository, [row.file], f"{row.repository} {row.file}") / row.file
     if not path.is_file():
         raise MarsError(
@@ -66,8 +66,8 @@ def fetch_file(row: ModelRow) -> Path:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != row.sha256:
-            for each in (path.resolve(), path):  # `path` is a symbolic link to the data in the cache
-                each.unlink(missing_ok=True)
+            for location in (path.resolve(), path):  # `path` is a symbolic link to the data in the cache
+                location.unlink(missing_ok=True)
             raise MarsError(
                 f"{row.file} of '{row.repository}' has the sha256 {digest}, and {row.sha256} is expected: it was "
                 "deleted, so download it again, or see whether its publisher changed it."
@@ -130,12 +130,12 @@ def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
     """Return the error for a failed download. `wanted` is the argument of `hf download`."""
     from huggingface_hub.errors import GatedRepoError
 
-    near = "" if named(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
+    suggestion = "" if named(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
     cure = f"check the name and your access, or run hf download {wanted} where there is a network."
     if isinstance(error, GatedRepoError):
         cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
     return MarsError(
-        f"'{repository}'{near} is neither a directory nor a checkpoint that the Hugging Face hub gave "
+        f"'{repository}'{suggestion} is neither a directory nor a checkpoint that the Hugging Face hub gave "
         f"({type(error).__name__}: {first_line(error)}): {cure}"
     )
 
@@ -145,7 +145,7 @@ def _weight_patterns(repository: str) -> list[str]:
     from huggingface_hub import HfApi
 
     try:
-        files = [one.rfilename for one in HfApi().model_info(repository).siblings or ()]
+        files = [sibling.rfilename for sibling in HfApi().model_info(repository).siblings or ()]
     except Exception:  # offline: a cached snapshot may still serve
         return ["model*.safetensors", "pytorch_model*.bin"]
     safe = any(file.endswith(".safetensors") and "/" not in file for file in files)

@@ -87,8 +87,8 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
     try:
         if _local(name_or_path) is not None:
             return True
-        found = cached(row.repository if row else os.fspath(name_or_path), row and row.file)
-        return found is not None and (found.is_file() or _is_whole(found))
+        cached_path = cached(row.repository if row else os.fspath(name_or_path), row and row.file)
+        return cached_path is not None and (cached_path.is_file() or _is_whole(cached_path))
     except (MarsError, ValueError):  # huggingface_hub raises ValueError for an invalid name
         return False
 
@@ -135,10 +135,10 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
         and name[-1] != "/"
     )
     if row is None and not hub:
-        near = did_you_mean(name, (*assets.NAMES, *MODELS))
+        suggestion = did_you_mean(name, (*assets.NAMES, *MODELS))
         raise MarsError(
-            f"there is no directory '{name}'{near}: give a checkpoint's directory, a hub name (owner/name), or a name "
-            "that mars-jax models lists."
+            f"there is no directory '{name}'{suggestion}: give a checkpoint's directory, a hub name (owner/name), or a "
+            "name that mars-jax models lists."
         )
     return None
 
@@ -244,20 +244,20 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
         def rows(first: int, last: int, dtype: Any = dtype) -> np.ndarray:
             if dtype is None:
                 raise MarsError(_quantised(name, path, entry["dtype"]))
-            made = np.empty((last - first, *shape[1:]), dtype)
+            array = np.empty((last - first, *shape[1:]), dtype)
             try:
                 with open(path, "rb", buffering=0) as file:
-                    file.seek(begin + first * width * made.itemsize)
-                    data: Any = made.reshape(-1).view(np.uint8)
-                    left = memoryview(data)
-                    while len(left) and (got := file.readinto(left)):  # Linux reads at most 2 GB per call
-                        left = left[got:]
+                    file.seek(begin + first * width * array.itemsize)
+                    data: Any = array.reshape(-1).view(np.uint8)
+                    view = memoryview(data)
+                    while len(view) and (count := file.readinto(view)):  # Linux reads at most 2 GB per call
+                        view = view[count:]
             except OSError as error:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
-            if len(left):
+            if len(view):
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
             check_version(path, version)
-            return made
+            return array
 
         float8 = entry["dtype"] == "F8_E4M3"
         numbers = functools.partial(rows, dtype=ml_dtypes.float8_e4m3fn) if float8 else None

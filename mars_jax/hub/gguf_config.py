@@ -56,9 +56,9 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
       MarsError: the architecture is not supported, or metadata is absent or inconsistent.
     """
     if file.architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        supported = ", ".join(ARCHITECTURES)
         raise MarsError(
-            f"'{file.path}' is of architecture '{file.architecture}': the supported ones in GGUF are {known}."
+            f"'{file.path}' is of architecture '{file.architecture}': the supported ones in GGUF are {supported}."
         )
     try:
         with of_its_kind("it holds metadata", "download it again"):
@@ -220,17 +220,19 @@ def _llama3(file: GGUFFile) -> dict[str, Any]:
       MarsError: these parameters do not reproduce the divisors in the file.
     """
     name = "rope_freqs.weight"
-    held = file.rows(name, 0, math.prod(file.tensors[name].shape))
+    divisors = file.rows(name, 0, math.prod(file.tensors[name].shape))
     scaling = {
         "rope_type": "llama3",
-        "factor": float(held.max()),
+        "factor": float(divisors.max()),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
     theta = float(file.of_model("rope.freq_base", 10000.0))
-    scaled = np.asarray(frequencies(read_rope({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(held)))
-    plain = theta ** -(np.arange(len(held)) / len(held))
-    if not np.allclose(plain / scaled, held, rtol=1e-3):
+    scaled = np.asarray(
+        frequencies(read_rope({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(divisors))
+    )
+    unscaled = theta ** -(np.arange(len(divisors)) / len(divisors))
+    if not np.allclose(unscaled / scaled, divisors, rtol=1e-3):
         raise MarsError("rope_freqs.weight is not Llama 3's scaling, and no other is supported.")
     return scaling

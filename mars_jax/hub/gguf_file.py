@@ -77,13 +77,13 @@ class GGUFFile:
         flat = len(shape) < 2  # a quantisation block spans several rows of a vector, so read the whole vector
         data = self.stored(name, 0, 1) if flat else self.stored(name, first, last)
         try:
-            found = gguf.dequantize(data, kind)
+            values = gguf.dequantize(data, kind)
         except NotImplementedError:
             raise MarsError(
                 f"tensor {name} of '{self.path}' is of type {kind.name}, which the package gguf does not read: take "
                 "a file of another quantisation."
             ) from None
-        return found.reshape(-1)[first:last] if flat else found.reshape(len(data), *shape[1:])
+        return values.reshape(-1)[first:last] if flat else values.reshape(len(data), *shape[1:])
 
     def stored(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector is one row.

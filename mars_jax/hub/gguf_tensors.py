@@ -48,8 +48,14 @@ def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
     file = read_gguf(path)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture]
     names = gguf.get_tensor_name_map(kind, config.num_layers)
-    ours = {names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name for row in weights(config)}
-    yield {ours.get(name, name): _tensor(file, name, config) for name in file.tensors if name not in _DERIVED}
+    canonical_names = {
+        names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name for row in weights(config)
+    }
+    yield {
+        canonical_names.get(name, name): _tensor(file, name, config)
+        for name in file.tensors
+        if name not in _DERIVED
+    }
 
 
 def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
@@ -67,7 +73,7 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
     # Keep wider matrices only in a file that also has 4-bit ones. In any other file, all matrices may be rounded to 4.
-    mixed = any(other.kind.name in _KINDS for other in file.tensors.values())
+    mixed = any(file_tensor.kind.name in _KINDS for file_tensor in file.tensors.values())
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
 
@@ -116,9 +122,9 @@ def _read_of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     # Scales and minimums of blocks 0 to 3, then 4 to 7. The latter store their two upper bits in the unused upper bits
     # of the former.
     steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
-    taken = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
+    minimums = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
     scale = (factors[..., 0, :] * steps).astype(np.float16)
-    offset = 8 * scale.astype(np.float32) - factors[..., 1, :] * taken
+    offset = 8 * scale.astype(np.float32) - factors[..., 1, :] * minimums
     pairs = shared[..., 16:].reshape(*shared.shape[:2], 4, 32)
     values = np.stack([pairs & 15, pairs >> 4], axis=3).astype(np.int8) - np.int8(8)
     rows = len(data)

@@ -74,8 +74,8 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     # Unused tokens only pad the embeddings.
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
     build = _known(file, "tokenizer.ggml.model", {"gpt2": _byte_level, "llama": _sentencepiece})
-    made, bos = build(file, kinds)
-    made.add_tokens(
+    tokenizer, bos = build(file, kinds)
+    tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
             for token, (_, kind) in kinds.items()
@@ -88,7 +88,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
         if file.get(f"tokenizer.ggml.add_{end}_token", default):
             named[f"add_{end}_token"] = True
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         chat_template=file.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **named,
@@ -117,14 +117,14 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any,
     split: _Split = _known(file, "tokenizer.ggml.pre", _SPLITS)
     merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges")]
     vocab = {token: i for token, (i, _) in kinds.items()}
-    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole))
     if split.nfc:
-        made.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*words, as_bytes])
-    made.decoder = decoders.ByteLevel()
-    return made, split.bos
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.bos
 
 
 def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
@@ -134,13 +134,13 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[A
     scores = file.get("tokenizer.ggml.scores")
     pieces = {token: i for token, (i, kind) in kinds.items() if kind == _NORMAL}
     merges = sorted(
-        (-scores[i], i, piece[:at], piece[at:])
+        (-scores[i], i, piece[:cut], piece[cut:])
         for piece, i in pieces.items()
-        for at in range(1, len(piece))
-        if piece[:at] in pieces and piece[at:] in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
     )
     unknown = next((token for token, (_, kind) in kinds.items() if kind == _UNKNOWN), None)
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             {token: i for token, (i, _) in kinds.items()},
             [(left, right) for *_, left, right in merges],
@@ -150,8 +150,8 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[A
         )
     )
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
-    before, after = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
-    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    prepends, strips = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+    tokenizer.normalizer = normalizers.Sequence([*prepends, normalizers.Replace(" ", _SPACE)])
     texts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*texts, *after])
-    return made, True
+    tokenizer.decoder = decoders.Sequence([*texts, *strips])
+    return tokenizer, True

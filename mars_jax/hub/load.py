@@ -141,13 +141,13 @@ def load(
         "shardings", shardings, (Mapping, type(None)), "a tree of jax.sharding.Sharding like the params"
     )
     directory = resolve(name_or_path)
-    config, own = read_path(directory)
+    config, stored_dtype = read_path(directory)
     language_model(config, attention=attention)  # reject an unknown value before reading weights
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
         packed = not is_gguf(directory) and packing(directory) is not None
-        floating, bits = resolve_dtype(dtype, own)
+        floating, bits = resolve_dtype(dtype, stored_dtype)
         keep_packed = dtype is None and packed
         params = read_params(
             directory, config, floating, bits=bits, keep_packed=keep_packed, shardings=shardings
@@ -192,8 +192,8 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
 
 def listed(names: list[str]) -> str:
     """Format a list of names: the first three, and the number of the others."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    first_three = ", ".join(names[:3])
+    return first_three if len(names) <= 3 else f"{first_three} and {len(names) - 3} more"
 
 
 def _alias(name: str) -> str:
@@ -206,11 +206,11 @@ def collect(
     files: Iterable[dict[str, Tensor]], canonical: Callable[[str], str]
 ) -> dict[str, list[tuple[str, Tensor]]]:
     """Group the tensors of some files, with their names in the files, by canonical name, without reading them."""
-    held: dict[str, list[tuple[str, Tensor]]] = {}
+    grouped: dict[str, list[tuple[str, Tensor]]] = {}
     for file in files:
         for name, tensor in file.items():
-            held.setdefault(canonical(name), []).append((name, tensor))
-    return held
+            grouped.setdefault(canonical(name), []).append((name, tensor))
+    return grouped
 
 
 def check_tensors(
@@ -231,12 +231,15 @@ def check_tensors(
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
     """
     misshaped, extra, twice = [], [], []
-    for key, found in held.items():
-        (name, tensor), *others = found
+    for key, candidates in held.items():
+        (name, tensor), *duplicates = candidates
         if key not in table:
             extra += [] if harmless(key) else [name]
             continue
-        twice += [f"{name} in two files" if name == other else f"{name} and {other}" for other, _ in others]
+        twice += [
+            f"{name} in two files" if name == duplicate else f"{name} and {duplicate}"
+            for duplicate, _ in duplicates
+        ]
         if tensor.shape != table[key].shape:
             misshaped.append(f"{name} is {list(tensor.shape)} and not {list(table[key].shape)}")
     problems = {
@@ -245,10 +248,10 @@ def check_tensors(
         "are not part of the architecture": extra,
         "are there twice, and which one is meant is not said": twice,
     }
-    said = [f"{len(names)} {what} ({listed(names)})" for what, names in problems.items() if names]
-    if said:
+    summaries = [f"{len(names)} {problem} ({listed(names)})" for problem, names in problems.items() if names]
+    if summaries:
         raise MarsError(
-            f"the weights in '{directory}' do not fit its config.json: {'; '.join(said)}: use the config "
+            f"the weights in '{directory}' do not fit its config.json: {'; '.join(summaries)}: use the config "
             "the weights came with."
         )
 
@@ -276,10 +279,12 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     if is_gguf(directory):
         files = gguf_tensors(directory, config)
     else:
-        how = packing(directory)
+        packing_config = packing(directory)
         files = tensors(directory)
-        files = scaled(directory, files) if how is None else unpacked(directory, files, how)
-    held = collect(files, _alias)
+        files = (
+            scaled(directory, files) if packing_config is None else unpacked(directory, files, packing_config)
+        )
+    grouped = collect(files, _alias)
     table = {row.name: row for row in weights(config)}
 
     def harmless(name: str) -> bool:
@@ -287,8 +292,8 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         of_images = config.family == "gemma3_text" and _IMAGES.search(name)
         return bool(DERIVED.search(name) or tied or of_images)
 
-    check_tensors(directory, held, table, harmless)
-    return {name: held[name][0] for name in table}
+    check_tensors(directory, grouped, table, harmless)
+    return {name: grouped[name][0] for name in table}
 
 
 def read_leaf(
@@ -347,12 +352,12 @@ def read_params(
     Raises:
       MarsError: tensors are missing, unexpected or mis-shaped. The message lists them.
     """
-    found = find_tensors(directory, config)
+    named_tensors = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
         arrays = read_leaf(
-            directory, found, leaf, rows, dtype, bits=bits, keep_packed=keep_packed, sharding=sharding
+            directory, named_tensors, leaf, rows, dtype, bits=bits, keep_packed=keep_packed, sharding=sharding
         )
         # Wait, so that host memory never holds two arrays.
         params[leaf] = jax.block_until_ready(to_params(arrays, dtype))

@@ -56,32 +56,32 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
       MarsError: the method is supported but not in this form, the forward rotates activations, or weights are sparse.
     """
     data = read_json(directory / "config.json")
-    found = data.get("quantization_config") or data.get("compression_config")
-    if not isinstance(found, dict):
+    quantization = data.get("quantization_config") or data.get("compression_config")
+    if not isinstance(quantization, dict):
         return None
-    _check_forward(directory, found)
-    if found.get("quant_method") not in _READERS:
+    _check_forward(directory, quantization)
+    if quantization.get("quant_method") not in _READERS:
         return None
-    method = found["quant_method"]
-    if found.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
+    method = quantization["quant_method"]
+    if quantization.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
         return None  # `scaled_files` reads these formats
     if method == "compressed-tensors":
-        weights = group_weights(found)
-        fits = found.get("format") == "pack-quantized" and all(
+        weights = group_weights(quantization)
+        fits = quantization.get("format") == "pack-quantized" and all(
             w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights
         )
     else:
-        fits = found.get("bits", found.get("w_bit")) == 4 and (
-            _gptq_format(found) in ("gptq", "gptq_v2")
+        fits = quantization.get("bits", quantization.get("w_bit")) == 4 and (
+            _gptq_format(quantization) in ("gptq", "gptq_v2")
             if method == "gptq"
-            else str(found.get("version", "gemm")).lower() == "gemm"
+            else str(quantization.get("version", "gemm")).lower() == "gemm"
         )
     if not fits:
         raise MarsError(
             f"'{directory}' is quantised by {method} in a form that is not read: use one in 4 bits (AWQ's version "
             "gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made of."
         )
-    return found
+    return quantization
 
 
 def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
@@ -118,10 +118,10 @@ def _gptq_format(config: Mapping[str, Any]) -> str:
 def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the `weights` settings of each group of a compressed-tensors config."""
     groups = config.get("config_groups")
-    found = (
+    settings = (
         [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     )
-    return [weights for weights in found if isinstance(weights, dict)]
+    return [weights for weights in settings if isinstance(weights, dict)]
 
 
 def unpacked(
@@ -139,13 +139,13 @@ def unpacked(
     """
     pieces: dict[str, dict[str, Tensor]] = {}
     for file in files:
-        plain = {}
+        other_tensors = {}
         for name, tensor in file.items():
-            if found := _PIECE.match(name):
-                pieces.setdefault(found[1], {})[found[2]] = tensor
+            if piece_match := _PIECE.match(name):
+                pieces.setdefault(piece_match[1], {})[piece_match[2]] = tensor
             elif not name.endswith(OF_ACTIVATIONS):
-                plain[name] = tensor
-        yield plain
+                other_tensors[name] = tensor
+        yield other_tensors
     read = _READERS[config["quant_method"]]
 
     def refusing(name: str) -> contextlib.AbstractContextManager[None]:
@@ -220,9 +220,9 @@ def _spread(packed: np.ndarray) -> np.ndarray:
 
 def _awq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
     # The number at bit 4 i belongs to output order[i].
-    back = np.argsort(_AWQ_ORDER)
+    inverse_order = np.argsort(_AWQ_ORDER)
     q, zero = (
-        spread.reshape(len(spread), -1, 8)[..., back].reshape(spread.shape)
+        spread.reshape(len(spread), -1, 8)[..., inverse_order].reshape(spread.shape)
         for spread in map(_spread, (pieces["qweight"], pieces["qzeros"]))
     )
     return _in_order(q, zero, pieces["scales"])
@@ -232,8 +232,8 @@ def _gptq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
     q, zero = _spread(pieces["qweight"].T.copy()).T, _spread(pieces["qzeros"])
     if _gptq_format(how) != "gptq_v2":
         zero = zero + np.uint8(1)
-    made = _in_order(q, zero, pieces["scales"])
-    return made._replace(group=pieces["g_idx"].astype(np.int32)) if "g_idx" in pieces else made
+    matrix = _in_order(q, zero, pieces["scales"])
+    return matrix._replace(group=pieces["g_idx"].astype(np.int32)) if "g_idx" in pieces else matrix
 
 
 def _compressed(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
@@ -243,9 +243,13 @@ def _compressed(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Ma
         zero = _spread(pieces["weight_zero_point"].T.copy())
     else:
         zero = np.full(scale.shape, 8, np.uint8)
-    made = _in_order(q, zero, scale)
-    own = pieces.get("weight_g_idx")
-    return made if own is None or np.any(own < 0) else made._replace(group=own.astype(np.int32))
+    matrix = _in_order(q, zero, scale)
+    group_index = pieces.get("weight_g_idx")
+    return (
+        matrix
+        if group_index is None or np.any(group_index < 0)
+        else matrix._replace(group=group_index.astype(np.int32))
+    )
 
 
 def _in_order(q: np.ndarray, zero: np.ndarray, scale: np.ndarray) -> _Matrix:

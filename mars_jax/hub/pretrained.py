@@ -112,16 +112,16 @@ class Pretrained:
                 "stop_tokens do not apply with a config, whose eos_token_ids they are: leave them out."
             )
         check_type("the model", model, LanguageModel, "a LanguageModel")
-        known: Any = config
-        if known is None:
+        model_config: Any = config
+        if model_config is None:
             check_count("max_positions", max_positions)
             stops = token_ids("stop_tokens", stop_tokens, model.vocab_size)
-            known = OwnConfig(model.vocab_size, int(max_positions or 0), stops)
+            model_config = OwnConfig(model.vocab_size, int(max_positions or 0), stops)
         return Pretrained(
             name=name,
             model=model,
             params=params,
-            config=known,
+            config=model_config,
             path=Path(os.devnull),
             mesh=mesh,
             own_tokenizer=tokenizer,
@@ -212,8 +212,8 @@ class Pretrained:
                 )
         except Exception:  # there is no template, or it rejects these turns
             text = ""
-        after = text.partition(content)[2]
-        ends = [token for token in special if token and after.startswith(token)]
+        chat_ending = text.partition(content)[2]
+        ends = [token for token in special if token and chat_ending.startswith(token)]
         ids = [special[token] for token in sorted(ends, key=len)[-1:]]
         eos = self.tokenizer.eos_token_id
         ids += [] if eos is None else [int(eos)]
@@ -348,12 +348,13 @@ class Pretrained:
         """Raise MarsError if a text is far too long, without encoding all of it."""
         if (size := len(text.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
             raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
-        most = self.config.max_positions
+        limit = self.config.max_positions
         for prefix in PREFIXES:
             # The text after a prefix may merge with its last tokens, so reject only prefixes a quarter over the limit.
-            if len(text) > prefix and len(self._ids(text[:prefix])) > most + most // 4:
+            if len(text) > prefix and len(self._ids(text[:prefix])) > limit + limit // 4:
                 raise MarsError(
-                    f"the prompt has more than {most} tokens and '{self.name}' a context of {most}: shorten the prompt."
+                    f"the prompt has more than {limit} tokens and '{self.name}' a context of {limit}: shorten the "
+                    "prompt."
                 )
 
     def _ids(self, text: str) -> list[int]:
@@ -411,7 +412,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
     >>> token_ids("stop_tokens", range(3, 5), 11)
     (3, 4)
     """
-    wanted = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
+    expected = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
     try:
         if isinstance(values, str | bytes | Mapping):
             raise TypeError
@@ -422,7 +423,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
             raise ValueError
     except (TypeError, ValueError):
         raise MarsError(
-            f"{name} is {short_repr(values)}: expected {wanted}, a sequence of whole numbers."
+            f"{name} is {short_repr(values)}: expected {expected}, a sequence of whole numbers."
         ) from None
     return ids
 
@@ -436,17 +437,19 @@ def differing_tokens(target: Pretrained, draft: Pretrained) -> list[str]:
       MarsError: a model has no tokenizer, and the vocabulary sizes differ.
     """
     if not (target.has_tokenizer and draft.has_tokenizer):
-        ours, theirs = target.config.vocab_size, draft.config.vocab_size
-        if ours != theirs:  # without tokenizers, only the sizes can be compared
+        target_vocab, draft_vocab = target.config.vocab_size, draft.config.vocab_size
+        if target_vocab != draft_vocab:  # without tokenizers, only the sizes can be compared
             raise MarsError(
-                f"the draft '{draft.name}' has a vocabulary of {theirs} tokens and the target '{target.name}' one "
-                f"of {ours}: pair models that share a tokenizer."
+                f"the draft '{draft.name}' has a vocabulary of {draft_vocab} tokens and the target '{target.name}' one "
+                f"of {target_vocab}: pair models that share a tokenizer."
             )
         return []
-    ours, theirs = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
-    if ours == theirs:
+    target_vocab, draft_vocab = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
+    if target_vocab == draft_vocab:
         return []
-    return sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    return sorted(
+        t for t in target_vocab.keys() | draft_vocab.keys() if target_vocab.get(t) != draft_vocab.get(t)
+    )
 
 
 def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:

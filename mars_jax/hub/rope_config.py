@@ -107,10 +107,10 @@ def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
         for key, value in values.items():
             if value is None:
                 continue
-            other = settings.setdefault("rope_type" if key == "type" else key, value)
-            if value is not other and value != other:
+            earlier = settings.setdefault("rope_type" if key == "type" else key, value)
+            if value is not earlier and value != earlier:
                 raise MarsError(
-                    f"{place} sets {key} to {value!r}, and another setting is {other!r}: keep the one that the model "
+                    f"{place} sets {key} to {value!r}, and another setting is {earlier!r}: keep the one that the model "
                     "was trained with."
                 )
     return settings

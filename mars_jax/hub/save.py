@@ -113,22 +113,22 @@ def write_directory(
 
     place = Path(os.path.realpath(target))
     with writing(target), staging(place) as staged:
-        new = staged / "new"
-        new.mkdir()
-        write_json(new / "config.json", data)
+        new_directory = staged / "new"
+        new_directory.mkdir()
+        write_json(new_directory / "config.json", data)
         if arrays:  # some callers write only a config
             try:
-                save_file(arrays, new / file, metadata={"format": "pt"})
+                save_file(arrays, new_directory / file, metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk, among others
                 raise OSError(str(error)) from error
             # safetensors creates the file with private permissions; use the same as for config.json.
-            (new / file).chmod((new / "config.json").stat().st_mode)
-        sync_directory(new)
+            (new_directory / file).chmod((new_directory / "config.json").stat().st_mode)
+        sync_directory(new_directory)
         if not place.exists():
-            os.replace(new, place)
+            os.replace(new_directory, place)
             sync(place.parent)
         else:
-            _replace_files(new, place)
+            _replace_files(new_directory, place)
     return target
 
 

@@ -36,9 +36,9 @@ def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[d
     Raises:
       MarsError: scales do not fit their matrix.
     """
-    held = list(files)  # headers only; a matrix and its scales may be in different files
+    all_files = list(files)  # headers only; a matrix and its scales may be in different files
     scales: dict[str, Tensor] = {}
-    for name, tensor in ((name, tensor) for file in held for name, tensor in file.items()):
+    for name, tensor in ((name, tensor) for file in all_files for name, tensor in file.items()):
         if end := next(filter(name.endswith, _SCALES), None):
             if (base := name.removesuffix(end)) in scales:
                 raise MarsError(
@@ -46,10 +46,10 @@ def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[d
                 )
             scales[base] = tensor
     if not scales:
-        yield from map(dict, held)
+        yield from map(dict, all_files)
         return
     size = _block_size(directory)
-    for file in held:
+    for file in all_files:
         yield {
             name: _matrix(directory, name, tensor, scales[base], size)
             if name.endswith(".weight") and (base := name.removesuffix(".weight")) in scales
@@ -62,10 +62,12 @@ def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[d
 def _block_size(directory: Path) -> Any:
     """Return [outputs, inputs] of a block from the config; None if the config has no block size."""
     data = read_json(directory / "config.json")
-    found = data.get("quantization_config") or data.get("compression_config")
-    if not isinstance(found, dict):
+    quantization = data.get("quantization_config") or data.get("compression_config")
+    if not isinstance(quantization, dict):
         return None
-    return found.get("weight_block_size") or next(filter(None, map(_structure, group_weights(found))), None)
+    return quantization.get("weight_block_size") or next(
+        filter(None, map(_structure, group_weights(quantization))), None
+    )
 
 
 def _structure(weights: Mapping[str, Any]) -> Any:
@@ -95,8 +97,8 @@ def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any
         numbers = (tensor.numbers or tensor.rows)(first, last)
         if numbers.dtype.itemsize > 1:
             raise MarsError(f"it holds {numbers.dtype} beside scales: weights in 8 bits have them.")
-        own = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
-        own = own[np.arange(first, last) // tall]
-        return numbers.astype(np.float32) * np.repeat(own, wide, axis=1)[:, :inputs]
+        row_scales = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
+        row_scales = row_scales[np.arange(first, last) // tall]
+        return numbers.astype(np.float32) * np.repeat(row_scales, wide, axis=1)[:, :inputs]
 
     return Tensor(tensor.shape, rows)

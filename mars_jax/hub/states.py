@@ -66,16 +66,16 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     check_path(path)
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
     leaves, structure = jax.tree.flatten(like)
-    wanted = {}
-    for (name, shape), old in zip(jax.eval_shape(_named, like).items(), leaves, strict=True):
-        sharding = getattr(old, "sharding", None) or default
-        wanted[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    expected = {}
+    for (name, shape), leaf in zip(jax.eval_shape(_named, like).items(), leaves, strict=True):
+        sharding = getattr(leaf, "sharding", None) or default
+        expected[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
     place = Path(path).absolute()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = dict(checkpointer.metadata(place).item_metadata)
-            _check_shapes(path, stored, wanted)
-            restored = checkpointer.restore(place, wanted)
+            _check_shapes(path, stored, expected)
+            restored = checkpointer.restore(place, expected)
     except MarsError:
         raise
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError and OSError, among others
@@ -83,8 +83,8 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
             f"'{path}' cannot be read ({first_line(error)}): give a folder that save_state wrote."
         ) from error
     arrays = [
-        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(old) else restored[name]
-        for name, old in zip(wanted, leaves, strict=True)
+        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(leaf) else restored[name]
+        for name, leaf in zip(expected, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, arrays)
 
@@ -92,11 +92,13 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
 def _check_shapes(path: str | os.PathLike[str], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
     for name in [*wanted, *stored]:
-        here, there = (tuple(arrays[name].shape) if name in arrays else None for arrays in (wanted, stored))
-        if here != there:
+        expected_shape, stored_shape = (
+            tuple(arrays[name].shape) if name in arrays else None for arrays in (wanted, stored)
+        )
+        if expected_shape != stored_shape:
             raise MarsError(
-                f"'{path}' holds the state of another decoder or of other shapes ({name} is {there} there "
-                f"and {here} here): restore it with the rule, drafter, rows and buffer it was saved with."
+                f"'{path}' holds the state of another decoder or of other shapes ({name} is {stored_shape} there "
+                f"and {expected_shape} here): restore it with the rule, drafter, rows and buffer it was saved with."
             )
 
 

@@ -39,8 +39,10 @@ class HostArray:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None):
         self.shape, self.dtype, self.sharding = shape, jnp.dtype(dtype), sharding
-        whole = tuple(slice(0, n) for n in shape)
-        indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+        whole_index = tuple(slice(0, n) for n in shape)
+        indices = (
+            [whole_index] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+        )
         self.parts = {box: _empty([b - a for a, b in box], self.dtype) for box in map(self._box, indices)}
 
     def _box(self, index: Any) -> Box:
@@ -62,9 +64,11 @@ class HostArray:
 
     def place(self, box: Box, block: np.ndarray) -> None:
         """Copy a block of the array into the parts that overlap it, cast to their dtype."""
-        for own, part in self.parts.items():
-            if (common := _common(box, own)) is not None:
-                target = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, own, strict=True))
+        for part_box, part in self.parts.items():
+            if (common := _common(box, part_box)) is not None:
+                target = tuple(
+                    slice(a - low, b - low) for (a, b), (low, _) in zip(common, part_box, strict=True)
+                )
                 source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
                 part[target] = block[source].astype(self.dtype, copy=False)
 
@@ -112,19 +116,19 @@ def read_array(
       MarsError: a tensor cannot be read, or is not floating.
     """
     if bits is not None:
-        made = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, tensors[0][1].group)]
+        host_arrays = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, tensors[0][1].group)]
     else:
-        made = [HostArray(shape, dtype, sharding)]
+        host_arrays = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)
     for number, (name, tensor) in enumerate(tensors):
-        at = number if stacked else None
-        first, last = made[0].rows(at, axis=-1 if bits == 4 else 0)
+        stack_index = number if stacked else None
+        first, last = host_arrays[0].rows(stack_index, axis=-1 if bits == 4 else 0)
         step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
         for begin in range(first, last, step):
             end = min(begin + step, last)
             try:
                 if bits == 4 and tensor.blocks is not None:
-                    _write_4(made, begin, tensor.blocks(begin, end))
+                    _write_4(host_arrays, begin, tensor.blocks(begin, end))
                     continue
                 block = tensor.rows(begin, end)
                 if not jnp.issubdtype(block.dtype, jnp.floating):
@@ -133,14 +137,14 @@ def read_array(
                 raise MarsError(f"tensor {name}: {error}") from None
             if bits == 4:
                 small = quantize_4(block)
-                _write_4(made, begin, (small.values, small.scale, small.offset))  # pyright: ignore[reportArgumentType]
+                _write_4(host_arrays, begin, (small.values, small.scale, small.offset))  # pyright: ignore[reportArgumentType]
             elif bits == 8:
                 small = quantize(block)
-                made[0].write(at, begin, small.values)  # pyright: ignore[reportArgumentType]
-                made[1].write(at, begin, small.scale)  # pyright: ignore[reportArgumentType]
+                host_arrays[0].write(stack_index, begin, small.values)  # pyright: ignore[reportArgumentType]
+                host_arrays[1].write(stack_index, begin, small.scale)  # pyright: ignore[reportArgumentType]
             else:
-                made[0].write(at, begin, block)
-    return made
+                host_arrays[0].write(stack_index, begin, block)
+    return host_arrays
 
 
 def _write_4(made: Sequence[HostArray], first: int, parts: Sequence[np.ndarray]) -> None:

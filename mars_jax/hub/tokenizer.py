@@ -84,23 +84,23 @@ def read_plain(path: Path) -> Any:
     """
     _check_files(path)
     data = _tokenizer_config(path)
-    others = any((path / name).exists() for name in ("special_tokens_map.json", "added_tokens.json"))
-    if data.get("tokenizer_class") not in _PLAIN or others or data.keys() - _HEEDED - _NAMED:
+    has_other_files = any((path / name).exists() for name in ("special_tokens_map.json", "added_tokens.json"))
+    if data.get("tokenizer_class") not in _PLAIN or has_other_files or data.keys() - _HEEDED - _NAMED:
         return None
     os.environ.setdefault(_PARALLEL, "false")
     import tokenizers
 
     try:
         with told_of_panics(path):
-            found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception:  # tokenizers raises nothing narrower; transformers will report the error
         return None
-    special = {token.content for token in found.get_added_tokens_decoder().values() if token.special}
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     if any(data[name] not in (None, *special) for name in _NAMED & data.keys()):
         return None  # transformers would add it
-    found.no_padding()
-    found.no_truncation()
-    return found
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -137,14 +137,14 @@ def on_all_cores() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """Set an environment variable inside the context."""
-    before = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
         os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        if previous is not None:
+            os.environ[name] = previous
 
 
 def _check_files(directory: Path) -> None:

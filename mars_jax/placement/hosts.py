@@ -43,12 +43,12 @@ def connect(
     Raises:
       MarsError: the arguments contradict each other, or the others do not answer within two minutes.
     """
-    given = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
+    arguments = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
     # Do not initialise a single Slurm task: JAX would use only one of its GPUs.
     one_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"
     if num_processes == 1 or one_task or jax.distributed.is_initialized():
         return
-    missing = [f"--{name}" for name, value in given.items() if value is None]
+    missing = [f"--{name}" for name, value in arguments.items() if value is None]
     if 0 < len(missing) < 3:
         raise MarsError(
             f"{missing[0]} is missing: --coordinator, --num-processes and --process-id go together."
@@ -72,8 +72,11 @@ def connect(
         )
     except Exception as error:  # jaxlib's own errors from gRPC, in addition to ValueError and RuntimeError
         # JAX detects no cluster, or is already in use and therefore by a single process.
-        alone = "coordinator_address should be defined", "must be called before any JAX calls"
-        if len(missing) == 3 and any(text in str(error) for text in alone):
+        single_process_messages = (
+            "coordinator_address should be defined",
+            "must be called before any JAX calls",
+        )
+        if len(missing) == 3 and any(text in str(error) for text in single_process_messages):
             return
         if "start RPC server" in str(error):
             raise _no_listening(coordinator) from None
@@ -90,10 +93,10 @@ def _can_listen(coordinator: str) -> bool:
     """
     host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return True
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -185,8 +188,8 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            made = one(jax.random.key_data(x), sharding)
-            return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+            key_data = one(jax.random.key_data(x), sharding)
+            return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

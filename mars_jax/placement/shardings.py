@@ -81,19 +81,19 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
     ('model', None)
     """
     name = next(key for key in reversed(row.path) if isinstance(key, str))
-    own = config.axes if isinstance(config, HeadConfig) else {}
-    logical = own.get(name, _LOGICAL.get(name))
+    head_axes = config.axes if isinstance(config, HeadConfig) else {}
+    logical = head_axes.get(name, _LOGICAL.get(name))
     if logical is None:
         return P()
     layer = config.layer if isinstance(config, LayeredHead) else config
-    taken: tuple[str, ...] = ()
+    used_axes: tuple[str, ...] = ()
     spec = []
     for axis, size in zip(logical, row.shape, strict=True):
         if axis in ("heads", "kv_heads"):
             assert isinstance(layer, ModelConfig)
             size = layer.num_heads if axis == "heads" else layer.num_kv_heads
-        axes = () if axis is None else axes_of(axis, size, mesh, without=taken)
-        taken += axes
+        axes = () if axis is None else axes_of(axis, size, mesh, without=used_axes)
+        used_axes += axes
         spec.append(None if not axes else axes[0] if len(axes) == 1 else axes)
     return P(*spec)
 
@@ -119,10 +119,10 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
         raise MarsError(
             f"{config.num_experts} experts do not divide over expert={axis}: choose a divisor of {config.num_experts}."
         )
-    made = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
+    shardings = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
     if isinstance(config, LayeredHead) and config.is_narrow:
-        made["ids"] = NamedSharding(mesh, P())
-    return made
+        shardings["ids"] = NamedSharding(mesh, P())
+    return shardings
 
 
 def _table(config: AnyConfig) -> Iterable[Weight]:
@@ -150,21 +150,21 @@ def abstract_params(
 
     def shape(row: Weight) -> Any:
         place: Sharding = default or get(shardings, row.path)
-        kept = bits_of(row, bits)
-        if kept is None:
+        row_bits = bits_of(row, bits)
+        if row_bits is None:
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
-        form = FORMS[kept]
+        form = FORMS[row_bits]
         leaves = form.leaves(row.shape, place)
         arrays: list[Any] = [
-            jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=one.sharding) for one in leaves
+            jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=leaf.sharding) for leaf in leaves
         ]
         return form(*arrays, dtype=jnp.dtype(dtype))
 
-    made = build_rows(_table(config), shape)
+    params = build_rows(_table(config), shape)
     if isinstance(config, LayeredHead) and config.is_narrow:
         place = default or get(shardings, ("ids",))
-        made["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
-    return made
+        params["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
+    return params
 
 
 def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:

@@ -98,8 +98,8 @@ def save_eagle(
     ...     sorted(os.listdir(path))
     ['config.json', 'model.safetensors']
     """
-    own = path, config, params, to_head_json, LAYOUTS, layout
-    return save_head(*own, overwrite=overwrite, verifier=verifier)
+    arguments = path, config, params, to_head_json, LAYOUTS, layout
+    return save_head(*arguments, overwrite=overwrite, verifier=verifier)
 
 
 @checked
@@ -113,8 +113,8 @@ def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) ->
     data = data if nested is None else flatten(data, nested)
     version = 3 if "layers.0.hidden_norm.weight" in shapes else 1
     layer = layer_config(data, shapes)
-    said = data if version == 3 else data | {"draft_vocab_size": target.vocab_size}
-    fields = shared_fields(EagleConfig.title, said, shapes, target, layer)
+    head_data = data if version == 3 else data | {"draft_vocab_size": target.vocab_size}
+    fields = shared_fields(EagleConfig.title, head_data, shapes, target, layer)
     fields["fc_bias"] = "fc.bias" in shapes
     if version == 1:
         return EagleConfig(version=1, **fields)
@@ -147,9 +147,11 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
             "config.json does not say norm_before_residual, of which readers of this layout have different defaults: "
             "add it, true or false, as the head was trained."
         )
-    own = {key: value for key, value in data.items() if key not in ("transformer_layer_config", "model_type")}
-    said = {key: value for key, value in own.items() if value is not None}
-    return layer | said | {"architectures": ["Eagle3Speculator"]}
+    head_fields = {
+        key: value for key, value in data.items() if key not in ("transformer_layer_config", "model_type")
+    }
+    non_null_fields = {key: value for key, value in head_fields.items() if value is not None}
+    return layer | non_null_fields | {"architectures": ["Eagle3Speculator"]}
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
@@ -166,8 +168,8 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     named = data.get("architectures") or [""]
     named = named if isinstance(named, str) else named[0]
     # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If the name is only EAGLE, model_type decides.
-    plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
-    data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
+    architecture = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
+    data = data | {"architectures": [architecture] if architecture.endswith("ForCausalLM") else None}
     layer = from_json(data)
     if window := max((w for w in layer.windows if w is not None), default=None):
         raise MarsError(
@@ -231,7 +233,7 @@ def to_head_json(
     if config.version == 1:
         return layer | {"bias": config.fc_bias}
     [named] = layer["architectures"]
-    own = {
+    fields = {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "fc_norm": config.fc_norm,
@@ -240,11 +242,13 @@ def to_head_json(
         "norm_output": config.norm_output,
     }
     if layout == "speculators":
-        own |= speculators("eagle3", 5, verifier, named)
-        own |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "dtype": dtype}
-        return own | {_LAYERS: [i + 1 for i in config.feature_layers]}
-    own |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
+        fields |= speculators("eagle3", 5, verifier, named)
+        fields |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "dtype": dtype}
+        return fields | {_LAYERS: [i + 1 for i in config.feature_layers]}
+    fields |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
     # SGLang reads this nested key. vLLM reads the same key at the top level, and counts from 1.
     return (
-        layer | own | {"eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}}
+        layer
+        | fields
+        | {"eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}}
     )

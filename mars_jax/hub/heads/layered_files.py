@@ -183,10 +183,12 @@ def load_head(
     data = read_json(directory / "config.json")
     dtype, bits = resolve_dtype(dtype, dtype_of(data))
     try:
-        held = collect(tensors(directory), canonical)
-        if twice := [name for name, found in held.items() if len(found) > 1]:
+        grouped = collect(tensors(directory), canonical)
+        if twice := [name for name, candidates in grouped.items() if len(candidates) > 1]:
             raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
-        config = from_json(data, {name: found[0][1].shape for name, found in held.items()}, target_config)
+        config = from_json(
+            data, {name: candidates[0][1].shape for name, candidates in grouped.items()}, target_config
+        )
         shareable = {}
         if not target_config.scale_embeddings:  # the head does not scale embeddings
             shareable[_EMBED] = target_params["embed"]
@@ -194,9 +196,9 @@ def load_head(
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
         table = {canonical(row.name): row for row in config.weights()}
         check_tensors(
-            directory, held, table, lambda name: DERIVED.search(name) or name in (*_MAPS, *_VERIFIERS)
+            directory, grouped, table, lambda name: DERIVED.search(name) or name in (*_MAPS, *_VERIFIERS)
         )
-        stored = {name: found[0] for name, found in held.items()}
+        stored = {name: candidates[0] for name, candidates in grouped.items()}
         if head_embed == "target" and config.own_embed:
             if _EMBED not in shareable:
                 raise MarsError(
@@ -269,14 +271,14 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
         pairs = [(small.values, theirs.values), (small.scale, theirs.scale)]
     else:
         pairs = [(ours, theirs)]
-    same = True
+    is_copy = True
     for a, b in pairs:
         for shard in b.addressable_shards:
-            part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
-            same = same and (copied(part, held) or copied(held, part))
+            part, shard_values = np.asarray(a)[shard.index], np.asarray(shard.data)
+            is_copy = is_copy and (copied(part, shard_values) or copied(shard_values, part))
     if jax.process_count() > 1:  # all processes must load the same head
-        same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
-    return same
+        is_copy = bool(np.all(multihost_utils.process_allgather(np.asarray(is_copy))))
+    return is_copy
 
 
 def _differs(head_embed: Tensor, target_embed: jax.Array | Int8, rows: int = 64) -> bool:
