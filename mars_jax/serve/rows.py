@@ -282,6 +282,8 @@ def difference(name: str, recorded: Any, current: Any) -> str | None:
     ('seed 0, not 1', 'theta at its default, not 0.9', None)
     >>> difference("fingerprints", {"draft": "a"}, {"draft": "b"})
     'other weights of the draft'
+    >>> difference("fingerprints", None, {"target": "a"})  # a damaged settings file
+    'other weights of the target'
     """
     if recorded == current:
         return None
