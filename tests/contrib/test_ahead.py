@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     assert committed(state) == committed(plain)
     assert guesses.steps == int(jnp.max(stats.steps))
     if pre_verify:
-        # Some steps have no draft, and some drafts are only verified in part.
+        # Some steps have no draft, and only the remainder of some drafts is verified.
         assert 0 < guesses.held < guesses.steps and int(jnp.sum(stats.steps)) > int(jnp.sum(counted.steps))
         return
     # The drafts are the same too: the guess is one extra token that the target never sees.
