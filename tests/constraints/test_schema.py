@@ -127,7 +127,7 @@ def checked(schema, rng, count):
 
 
 def drawn(rng, depth=2, alike=None):
-    """Return a random schema, most of whose keywords go together."""
+    """Return a random schema. Most of its keywords apply to one type."""
     kind, *names = alike = alike or rng.choice(ALIKE)
     if rng.random() < 0.15:
         names = [*VALUES]
