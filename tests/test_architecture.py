@@ -1,4 +1,4 @@
-"""The layers of docs/design.md, and an import that stays light."""
+"""The layers of docs/design.md, and a light import."""
 
 import ast
 import re
@@ -38,7 +38,7 @@ RINGS = {
 
 
 def imported(path):
-    """(module, names) of every import statement in a file, nested ones included."""
+    """Yield the module of every import statement in a file, nested ones included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -59,7 +59,7 @@ def ring(module):
 
 
 def modules():
-    """Paths of all modules but the packages' lists of names, by dotted name."""
+    """Return the paths of all modules by dotted name; `__init__` counts as its package."""
     found = {}
     for top in ("mars_jax", "kernels_pallas"):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -98,7 +98,7 @@ def test_every_module_has_a_layer_or_a_ring():
 
 
 def test_no_modules_import_each_other():
-    """Including imports inside functions and for type checkers."""
+    """Include imports inside functions and for type checkers."""
     known = modules()
     imports = {}
     for name, path in known.items():
@@ -154,7 +154,7 @@ def test_functions_of_the_core_are_short():
 
 
 def test_what_a_rule_or_a_drafter_has_is_asked_in_one_place():
-    """Of rules that derive from nothing of ours: `core.rule`."""
+    """Only `core.rule` inspects rules and drafters that do not derive from a class of this package."""
     asked = re.compile(r"(?:getattr|hasattr)\((?:\w+\.)*(?:rule|verify|drafter|base)\b")
     found = [
         f"{name}: {line.strip()}"

@@ -1,4 +1,4 @@
-"""The notebooks: their two files are one, and they run from end to end on the embedded family."""
+"""The notebooks: both files of each are equal, and they run from end to end on the embedded family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ jupytext = pytest.importorskip("jupytext")
 
 COLAB = Path(__file__).parent.parent / "colab"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Jupyter's packages warn of themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # Jupyter's packages emit warnings
 
 
 NOTEBOOKS = sorted(path.stem for path in COLAB.glob("*.py"))
@@ -31,20 +31,20 @@ def test_the_notebook_is_its_source(name):
     assert notebook.metadata["accelerator"] == "TPU"
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs)
-    assert not re.search(r"/(tmp|home|root|work)/", str(outputs))  # of the machine that ran it
-    # Outputs are of a run from end to end, or there are none.
+    assert not re.search(r"/(tmp|home|root|work)/", str(outputs))  # no path of the machine that ran it
+    # Outputs come from one run from end to end, or there are none.
     ran = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert ran in ([None] * len(ran), list(range(1, len(ran) + 1)))
 
 
 def executed(name, monkeypatch, tmp_path, **settings):
-    """(what it printed, the pictures and pages that it showed)."""
+    """Return (the printed text, the data of the displayed outputs)."""
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     pytest.importorskip("matplotlib")
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
-    kernel = os.environ.get("MARS_JAX_TESTS_KERNEL")  # of an environment with the wheel
+    kernel = os.environ.get("MARS_JAX_TESTS_KERNEL")  # in an environment with the wheel
     if kernel is None:
         monkeypatch.setenv("PYTHONPATH", str(COLAB.parent))
     else:

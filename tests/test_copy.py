@@ -1,4 +1,4 @@
-"""A copy of the package to which a rule and a drafter are added, by the files that CONTRIBUTING names and no others."""
+"""A copy of the package with a new rule and a new drafter, made only in the files that CONTRIBUTING names."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ DRAFTER_ROW = """    DraftRow(
 
 
 def insert(path: Path, text: str, *, before: str) -> None:
-    """Put a text in front of the first line that begins with another."""
+    """Insert a text before the first line that begins with `before`."""
     source = path.read_text()
     assert source.count(before) >= 1, path
     path.write_text(source.replace(before, text + before, 1))
@@ -117,7 +117,7 @@ def insert(path: Path, text: str, *, before: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The checkout, with a rule of three files and a drafter of one and its row."""
+    """Return a copy of the checkout with a new rule, of three files, and a new drafter, of one file and its row."""
     folder = tmp_path_factory.mktemp("copy") / "mars-jax"
     left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".hypothesis")
     shutil.copytree(ROOT, folder, ignore=left_out)
@@ -131,7 +131,7 @@ def copy(tmp_path_factory):
 
 
 def run(copy: Path, *arguments: str) -> str:
-    """What a program of the copy prints; it fails where that fails."""
+    """Run a program of the copy and return its output; fail if the program fails."""
     environment = os.environ | {"PYTHONPATH": str(copy)}
     environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The documents: their figures are those of the JSON, and the tests, files, pictures and flags that they name exist."""
+"""Documents: their figures match the JSON, and the tests, files, pictures and flags that they name exist."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ REPORTS = sorted((ROOT / "scripts" / "results").rglob("*.md"))
 
 
 def prose(path: Path) -> str:
-    """A document without its blocks of code."""
+    """Return a document without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def links(path: Path) -> list[str]:
-    """The local files and anchors that a document links to or shows."""
+    """Return the local files and anchors that a document links to or shows."""
     found = re.findall(r"\]\(([^)\s]+)\)", prose(path))
     return [link for link in found if not re.match(r"[a-z]+:", link)]
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives a document's headings."""
+    """Return the anchors that GitHub gives a document's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading of the README, without its header."""
+    """Return the cells of the table below a heading of the README, without its header."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text[text.index(f"## {heading}\n") :].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
@@ -103,7 +103,7 @@ def test_the_pictures_show_their_json(tmp_path, script, options, name):
     drawn_text, kept_text = (re.findall(r"<text[^>]*>([^<]*)</text>", svg) for svg in (drawn, kept))
     assert len(drawn_text) > 5 and drawn_text == kept_text
     if "rules" in name:
-        # Positions to a hundredth of a point, since another version of matplotlib writes other digits.
+        # Compare positions to a hundredth of a point, since other versions of matplotlib write other digits.
         positions = re.compile(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"')
         drawn_marks, kept_marks = (np.asarray(positions.findall(svg), float) for svg in (drawn, kept))
         np.testing.assert_allclose(drawn_marks, kept_marks, atol=0.01)
@@ -122,7 +122,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_scripts_that_documents_name_are_in_the_tree_or_have_a_commit(path):
-    """One that is gone has its commit beside it."""
+    """A script that no longer exists has its commit next to it."""
     lines = path.read_text(encoding="utf-8").splitlines()
     gone = [
         name
@@ -135,14 +135,14 @@ def test_scripts_that_documents_name_are_in_the_tree_or_have_a_commit(path):
 
 
 def test_flags_that_documents_name_exist():
-    # Those of tools that are not ours; blocks of code are looked at too.
+    # Flags of other tools, since blocks of code are searched too.
     foreign = {"--quiet", "--model", "--model_args", "--tasks", "--check", "--no-deps", "--no-compile"}
     foreign |= {"--rm", "--network", "--problem_file"}
     of_rules = {name for row in specs.RULES.values() for name, s in row.settings.items() if s.flag}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
     for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))) - foreign
-        # A flag, or its name in the table of settings, or its opposite.
+        # The source has the flag, its name in the table of settings, or its opposite.
         missing = [
             flag
             for flag in sorted(named)

@@ -1,4 +1,4 @@
-"""The examples of docstrings are tests, every public name has a docstring, and each begins as English does."""
+"""Docstrings: their examples run as tests, every public name has one, and each begins with a verb or a noun."""
 
 import ast
 import doctest
@@ -18,7 +18,7 @@ MODULES = sorted(
     module.name
     for package in (mars_jax, kernels_pallas)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-    # The adapter to a harness is nothing without that harness.
+    # The adapter to a harness cannot be imported without that harness.
     if module.name not in ("mars_jax.integrations.harness", "mars_jax.lm_eval")
     or importlib.util.find_spec("lm_eval")
 )
@@ -31,11 +31,11 @@ LONG = (
     "mars_jax.serve.chat",
     "mars_jax.contrib.rules.budget",
 )
-"""Modules whose examples decode; tests of their own hold what they show."""
+"""Modules whose examples decode; other tests cover the content of these examples."""
 
 
 ROOMS = ("mars_jax", "kernels_pallas")
-"""Packages whose docstrings are held to `OPENINGS` and `WORDS`."""
+"""Packages whose docstrings are checked against `OPENINGS` and `WORDS`."""
 OPENINGS = {"Of", "What", "Whether", "How", "Where", "As"}
 """First words of a fragment. A docstring begins with a verb or a noun."""
 WORDS = re.compile(r"\b(nobody|somebody|whoever|lest)\b", re.IGNORECASE)
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def docstrings(tree):
-    """The texts of all docstrings of a module, those of constants and fields too, and their lines."""
+    """Yield the line and the text of every docstring of a module, including those of constants and fields."""
     for node in ast.walk(tree):
         body = getattr(node, "body", [])
         for statement in body if isinstance(body, list) else []:
@@ -91,7 +91,7 @@ def test_public_functions_and_classes_are_documented():
 def test_what_a_module_lists_is_there():
     for module in map(importlib.import_module, MODULES):
         if module.__name__ == "mars_jax.integrations.tunix" and importlib.util.find_spec("tunix") is None:
-            continue  # its classes are made of Tunix's
+            continue  # its classes derive from Tunix's
         for name in getattr(module, "__all__", ()):
             assert hasattr(module, name), f"{module.__name__}.{name}"
     for name in mars_jax.__all__:

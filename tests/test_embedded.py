@@ -1,4 +1,4 @@
-"""The family that ships with the package: what it weighs, what transformers makes of it, and what it can do."""
+"""The family that ships with the package: its size, its agreement with transformers, and its abilities."""
 
 import json
 
@@ -119,6 +119,6 @@ def test_it_does_arithmetic_it_has_not_seen(family, chain):
     result = mj.generate(
         family[assets.TARGET], chain, [p.turns[0] for p in problems], chat=True, max_new_tokens=96
     )
-    # 99% of 1,000 by scripts/eval_embedded.py of 5336526; guessing a number would be right hardly ever.
+    # scripts/eval_embedded.py of 5336526 scores 99% of 1,000; a guessed number would almost never be right.
     assert np.mean([score(p, t) for p, t in zip(problems, result.text, strict=True)]) >= 0.9
     assert all(c.finish_reason == "stop" for c in result.completions)

@@ -14,7 +14,7 @@ TEST = re.compile(r"`([\w/]+\.py)?::([\w:]+)`")
 
 
 def faults(page: str, root: Path):
-    """Yield one sentence for each test named in the table of a page that does not hold its row."""
+    """Yield one sentence for each test in the table of a page that does not support its row."""
     for feature, tests in ROW.findall(page):
         file = ""
         for cell in tests.split(", "):

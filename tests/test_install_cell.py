@@ -1,4 +1,4 @@
-"""The cell of the notebooks that installs the package: a wheel or an address, and never a package by its name only."""
+"""The install cell of the notebooks: it installs a wheel or an address, never a package by its name only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CELLS = {
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """The arguments of pip when the first cell runs with a value of SOURCE and some files next to the notebook."""
+    """Return a function that runs the first cell with a SOURCE and some files, and returns the arguments of pip."""
 
     def run(source, *files):
         [cell] = set(CELLS.values())
@@ -62,7 +62,7 @@ def test_without_either_it_prints_one_sentence_and_installs_nothing(installed, s
 
 
 def test_no_message_installs_this_package_by_its_name():
-    """Somebody else may own the name in a registry."""
+    """Another project may own the name in a registry."""
     for path in [
         *COLAB.parent.glob("*.md"),
         *(COLAB.parent / "docs").glob("*.md"),

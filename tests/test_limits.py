@@ -54,7 +54,7 @@ NEEDED = {
 }
 """Valid values of arguments that a command requires."""
 NAMED_BY_PLACE = {"source": 1, "destination": 2}
-"""Places of arguments of `convert` in its line."""
+"""Positions of the arguments of `convert` in its command line."""
 
 
 def path_arguments():
@@ -79,7 +79,7 @@ def _no_waiting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def stop(*_):
-        raise KeyboardInterrupt  # no handler takes it for an unreadable file
+        raise KeyboardInterrupt  # no handler mistakes it for an unreadable file
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(120)
@@ -113,7 +113,7 @@ def test_no_argument_takes_a_name_that_no_file_can_have(command, kind, tmp_path,
 
 
 def python_calls():
-    """Calls of every public function that takes a path, by name."""
+    """Return a call of every public function that takes a path, by name."""
     target = mj.load("tiny/target")
     state: Any = object()
     config: Any = target.config
@@ -390,7 +390,7 @@ print(json.dumps({"seconds": seconds, "peak": int(peak) * 1024}))
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", ["templates", "sizes"])
 def test_a_refusal_takes_little_time_and_memory(inputs, tmp_path):
-    """The peak of one process that refuses all of them bounds the peak of each."""
+    """One process refuses all of them, so its peak bounds the peak of each."""
     root = str(Path(__file__).parent.parent)
     command = [sys.executable, "-c", MEASURED, inputs]
     done = subprocess.run(

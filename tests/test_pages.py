@@ -1,4 +1,4 @@
-"""The Python of the pages in docs/, run block after block; and the figures that pages repeat."""
+"""The Python of the pages in docs/, run block by block, and the figures that pages repeat."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from tests.helpers.pages import PAGES, ROOT, blocks
 DOCS = ROOT / "docs"
 MANY = DOCS / "many-machines.md"
 NAMES = [path.name for path in PAGES if path.parent == DOCS and path != MANY]
-"""Every page of docs/ with Python in it, but the one that needs Ray."""
+"""Every page of docs/ with Python in it, except the one that needs Ray."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", NAMES)
 def test_the_code_of_a_page_runs(page, monkeypatch):
-    # Users have JAX's own defaults.
+    # Users run with JAX's defaults.
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "allow")
@@ -46,7 +46,7 @@ def test_the_block_about_ray_gives_the_texts_of_one_process(tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     environment = os.environ | {"PYTHONPATH": str(DOCS.parent), "RAY_USAGE_STATS_ENABLED": "0"}
     environment.pop("XLA_FLAGS")
-    with tempfile.TemporaryDirectory() as short:  # Ray's sockets have no room for pytest's folders
+    with tempfile.TemporaryDirectory() as short:  # pytest's paths are too long for Ray's sockets
         environment["RAY_TMPDIR"] = short
         subprocess.run([sys.executable, "page.py"], cwd=tmp_path, env=environment, check=True)
     text = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
@@ -57,7 +57,7 @@ def test_the_block_about_ray_gives_the_texts_of_one_process(tmp_path):
 
 
 def test_the_jobs_of_schedulers_are_commands_that_there_are():
-    """Their flags are known, and the parts are as many as the pods."""
+    """Their flags exist, and there are as many parts as pods."""
     yaml = pytest.importorskip("yaml")
     text = MANY.read_text()
     [job] = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -76,11 +76,11 @@ def test_the_jobs_of_schedulers_are_commands_that_there_are():
 
 @pytest.mark.parametrize("page", ["choosing.md", "faq.md"])
 def test_the_figures_that_a_page_repeats_are_those_of_the_results(page):
-    """Figures with two or three decimals."""
+    """Compare figures with two or three decimals."""
     card = DOCS.parent / "mars_jax" / "assets" / "tiny" / "README.md"
     results = "".join(path.read_text() for path in (DOCS / "results.md", DOCS / "rules-compared.md", card))
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    settings = r"(?:theta|mass)=[\d.]+"  # what is asked for, and not what was measured
+    settings = r"(?:theta|mass)=[\d.]+"  # settings, not measurements
     figures = set(re.findall(r"(?<![\d.])[+-]?\d+\.\d{2,3}(?![\d.])", re.sub(settings, "", text)))
     measured = set(re.findall(r"(?<![\d.])[+-]?\d+\.\d{2,3}(?![\d.])", results))
     assert figures and sorted(figures - measured) == []

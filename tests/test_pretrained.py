@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates are data: no code of a checkpoint runs, and what they raise becomes a sentence."""
+"""Tokenizers and chat templates are data: no code of a checkpoint runs, and their errors become a sentence."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def edit(path, **fields) -> None:
 
 @pytest.fixture
 def with_code(checkpoint, tmp_path):
-    """The checkpoint with a tokenizer of its own, and the file that its code would write."""
+    """Return the checkpoint with its own tokenizer class, and the file that its code would write."""
     trace = tmp_path / "ran"
     for name in ("tokenization_mine", "configuration_mine"):
         (checkpoint / f"{name}.py").write_text(CODE.format(trace=str(trace)))
@@ -163,7 +163,7 @@ def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what
 
 @pytest.mark.parametrize("fields", [{}, {"add_prefix_space": False}], ids=["plain", "of transformers"])
 def test_a_panic_of_tokenizers_is_one_sentence(checkpoint, fields):
-    """A special token that the post-processor names and nobody has."""
+    """The post-processor names a special token that does not exist."""
     edit(checkpoint / "tokenizer_config.json", **fields)
     edit(
         checkpoint / "tokenizer.json",
@@ -214,7 +214,7 @@ def test_what_is_neither_a_mesh_nor_a_text_gets_a_sentence(mesh):
 
 
 def test_a_model_of_ones_own_decodes_as_a_loaded_one():
-    """With a config or without one, with a tokenizer or without; and a model that is none of ours, refilled."""
+    """Include models with and without a config or a tokenizer, and a foreign model whose rows refill."""
     loaded = mj.load("tiny/draft")
     parts = (loaded.model, loaded.params)
     own = mj.Pretrained.from_parts(*parts, loaded.tokenizer, config=loaded.config)
@@ -253,7 +253,7 @@ ENCODERS = {
 
 @pytest.fixture(params=["tokenizers", "transformers"])
 def encoding_target(request, checkpoint):
-    """A checkpoint whose tokenizer adds BOS, read by one of the two libraries that encode."""
+    """Return a checkpoint whose tokenizer adds BOS, read by one of the two libraries that encode."""
     if request.param == "transformers":
         edit(checkpoint / "special_tokens_map.json", bos_token=BOS)
     target = hub.outline(checkpoint)

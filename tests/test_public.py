@@ -1,8 +1,8 @@
-"""What is public, listed in public.json: names with their arguments, commands with their flags, rules and drafters.
+"""The public names with their arguments, commands with their flags, rules and drafters, as listed in public.json.
 
     PYTHONPATH=. python tests/test_public.py      write the list again
 
-A name that goes, and an argument or a flag, is a new major version (docs/stability.md); one that comes needs its line.
+Removing a name, an argument or a flag needs a new major version (docs/stability.md); an added one needs its line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.helpers.public_names import named, promised
 
 LIST = Path(__file__).parent / "public.json"
 MOST = 65
-"""Names that are promised, at most: what one can read in a minute."""
+"""Largest number of promised names, so that a reader can scan them in a minute."""
 
 
 def arguments(value):
-    """Names of the arguments of a function or a class; None where a value has no signature."""
+    """Return the names of the arguments of a function or a class; None if a value has no signature."""
     if inspect.ismodule(value) or not callable(value):
         return None
     try:
@@ -36,7 +36,7 @@ def arguments(value):
 
 
 def public():
-    """The list, as it is in this checkout."""
+    """Return the list for this checkout."""
     from mars_jax import specs
     from mars_jax.cli.commands import COMMANDS, parser_of
 
@@ -80,7 +80,7 @@ def is_public(full):
 
 
 def used(source):
-    """The dotted names of the package that a file imports or reaches by attributes."""
+    """Return the dotted names of the package that a file imports or reaches by attributes."""
     tree, homes, found = ast.parse(source), {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ def used(source):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_documents_use_public_names_only(path):
     names = used(as_file(path))
-    assert names or "mars_jax" in as_file(path)  # run as a command
+    assert names or "mars_jax" in as_file(path)  # or it runs a command
     assert [name for name in sorted(names) if not is_public(name)] == []
 
 

@@ -46,7 +46,7 @@ def test_the_study_of_lengths_is_what_its_rows_say(file):
 
 
 def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):
-    """And a page names the commit of every report that it reads."""
+    """A page also names the commit of every report that it reads."""
     read = set()
     text_of = Path.read_text
 

@@ -1,4 +1,4 @@
-"""What of the site is made from the code; `.ci/run docs` builds it all and follows every link."""
+"""Parts of the site that are generated from the code; `.ci/run docs` builds all of it and follows every link."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_flag_of_every_command_is_on_the_page():
         assert {flag for a in actions for flag in a.option_strings} | made.kinds().keys() <= words, name
         assert "%(" not in sections[name]
         assert "examples:" in sections[name] and re.search(rf"mars[-_]jax[. ]{name} ", sections[name]), name
-        # The help of a long command is in groups: few flags are mere "options".
+        # Long commands group their help, so that few flags remain plain "options".
         for one in every:
             loose = [a for a in one._optionals._group_actions if a.option_strings]
             assert len(loose) <= 5, one.prog
@@ -93,7 +93,7 @@ def test_every_page_has_its_place_and_is_written(tmp_path):
     assert "::: mars_jax.hub.load.load\n" in (tmp_path / "api" / "text.md").read_text(encoding="utf-8")
 
 
-# What a release says of itself.
+# Metadata of a release.
 
 
 def test_the_version_is_one():

@@ -1,4 +1,4 @@
-"""The tables: every row against its factory, ranges at their ends, and the texts that name them."""
+"""The tables: every row compared with its factory, ranges at their ends, and the strings that name rows."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_theta_is_the_first_argument_of_every_rule_that_has_one():
 
 def test_a_rule_is_called_as_its_row_and_names_what_it_is_over():
     for name, row in specs.RULES.items():
-        if "weights" in row.needs or name == "simulated":  # whose name says its tau
+        if "weights" in row.needs or name == "simulated":  # its name includes its tau
             continue
         rule = verify.load(name).rule
         if not row.lossless:
             with pytest.raises(TypeError, match="positional"):
-                type(rule)(0.5)  # numbers are told apart by their names
+                type(rule)(0.5)  # numbers must be passed by name
         if not row.bases:
             assert rule.name == name
             continue
@@ -201,7 +201,7 @@ def test_drafts_may_be_narrowed():
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_a_model_is_what_its_row_says(name):
-    """Of those that are here or whose sizes `plan` knows, the config says so."""
+    """If the model is local or `plan` has its sizes, its config agrees with its row."""
     row = models.MODELS[name]
     assert row.family in FAMILIES and row.licence
     assert row.sha256 is None or (row.file and re.fullmatch("[0-9a-f]{64}", row.sha256))

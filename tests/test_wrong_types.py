@@ -1,6 +1,6 @@
-"""Arguments of a wrong type are refused by a sentence that names them, in every public function that decodes.
+"""Arguments of a wrong type: every public function that decodes refuses them in a sentence that names them.
 
-A user's first mistakes are a string for a model, a `Pretrained` for its weights, a state that was given away.
+Typical first mistakes are a string for a model, a `Pretrained` for its weights, and a state that was given away.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ VALUES = {
     "a dict of text": {1: "x"}, "an empty dict": {}, "an object": object(), "a type": int, "a function": len,
     "a matrix": np.ones((2, 2)), "a vector": jnp.ones(3), "an array of no dimensions": np.asarray(3.5),
 }  # fmt: skip
-"""Values that somebody may pass for any argument."""
+"""Values that a user may pass for any argument."""
 
 TEXT = {"text", "no text"}
 
@@ -159,7 +159,7 @@ def session(**arguments):
 
 
 def say(text, **changed):
-    """Add a turn to a chat, of which nothing is decoded."""
+    """Add a turn to a chat without decoding it."""
     chat = mj.Chat(chatty())
     vars(chat).update(changed)
     chat._running.stream = lambda request: iter(())
@@ -167,7 +167,7 @@ def say(text, **changed):
 
 
 ARGUMENTS = {
-    # What reads prompts and options: `generate`, `generate_iter`, `generate_stream` and `Chat` call `make_requests`.
+    # Prompts and options: `generate`, `generate_iter`, `generate_stream` and `Chat` call `make_requests`.
     **{
         f"make_requests.{name}": option(name)
         for name in sorted(Options.__optional_keys__ - {"relax_constrained"})
@@ -279,7 +279,7 @@ ACCEPTED = {
     "drafters.load.num_draft_tokens": {"None", "a number"},
     "load.dtype": {"None"},
 }
-"""Values that are right for an argument, where they are few enough to list."""
+"""Valid values of an argument, if they are few enough to list."""
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -339,7 +339,7 @@ def test_an_array_that_is_no_tree_is_refused(tree):
 
 
 def test_every_public_function_is_tried():
-    """A function that `tests/public.json` gains needs a row above."""
+    """A function that is added to `tests/public.json` needs a row above."""
     tried = {part for name in (*ARGUMENTS, *CALLS) for part in name.split(".")}
     names = json.loads(Path(__file__).with_name("public.json").read_text())["names"]
     public = {

@@ -1,4 +1,4 @@
-"""Patterns mean what they mean to Python's `re`."""
+"""Patterns match the same strings as in Python's `re`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schema's automaton says, `jsonschema` finds valid; and what cannot be held to is refused."""
+"""Automata of schemas: `jsonschema` validates every accepted string, and unsupported schemas are refused."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ ALIKE = [
     ("object", "properties", "required", "additionalProperties"),
     ("object", "properties", "additionalProperties"),
 ]
-"""A type and keywords that go with it."""
+"""Types, each with keywords that apply to it."""
 
 
 def checked(schema, rng, count):
-    """Whether a schema is held to: `jsonschema` accepts so many texts of it; else it got one sentence."""
+    """Return whether a schema is supported. Validate `count` of its strings, or check that one sentence refuses it."""
     jsonschema = pytest.importorskip("jsonschema")
     oracle = jsonschema.Draft202012Validator
     try:
@@ -127,7 +127,7 @@ def checked(schema, rng, count):
 
 
 def drawn(rng, depth=2, alike=None):
-    """A random schema, most of whose keywords go together."""
+    """Return a random schema. Most of its keywords apply to one type."""
     kind, *names = alike = alike or rng.choice(ALIKE)
     if rng.random() < 0.15:
         names = [*VALUES]
@@ -138,7 +138,7 @@ def drawn(rng, depth=2, alike=None):
 
 
 def inside(rng, name, depth, alike):
-    """What stands under a keyword."""
+    """Return a random value of a keyword."""
     if depth and rng.random() < 0.8:
         if name == "properties":
             return {one: drawn(rng, depth - 1) for one in rng.sample("abc", rng.randint(1, 3))}

@@ -1,4 +1,4 @@
-"""Tables over tokens: every token's bytes one by one, real tokenizers of each family, and what is kept on disk."""
+"""Tables over tokens: every token byte by byte, real tokenizers of each family, and spans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def words():
 
 
 def metaspace():
-    """A sentencepiece vocabulary with bytes, as Llama's, by the tokenizers package."""
+    """Return a sentencepiece vocabulary with byte tokens, like Llama's, built with the tokenizers package."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,14 +64,14 @@ def test_every_token_leads_where_its_bytes_lead(pattern, words):
             to = made.next[to, made.classes[byte]]
         assert np.array_equal(table.next[:, table.classes[token]], to), (token, data)
     for state in np.flatnonzero(table.forced >= 0).tolist():
-        # Wherever a token is forced, all that may follow begins alike.
+        # Wherever a token is forced, all allowed tokens begin alike.
         said = words.tokens[table.forced[state]]
         allowed = [words.tokens[v] for v in np.flatnonzero(table.next[state, table.classes])]
         assert all(said.startswith(one) or one.startswith(said) for one in allowed)
 
 
 def test_an_allow_list_is_the_pattern_of_its_letters(words):
-    """Both allow the same tokens, end at the same places, force nothing, and are strict nowhere."""
+    """Both allow the same tokens, accept at the same places, force no token and are never strict."""
     letters = [words.tokens.index(letter.encode()) for letter in "abc"]
     table, wanted = constraints.tokens(letters).table(words), constraints.regex("[abc]*").table(words)
     single = [i for i, data in enumerate(words.tokens) if not data or len(data) == 1]
@@ -94,7 +94,7 @@ def test_a_text_that_no_token_says_gets_a_sentence():
 
 
 def inside(text, opening, closing):
-    """Whether a text ends inside of a span, by searching it."""
+    """Return whether a text ends inside a span, by a search."""
     at, open_ = 0, False
     while (found := text.find(closing if open_ else opening, at)) >= 0:
         at, open_ = found + len(closing if open_ else opening), not open_

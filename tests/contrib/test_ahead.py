@@ -1,4 +1,4 @@
-"""Drafting while the target verifies: the tokens of the plain loop, on devices of their own."""
+"""Drafting while the target verifies: the same tokens as the plain loop, with the draft on another device."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ MODEL = language_model(CONFIG)
 
 
 def weights(noise):
-    """A target, and the same with some noise."""
+    """Return a target, and a draft with the target's weights plus noise."""
     target = init_params(CONFIG, jax.random.key(0), scale=0.4)
     other = init_params(CONFIG, jax.random.key(1), scale=0.4)
     return Params(target, jax.tree.map(lambda x, y: x + noise * y, target, other))
@@ -56,10 +56,10 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     assert committed(state) == committed(plain)
     assert guesses.steps == int(jnp.max(stats.steps))
     if pre_verify:
-        # Steps without a draft, and drafts of which only the rest was verified.
+        # Some steps have no draft, and only the remainder of some drafts is verified.
         assert 0 < guesses.held < guesses.steps and int(jnp.sum(stats.steps)) > int(jnp.sum(counted.steps))
         return
-    # The same drafts as well: the guess is one more, of which the target sees nothing.
+    # The drafts are the same too: the guess is one extra token that the target never sees.
     np.testing.assert_array_equal(stats.steps, counted.steps)
     np.testing.assert_array_equal(stats.accepted_exact, counted.accepted_exact)
     assert guesses.held < guesses.steps and int(jnp.sum(stats.accepted_exact)) > 0

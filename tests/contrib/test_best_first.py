@@ -1,4 +1,4 @@
-"""DDTree's trees are those of a best-first search with a heap."""
+"""DDTree's trees, compared with a best-first search that uses a heap."""
 
 import functools
 import heapq
@@ -14,7 +14,7 @@ from mars_jax.drafters.tree_shapes import Dynamic
 
 
 def search(log_p, shape):
-    """{path: score} of the likeliest nodes, popped one by one: log_p f32[D, V]."""
+    """Return {path: score} of the likeliest nodes, popped one by one, for log_p f32[D, V]."""
     order = np.argsort(-log_p, axis=1, kind="stable")[:, : shape.top_k]
     best = {}
     heap = [(-log_p[0, t], (int(t),)) for t in order[0]]
@@ -29,7 +29,7 @@ def search(log_p, shape):
 
 
 def paths(tree, row):
-    """The nodes of a row but the root and padding, as tuples of tokens."""
+    """Return the nodes of a row, except the root and padding, as tuples of tokens."""
     tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
     found = {0: ()}
     for i in range(1, len(tokens)):
@@ -46,7 +46,7 @@ def paths(tree, row):
     [(Dynamic(10, 7, 60), 64, 700), (Dynamic(30, 4, 30), 40, 200), (Dynamic(10, 15, 256), 300, 100)],
 )
 def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
-    """1,000 random marginals in all, sharp ones and flat ones."""
+    """Check 1,000 random marginals in all, sharp and flat."""
     rng = np.random.default_rng(shape.nodes)
     logits = rng.normal(size=(rows, shape.depth, vocab)) * rng.choice([0.5, 2, 6], (rows, 1, 1))
     logits = jnp.asarray(logits, jnp.float32)
@@ -58,7 +58,7 @@ def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
     for row in range(rows):
         mine, wanted = paths(tree, row), search(log_p[row], shape)
         assert len(set(mine)) == len(mine) == shape.num_nodes - 1
-        if set(mine) != set(wanted):  # two that rounding cannot tell apart
+        if set(mine) != set(wanted):  # two paths whose scores are equal up to rounding
             scores = [sum(log_p[row, d, t] for d, t in enumerate(path)) for path in mine]
             np.testing.assert_allclose(sorted(scores), sorted(wanted.values()), atol=1e-5)
             assert len(set(mine) ^ set(wanted)) <= 4

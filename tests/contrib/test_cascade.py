@@ -1,4 +1,4 @@
-"""TriSpec's drafter against the paper's loop in Python, model by model from empty caches; and what is never trusted."""
+"""TriSpec's drafter, compared with the paper's loop in Python from empty caches, and tokens it must never trust."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ def ratio(text, token):
 
 
 def places(text, x, margin):
-    """(t_a, t_m) of a draft, by TriSpec's margin or by VIA-SD's (accept, escalate)."""
+    """Return the proxy's tokens, t_a and t_m of a draft, by TriSpec's margin or by VIA-SD's (accept, escalate)."""
     said = [best(PROXY, text + x[:i]) for i in range(K + 1)]
     if not isinstance(margin, tuple):
         t_a = next((i for i in range(K) if x[i] != said[i]), K)
@@ -61,7 +61,7 @@ def places(text, x, margin):
 
 
 def one_draft(text, margin, stops):
-    """What is trusted after a text, and what the target is asked about."""
+    """Return the tokens trusted after a text, and the draft passed to the target."""
     trusted = ()
     while True:
         x = ()
@@ -81,7 +81,7 @@ def one_draft(text, margin, stops):
 
 
 def one_text(prompt, margin, stops=()):
-    """Every token and its kind, up to the end of the buffer or the first stop token."""
+    """Return every token and its kind, up to the end of the buffer or the first stop token."""
     text, kinds = tuple(prompt), []
     while len(text) < BUFFER and (not kinds or text[-1] not in stops):
         trusted, asked = one_draft(text, margin, stops)
@@ -127,7 +127,7 @@ RULES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(name):
-    """Bit for bit; and a row alone is the row in its batch."""
+    """Compare bit for bit; a row in a batch of one also equals the row in its batch."""
     rule, mixed = RULES[name], {"temperature": [0.0, 0.9, 0.0, 0.0]}
     base, _ = decoded(rule, drafter=INNER, **mixed)
     closed, stats = decoded(rule, CLOSED, **mixed)
@@ -150,7 +150,7 @@ def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
     for row, n in enumerate(LENGTHS):
         assert found[row][: n + 8] == plain[row][: n + 8]
     assert int(jnp.sum(stats.accepted_trusted)) > 0
-    # Streamed, so that every token's kind is seen.
+    # Stream the steps to see the kind of every token.
     tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
     decoder, state = begin(
         TARGET, CASCADE, verify.exact(), tokens, lengths, params=weights(0.05), stop_tokens=[2, 7]

@@ -22,7 +22,7 @@ GREEDY = (0.0, 0, 1.0, 0.0)
 
 @pytest.fixture(scope="module")
 def case():
-    """Chains that draft the target's best or second best token, so that thresholds decide."""
+    """Return chains that draft the target's best or second-best token, so that thresholds decide."""
     rng = np.random.default_rng(0)
     logits = rng.normal(4, 2, (ROWS, NODES, V)).astype(np.float32)
     best = np.argsort(-logits, axis=-1)
@@ -39,7 +39,7 @@ def decided(rule, case, theta, table=()):
 
 @pytest.mark.parametrize("margin", MARGINS)
 def test_factors_scale_the_gap_that_is_let_through(case, margin):
-    """In units of the margin: nats, or for the ratio the second logit."""
+    """Compare in units of the margin: nats for the gap, the second logit for the ratio."""
     tree, logits, _ = case
     found = margin_stats(logits)
     theta = jnp.full((ROWS, NODES), {"ratio": 0.7, "gap": 1.5}[margin], jnp.float32)
@@ -50,7 +50,7 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
     gap, unit = np.asarray(found.top1 - found.top2), 1.0
     limit = {"ratio": 1 / 0.7 - 1, "gap": 1.5}[margin]
     if margin == "ratio":
-        unit = np.where(found.top2 > 0, found.top2, np.nan)  # where both are positive, as here but for a few
+        unit = np.where(found.top2 > 0, found.top2, np.nan)  # only where both are positive, as most are
     expected = gap / unit < limit * factors
     sure = (np.asarray(found.top2) > 0) & (np.abs(gap / unit - limit * factors) > 1e-5)
     assert np.array_equal(np.asarray(low)[sure], expected[sure]) and sure.mean() > 0.8
@@ -75,7 +75,7 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
     ids=["position", "entropy", "class"],
 )
 def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
-    """Against a chain walked in Python with a gap of one nat, scaled."""
+    """Compare with a chain walked in Python, with a gap of one nat scaled by the factor."""
     tree, logits, _ = case
     found = decided(contrib.by_context(chosen.by, margin="gap"), case, 1.0, chosen)
     some = set()

@@ -1,4 +1,4 @@
-"""The block drafter: lossless, its context that of a head run afresh, and drafting what that head says."""
+"""The block drafter: lossless, with the context and the drafts of a freshly run head."""
 
 import functools
 
@@ -24,8 +24,10 @@ LENGTHS = [1, 2, 17]
 
 @functools.partial(jax.jit, static_argnums=0)
 def afresh(name, tokens, length):
-    """The head after a whole text i32[1, n] of `length` tokens, the target over it at once: hidden states of the block,
-    its marginals, and the context."""
+    """Run the head after a whole text i32[1, n] of `length` tokens, with one target forward over the text.
+
+    Returns the hidden states of the block, its marginals and the context.
+    """
     config, params, n = HEADS[name], weights(name), tokens.shape[1]
     model = MODEL.with_features(config.feature_layers)
     zero = jnp.zeros((1,), jnp.int32)
@@ -52,7 +54,7 @@ def afresh(name, tokens, length):
     [(name, shape) for name in ("dflash", "dspark") for shape in ("chain", "static tree", "dynamic tree")],
 )
 def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape):
-    """Ten rounds of mixed acceptance, greedy rows and a sampled one; then the rest of the text."""
+    """Run ten rounds of mixed acceptance with greedy rows and a sampled one, then decode the rest of the text."""
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)
     drafter = dflash(HEADS[name], MODEL, 3, tree=SHAPES[shape])
     decoder, state = begin(
@@ -71,7 +73,7 @@ def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape
         for ours, fresh in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
             for mine, wanted in zip(ours, fresh, strict=True):
                 np.testing.assert_allclose(mine[row, : n - 1], wanted[0, : n - 1], atol=2e-5)
-        # What it drafts next is what that head says.
+        # The next draft must be that of the freshly run head.
         z = np.asarray(logits)
         if "ids" in weights(name).draft:
             wide = np.full((len(z), VOCAB), -np.inf)
@@ -89,7 +91,7 @@ def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape
 
     while not bool(jnp.all(state.done)):
         state, _ = decode.jitted_step(decoder, weights(name), state)
-    # Also of the sampled row: its draws are keyed by position.
+    # This includes the sampled row, since its draws are keyed by position.
     assert committed(state) == committed(plainly((0.0, 0.0, 1.0)))
 
 
@@ -104,7 +106,7 @@ def plainly(temperature):
 
 @functools.cache
 def pairs(name, shape, sample):
-    """Counts of the pairs of the second and third new token... of 6,000 rows with a drafter, or without one."""
+    """Count the pairs of tokens at positions 5 and 6 over 6,000 rows, with a drafter or without one."""
     rows, plain = 6000, name is None
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
     params = weights(name or "dflash")

@@ -1,4 +1,4 @@
-"""Block drafters give what a transcription in PyTorch over transformers' Qwen3 layers gives."""
+"""Block drafters, compared with a transcription in PyTorch over transformers' Qwen3 layers."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ CASES = {
 
 
 def torch_head(config: DFlashConfig, target):
-    """The head in PyTorch from the description alone, its parameters random and named as published.
+    """Return the head in PyTorch, written from the description only, with random parameters under published names.
 
     Sources: DFlash 2602.06036, section 3; z-lab/dflash, `dflash/model.py`; vllm-project/speculators, `models/dspark`.
-    The layers are transformers' own, whose attention is given keys and values of the context beside the block's.
+    The layers are transformers' own; their attention also gets the keys and values of the context.
     """
     import torch
     from torch import nn
@@ -121,7 +121,7 @@ def torch_head(config: DFlashConfig, target):
                 self.confidence_head.proj = nn.Linear(width, 1, bias=config.confidence_bias)
 
         def attend(self, i, x, c_, cos, sin):
-            """Layer i's attention: queries of the block, keys and values of context and block."""
+            """Apply layer i's attention: queries of the block, keys and values of the context and the block."""
             own, n, past = self.layers[i].self_attn, x.shape[1], c_.shape[1]
             both = torch.cat([c_, x], dim=1)
 
@@ -146,7 +146,7 @@ def torch_head(config: DFlashConfig, target):
             return own.o_proj(mixed.reshape(*x.shape[:2], -1))
 
         def forward(self, taken, last):
-            """Hidden states and logits of the places of a block after a context, from position 0 on."""
+            """Return hidden states and logits of a block's places after a context that starts at position 0."""
             context = self.hidden_norm(self.fc(torch.cat(list(taken), dim=-1)))
             masks = torch.full((len(last), config.block_size - 1), config.mask_token)
             x = (self.embed_tokens.weight if config.own_embed else embed)[torch.cat([last, masks], dim=1)]
@@ -160,7 +160,7 @@ def torch_head(config: DFlashConfig, target):
             return hidden, hidden @ weight.T
 
         def corrected(self, hidden, logits, before):
-            """Logits with what the Markov head adds, and confidence, after the tokens before."""
+            """Return the logits with the Markov head's correction, and the confidence, after the tokens before."""
             known = self.markov_head.markov_w1(before)
             read = torch.cat([hidden, known], dim=-1) if config.confidence_markov else hidden
             return logits + self.markov_head.markov_w2(known), self.confidence_head.proj(read)[..., 0]
@@ -174,7 +174,7 @@ def torch_head(config: DFlashConfig, target):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_equals_its_transcription_in_pytorch(name):
-    """Context in two pieces, then a block: hidden states and logits of every place, and what DSpark's heads say."""
+    """Run a context in two pieces, then a block; compare hidden states, logits and the outputs of DSpark's heads."""
     torch = pytest.importorskip("torch")
     config, rng = CASES[name], np.random.default_rng(2)
     draw = (
@@ -221,7 +221,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         if config.confidence:
             expected = (*expected, *theirs.corrected(*expected, torch.tensor(before)))
     for mine, wanted in zip(found, expected, strict=True):
-        # 1e-5: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
+        # 1e-5: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
         np.testing.assert_allclose(mine, wanted, atol=1e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""DIVERSED: `mixture` at the weights that its head says, and a gradient that is that of what it is worth."""
+"""DIVERSED: `mixture` at its head's weights, and a gradient equal to that of the enumerated worth."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_a_head_that_says_one_weight_is_the_mixture_of_that_weight():
 
 
 def test_the_weight_is_that_of_each_position():
-    """Against the formula, written out for one node."""
+    """Compare with the formula, written out for one node."""
     rng = np.random.default_rng(1)
     params = {
         "inner": jnp.asarray(rng.normal(size=(3, E)), jnp.float32),
@@ -62,7 +62,7 @@ def test_the_weight_is_that_of_each_position():
 
 @pytest.mark.slow
 def test_the_gradient_is_that_of_the_enumerated_worth():
-    """Texts of one token after a prompt: every token as often as the mixture says it."""
+    """Use texts of one token after a prompt, in which each token occurs as often as the mixture emits it."""
     config = ModelConfig(
         vocab_size=V, hidden_size=E * 2, intermediate_size=8, num_layers=1, num_heads=1, head_dim=4
     )

@@ -1,4 +1,4 @@
-"""A drafter on devices of its own gives what the plain loop gives: tokens, drafts and log-probabilities."""
+"""A drafter on separate devices: the tokens, drafts and log-probabilities of the plain loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 def pair(*, mesh=None, draft_mesh=None):
-    """A target, and a draft that is it with some noise."""
+    """Return a target, and a draft with the target's weights plus noise."""
     params = init_params(CONFIG, jax.random.key(0), scale=0.4)
     other = init_params(CONFIG, jax.random.key(1), scale=0.4)
     small = jax.tree.map(lambda x, y: x + 0.1 * y, params, other)
@@ -48,7 +48,7 @@ def drafter(length, small):
 
 
 def same(completion):
-    """What rounding has no part in."""
+    """Return the parts of a completion that rounding cannot change."""
     kind, metrics = completion.log_probs.kind, dataclasses.replace(completion.metrics, regret=0.0)
     return completion.tokens, completion.finish_reason, kind, metrics
 
@@ -59,7 +59,7 @@ def session(target, drafts, rule):
 
 @pytest.mark.slow
 def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
-    """Two batches, the second with a row to fill; a lossy rule, whose text depends on the drafts."""
+    """Run two batches, the second with a row to fill, under a lossy rule, whose text depends on the drafts."""
     target, small = pair()
     rule = verify.mars(theta=[0.5, 0.9, 0.7, 0.5])
     requests = make_requests(target, PROMPTS, **OPTIONS)

@@ -11,7 +11,7 @@ from mars_jax.lab.training.loop import fit, muon
 
 
 def made(count, seed):
-    """The outcome changes where one direction of the features and the margin say so together."""
+    """Return examples whose outcome depends on one direction of the features together with the margin."""
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(count, 12)).astype(np.float32)
     z1 = rng.uniform(4, 12, count).astype(np.float32)
@@ -23,7 +23,7 @@ def made(count, seed):
 @pytest.mark.slow
 def test_a_known_function_is_learned_better_than_from_the_margin(tmp_path):
     course = training(made(4000, 0), muon(1e-2, 250), steps=250, rows=128)
-    with jax.numpy_dtype_promotion("standard"):  # optax's counters
+    with jax.numpy_dtype_promotion("standard"):  # for optax's counters
         head = fit(course, tmp_path)
     test = made(2000, 1)
     positive = np.asarray(indicator.logit(head, *map(jnp.asarray, test[:3]))) > 0

@@ -1,4 +1,4 @@
-"""The learned rule: it relaxes where the head says so, under the guards of `mars`, inside the loop as outside of it."""
+"""The learned rule: it relaxes where its head allows, under the guards of `mars`, in the loop and outside it."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
 
 @pytest.mark.slow
 def test_the_loop_hands_it_the_targets_hidden_state_and_its_weights():
-    """A head that answers by the margin alone is `mars` by the gap."""
+    """Check that a head that depends only on the margin equals `mars` by the gap."""
     config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     model, params = language_model(config), init_params(config, jax.random.key(0), scale=0.3)
     drafter = drafters.ngram(4)
@@ -62,7 +62,7 @@ def test_the_loop_hands_it_the_targets_hidden_state_and_its_weights():
         "margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-0.5)
     }  # fmt: skip
     prompts, lengths = helpers.ragged([9, 5], 64, 4)
-    theta = float(jax.nn.sigmoid(1.0 - 0.5))  # of a gap of one nat
+    theta = float(jax.nn.sigmoid(1.0 - 0.5))  # for a gap of one nat
     ours, counts = helpers.decode_all(
         model, drafter, contrib.learned(), prompts, lengths, params=Params(params, (), head), theta=theta
     )

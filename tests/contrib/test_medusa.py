@@ -1,4 +1,4 @@
-"""Medusa heads against numpy over a target run from an empty cache, and their files against torch."""
+"""Medusa heads, compared with numpy over a target run from an empty cache, and their files, compared with torch."""
 
 import json
 
@@ -24,7 +24,7 @@ from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests.helpers import begin, committed, decode_all, draft_input, ragged
 
-VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then
+VOCAB, BUFFER = 7, 40  # few tokens, so that random drafts are sometimes accepted
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2}
 OF_TARGET = ModelConfig(**SIZES)
 TARGET = language_model(OF_TARGET)
@@ -35,7 +35,7 @@ CONFIG = MedusaConfig(num_heads=4, num_layers=2, hidden_size=16, vocab_size=VOCA
 def params():
     target = init_params(OF_TARGET, jax.random.key(0), scale=0.5)
     draft = heads.init_params(CONFIG, jax.random.key(1), scale=0.5)
-    # Biases that are not zero, as trained ones are.
+    # Nonzero biases, as in trained heads.
     draft = jax.tree.map(lambda x: x + 0.1 if x.ndim == 1 else x, draft)
     return Params(target, draft)
 
@@ -47,7 +47,7 @@ def _hidden(params, tokens):
 
 
 def slow_logits(params, past):
-    """[H, V] from the text alone, transcribed from the paper."""
+    """Return [H, V] from the text only, transcribed from the paper."""
     hidden = np.zeros(16, np.float32)
     if len(past) > 1:
         padded = np.zeros((1, BUFFER), np.int32)
@@ -113,7 +113,7 @@ def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
             lasts.append(last)
             padding = np.asarray(drafted.tokens[row]) == NO_TOKEN
             assert padding.tolist() == (np.asarray(drafted.depths[row]) > last).tolist()
-    assert lasts == [4, 2, 0, 3, 2, 0]  # not at all, on its way, at once
+    assert lasts == [4, 2, 0, 3, 2, 0]  # no stop, a stop on the way, a stop at once
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     np.testing.assert_allclose(jax.nn.softmax(tree.draft_logits[0, :2]), want, atol=1e-5)
     got = np.zeros((VOCAB, VOCAB))
     np.add.at(got, (np.asarray(tree.tokens[:, 1]), np.asarray(tree.tokens[:, 2])), 1 / rows)
-    # Pairs, since the heads are to be drawn from independently; five standard deviations of such a share.
+    # Compare pairs, since draws from the heads must be independent, within five standard deviations of a share.
     np.testing.assert_allclose(got, np.outer(*want), atol=5 * 0.5 / rows**0.5)
 
 
@@ -158,7 +158,7 @@ def test_heads_for_another_vocabulary_are_refused():
 
 
 def write_torch(directory, draft, *, prefix="", dtype="float32", **config):
-    """The layout of the published heads."""
+    """Write heads in the published layout."""
     table = {}
     for i, head in enumerate(draft["heads"]):
         for j, block in enumerate(head["blocks"]):
@@ -183,7 +183,7 @@ def assert_equal(ours, theirs):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"prefix": "medusa_head."}, {"medusa_num_heads": 2}],  # the first published config says 2 heads of 5
+    [{}, {"prefix": "medusa_head."}, {"medusa_num_heads": 2}],  # the first published config has 2 heads of 5
     ids=["plain", "prefixed", "more heads than the config says"],
 )
 def test_published_heads_load(params, tmp_path, options):

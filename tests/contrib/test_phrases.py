@@ -1,4 +1,4 @@
-"""Phrases and equivalents: every edge decided path by path in Python, along chains and in trees."""
+"""Phrases and equivalents: every edge compared with a path-by-path decision in Python, on chains and trees."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_equivalents_stand_for_the_targets_token(is_chain):
 
 
 def test_case_is_that_of_letters_and_changes_no_word():
-    """The capital sharp s is a sharp s, and neither is two letters."""
+    """Treat the capital sharp s as a sharp s; neither equals two letters."""
     assert _key("STRA\u1e9eE", ("case",)) == _key("straße", ("case",)) != _key("strasse", ("case",))
     assert _key("Two", ("numbers",)) == "Two" and _key(" Two", ("case", "numbers")) == " 2"
 
@@ -125,7 +125,7 @@ def test_groups_are_of_texts_that_are_alike(tmp_path):
 
 @pytest.mark.slow
 def test_a_strict_span_takes_no_other_guard_away():
-    """With spans as without: no padding, no stop token and nothing of the exact prefix is relaxed."""
+    """Never relax padding, stop tokens or tokens of the exact prefix, with or without spans."""
     tree = drafted(False, np.random.default_rng(0))
     rule = for_rows(contrib.equivalent(gap=np.inf, exact_prefix=2), BATCH)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(*tree.tokens.shape, VOCAB)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Replay against a search in Python; what it drafts changes no token, and another corpus compiles nothing."""
+"""Replay, compared with a search in Python: its drafts change no token, and another corpus compiles nothing."""
 
 import json
 
@@ -21,7 +21,7 @@ SIZE, COUNT = 24, 4
 
 
 def matches(text, past, most, least):
-    """(how many tokens match, the place after the match) of the best, by hand."""
+    """Return (number of matching tokens, position after the match) of the best match, by brute force."""
     for size in range(min(most, len(text)), least - 1, -1):
         for end in range(len(past) - 1, size - 1, -1):
             if past[end - size : end] == text[len(text) - size :]:

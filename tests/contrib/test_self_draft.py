@@ -1,4 +1,4 @@
-"""The target as its own draft: what it says is what the target says under a mask, and no text changes."""
+"""The target as its own draft: it drafts the target's tokens under a mask, and the output is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUFFER, WINDOW = 40, 6
 
 @jax.jit
 def said_under_a_mask(tokens, length):
-    """The target's logits f32[V] after a text: its own keys, but the last token sees `SINKS` and a window only."""
+    """Return the target's logits f32[V] over its own cache, if the last token sees only `SINKS` and a window."""
     slot, zero = jnp.arange(BUFFER, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
     cache = MODEL.forward(
         WEIGHTS, tokens[None], Visible.causal(zero, BUFFER), MODEL.init_cache(1, BUFFER)
@@ -42,7 +42,7 @@ def said_under_a_mask(tokens, length):
 
 @pytest.mark.parametrize("tree", [pytest.param(None, marks=pytest.mark.slow), (2, 1)])
 def test_what_it_drafts_first_is_what_the_target_says_under_a_mask(tree):
-    """In rows shorter and longer than what it sees, while they grow by paths of a tree."""
+    """Use rows shorter and longer than the visible part, while they grow by paths of a tree."""
     drafter = contrib.self_draft(MODEL, 2, tree=tree, window=WINDOW)
     prompts, lengths = ragged([1, 9, 22], BUFFER, CONFIG.vocab_size)
     params = Params(WEIGHTS, WEIGHTS)

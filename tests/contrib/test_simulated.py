@@ -1,4 +1,4 @@
-"""Simulated acceptance: the tau that was asked for, on chains, trees and trees that change."""
+"""Simulated acceptance: the requested tau on chains, trees and trees that change."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_rates_solve_the_geometric_sum():
 @pytest.mark.slow
 @pytest.mark.parametrize("tau", [1.0, 2.2])
 def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
-    """Half of the trees are chains cut short by padding, whose rate is another one."""
+    """Half of the trees are chains cut short by padding, which have another rate."""
     rows = 4096
     rng = np.random.default_rng(0)
     parents, depths = trees.static_topology((2, 1, 2, 1))
@@ -50,7 +50,7 @@ def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
         count = np.asarray(verdict.num_accepted[half]) + 1.0
         assert abs(count.mean() - tau) < 4 * count.std() / np.sqrt(len(count)) + 1e-6
-    # What it emits is a path of the tree, and after it the target's own token there.
+    # The emitted tokens are a path of the tree, followed by the target's own token there.
     path, accepted = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
     for b in range(0, rows, 97):
         for i in range(1, accepted[b] + 1):
@@ -62,18 +62,16 @@ def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
 @pytest.mark.slow
 def test_a_decode_has_the_tau_and_rows_do_not_see_each_other():
     model = fake.hash_model(vocab_size=31)
-    drafter = drafters.language_model(
-        model, 5
-    )  # drafts what the target says, and is believed by chance alone
+    drafter = drafters.language_model(model, 5)  # drafts the target's tokens; acceptance is purely random
     prompts, lengths = helpers.ragged([5] * 8, 512, 31)
     rule = simulated(3.5)
     state, counters = helpers.decode_all(model, drafter, rule, prompts, lengths)
     steps = np.asarray(counters.steps)
     tau = summarize(counters).tau
-    # The last step of a row is cut by the limit, by 2.5 tokens at most in the mean.
+    # The limit cuts the last step of a row by at most 2.5 tokens on average.
     spread = 2.0 / np.sqrt(steps.sum())
     assert abs(tau - 3.5) < 4 * spread + 2.5 * len(steps) / steps.sum()
-    # A row draws the same wherever it stands.
+    # A row's draws do not depend on its place in the batch.
     turned, _ = helpers.decode_all(
         model, drafter, rule, prompts[::-1], lengths[::-1], seeds=list(range(8))[::-1]
     )

@@ -1,4 +1,4 @@
-"""SPRINTER's drafter against the paper's loop in Python, token by token; and what is never trusted."""
+"""SPRINTER's drafter, compared with the paper's loop in Python token by token, and tokens it must never trust."""
 
 import functools
 
@@ -40,7 +40,7 @@ def _hidden(width, tokens, length):
 
 @functools.cache
 def sure(text):
-    """Of the last token."""
+    """Return whether the classifier is sure of the last token."""
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(text)] = text
     hidden = int(_hidden(64, jnp.asarray(padded), jnp.int32(len(text))))
@@ -49,7 +49,7 @@ def sure(text):
 
 
 def one_text(prompt, stops=()):
-    """Every token, and how many were trusted."""
+    """Return every token, and the number of trusted tokens."""
     text, count = tuple(prompt), 0
     while len(text) < BUFFER and (text == tuple(prompt) or text[-1] not in stops):
         x = (best(SMALL, text),)
@@ -79,7 +79,7 @@ def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops):
 
 @pytest.mark.slow
 def test_a_closed_classifier_drafts_one_token_and_trusts_none():
-    """Bit for bit what a draft of one token gives, drawn or not; and a row alone is the row in its batch."""
+    """Compare bit for bit with a draft of one token, drawn or not; a row in a batch of one equals that in its batch."""
     mixed = {"temperature": [0.0, 0.9, 0.0, 0.7]}
     for rule, drafter, sample in ((verify.exact(), DRAFTER, False), (verify.rejection(), SAMPLED, True)):
         single = drafters.language_model(SMALL, 1, sample=sample)
@@ -107,7 +107,7 @@ def test_strict_rows_and_the_exact_prefix_trust_nothing():
 
 @pytest.mark.slow
 def test_trusted_tokens_of_a_drawn_draft_have_the_small_model_s_law():
-    """An open classifier trusts all but the last token: the first one of many draws is q's, by chi-square."""
+    """Open the classifier, which then trusts all but the last token; the first draws follow q by chi-square."""
     from scipy.stats import chisquare
 
     rows, prompt = 4000, [3, 1, 4]

@@ -1,4 +1,4 @@
-"""Directories of systems: what is written is read, and what none can be is refused in a sentence."""
+"""Directories of systems: round trips, and one-sentence errors for invalid systems."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""SPRINTER's labels against full forwards, branch by branch; VIA-SD's search against the models it stands for."""
+"""SPRINTER's labels, compared with full forwards by branch, and VIA-SD's search, compared with the slim models."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def test_labels_and_features_are_those_of_one_branch_at_a_time():
     for row, place in itertools.product(range(2), range(8)):
         x = int(drawn[row, place]) if row else int(q_logits[row, place].argmax())
         begin, end = 4 if row == 1 and place >= 4 else 0, place + 1
-        # Positions go on across documents, as they do in training. All texts have one width.
+        # Positions continue across documents, as in training. All sequences have one width.
         whole, apart = np.ones((1, 9), np.int32), np.full((1, 9), 2, np.int32)
         whole[0, begin : end + 1] = [*BATCH.tokens[row, begin:end], x]
         apart[0, :begin], apart[0, begin : end + 1] = 0, 1
@@ -58,7 +58,7 @@ def test_the_classifier_learns_what_its_features_say(tmp_path):
     hidden = rng.normal(size=(4096, 8)).astype(np.float32)
     accepted = (hidden[:, 2] > 0.3).astype(np.float32)
     data = sprinter_training.Examples(hidden, accepted, np.ones(4096, bool))
-    with jax.numpy_dtype_promotion("standard"):  # optax's counters
+    with jax.numpy_dtype_promotion("standard"):  # for optax's counters
         params = fit(sprinter_training.training(data, learning_rate=2e-2), tmp_path)
     found = sprinter_training.figures(data, params, 0.5)
     assert found["accepted"] > 0.97 and abs(found["trusted"] - accepted.mean()) < 0.03
@@ -79,7 +79,7 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
         divergences[mask] = float(forward_kl(p, q).mean())
     assert best.mask == min(divergences, key=divergences.__getitem__)
     assert abs(best.kl - divergences[best.mask]) < 1e-5
-    log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')  # killed while it wrote
+    log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')  # killed in the middle of a write
     assert via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log).mask == best.mask
 
 

@@ -1,4 +1,4 @@
-"""SPRINTER, TriSpec and VIA-SD by name, for the embedded family: what they give, and what is refused."""
+"""SPRINTER, TriSpec and VIA-SD by name for the embedded family: trusted tokens, and refused systems."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Shapes of drafts that `load` takes: numbers, trees, and trees as the command line writes them."""
+"""Draft shapes that `load` accepts: numbers, trees, and trees in the notation of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The EAGLE drafter: lossless, in step with a head run afresh, and drafting what that head says."""
+"""The EAGLE drafter: lossless, with the state and the drafts of a freshly run head."""
 
 import functools
 import shutil
@@ -23,7 +23,7 @@ from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.transformer import init_params
 from tests.helpers import begin, committed, decode_all, draft_input, ragged, slow_but
 
-VOCAB = 8  # small, so that a random head is right now and then
+VOCAB = 8  # small, so that a random head is sometimes right
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
 CONFIG = ModelConfig(num_layers=3, **SIZES)
 MODEL = language_model(CONFIG)
@@ -44,20 +44,20 @@ LENGTHS = [1, 2, 17]
 def weights(name):
     params = head.init_params(HEADS[name], jax.random.key(3), scale=0.3)
     if "ids" in params:
-        params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ones nor all
+        params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ids nor all
     return Params(target=init_params(CONFIG, jax.random.key(0), scale=0.3), draft=params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def afresh(name, tokens):
-    """The head over a whole text i32[1, n] at once, from the target over the whole text: its outputs and its cache."""
+    """Run the head over a whole text i32[1, n] at once, after the target; return hidden states, logits and cache."""
     config, params, n = HEADS[name], weights(name), tokens.shape[1]
     model = MODEL.with_features(config.feature_layers)
     visible = Visible.causal(jnp.zeros((1,), jnp.int32), n)
     output = model.forward(params.target, tokens, visible, model.init_cache(1, n))
     cache = config.init_cache(1, n, "float32")
     feature = head.fuse(config, params.draft, output)
-    following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not looked at
+    following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not used
     hidden, cache = head.forward(config, MODEL, params, feature, following, visible, cache)
     logits = config.widen(params, head.unembed(config, MODEL, params, hidden))
     return hidden[0], logits[0], cache
@@ -75,7 +75,7 @@ def afresh(name, tokens):
     ),
 )
 def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
-    """Ten rounds of mixed acceptance, greedy rows and a sampled one; then the rest of the text."""
+    """Run ten rounds of mixed acceptance with greedy rows and a sampled one, then decode the rest of the text."""
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)
     drafter = eagle(HEADS[name], MODEL, 3, tree=SHAPES[shape])
     settings = {"params": weights(name), "temperature": [0.0, 0.0, 1.0]}
@@ -93,7 +93,7 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
         for mine, fresh in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
             np.testing.assert_allclose(mine[0][row, : n - 1], fresh[0][0, : n - 1], atol=2e-5)
 
-    # What it drafts next is what that head says.
+    # The next draft must be that of the freshly run head.
     tree, _ = jax.jit(drafter.propose)(weights(name), state.draft, draft_input(state))
     width = 1 if shape == "chain" else 3
     for row, n in enumerate(state.length.tolist()):
@@ -105,13 +105,13 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     state, _ = decode.run(decoder, weights(name), state)
     settings["params"] = settings["params"]._replace(draft=())
     plain, _ = decode_all(MODEL, drafters.none(), verify.exact(), prompts, lengths, **settings)
-    # The sampled row too: its draws are keyed by position.
+    # This includes the sampled row, since its draws are keyed by position.
     assert committed(state) == committed(plain)
 
 
 @pytest.mark.slow
 def test_rejection_of_a_sampled_chain_leaves_the_targets_distribution():
-    """The second new token, conditioned on the first, which a wrong q would change."""
+    """Compare the second new token given the first, which a wrong q would change."""
     rows, settings = 6000, {"temperature": 0.8, "top_k": 6}
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
     params, drafter = weights("eagle-3"), eagle(HEADS["eagle-3"], MODEL, 2, sample=True)
@@ -138,7 +138,7 @@ def test_a_head_that_does_not_fit_its_target_is_refused():
 
 @pytest.mark.slow
 def test_head_embed_restores_what_another_embedding_costs(tmp_path):
-    """The head of the package, with an embedding that its target does not have."""
+    """Use the head of the package with an embedding that differs from its target's."""
     path = shutil.copytree(assets.path("tiny/eagle3"), tmp_path / "head")
     weights = load_file(path / "model.safetensors")
     target = mj.load("tiny/target")

@@ -1,4 +1,4 @@
-"""Growing trees: the dynamic tree against a search in Python, and stopping by entropy."""
+"""Growing trees: the dynamic tree compared with a search in Python, and stopping by entropy."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ LENGTHS = [1, 2, 9]
 
 
 def propose(drafter, *, buffer=40, **chosen):
-    """The first draft for three ragged prompts, and their tokens."""
+    """Return the first draft for three ragged prompts, and their tokens."""
     prompts, lengths = ragged(LENGTHS, buffer, VOCAB)
     controls = make_controls(len(LENGTHS), limit=buffer, **chosen)
     keys = keys_from_seeds(jnp.arange(len(LENGTHS), dtype=jnp.uint32))
@@ -41,12 +41,12 @@ def entropy_root(tokens):
 
 
 def drafted(tree, row):
-    """Every drafted branch, sorted."""
+    """Return every drafted branch, sorted."""
     return sorted(path for path in branches(tree, row).values() if path)
 
 
 def search(past, shape, stop=np.inf):
-    """EAGLE-2's tree in Python: every branch with its log-probability."""
+    """Search for EAGLE-2's tree in Python and return its branches, the likeliest first."""
     frontier, found = {(): 0.0}, {}
     for _ in range(shape.depth):
         level = {}
@@ -70,12 +70,12 @@ def test_a_dynamic_tree_is_the_one_that_a_search_finds(shape):
 
 
 def test_a_drafter_that_is_certain_orphans_no_node():
-    """Rounding must not give a child of probability 1 a better score than its parent has."""
+    """Rounding must not give a child of probability 1 a better score than its parent."""
     batch, vocab, shape = 256, 7, Dynamic(2, 5, 6)
     rng = np.random.default_rng(0)
 
     def certain(width):
-        """Logits of any size. One or two of them are far above the others."""
+        """Return logits of any size, one or two of which are far above the others."""
         z = np.full((batch, width, vocab), -40.0) + rng.uniform(-3, 3, (batch, width, 1))
         for _ in range(2):
             places = rng.integers(vocab, size=(batch, width, 1))
@@ -97,7 +97,7 @@ def test_a_drafter_that_is_certain_orphans_no_node():
 
 @pytest.mark.slow
 def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
-    """After ten rounds the drafts still are those of a search that starts from nothing."""
+    """After ten rounds, the drafts are still those of a search from scratch."""
     shape = Dynamic(3, 3, 10)
     drafter = drafters.language_model(SMALL, tree=shape)
     decoder, state = begin(TARGET, drafter, verify.exact(), *ragged(LENGTHS, 40, VOCAB))
@@ -116,7 +116,7 @@ def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
 def test_an_unsure_drafter_stops_in_the_rows_that_ask_for_it(tree):
     _, texts = propose(drafters.language_model(SMALL, 1))
     roots = [entropy_root(text) for text in texts]
-    # The least certain row stops at its root, and the middle one not before depth 2.
+    # The least certain row stops at its root, the middle row no earlier than depth 2.
     stop = float(np.median(roots)) * 1.0001
     drafter = drafters.language_model(SMALL, tree=tree)
     full, _ = propose(drafter)

@@ -1,4 +1,4 @@
-"""The small-model drafter against the same model run from an empty cache each round."""
+"""The small-model drafter, compared with the same model run from an empty cache each round."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search in Python."""
+"""Prompt lookup, compared with a search in Python."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.helpers.ngram_oracle import slow_lookup
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.sampled_from([(3, 1), (3, 2), (1, 1)]))
 def test_lookup_is_the_latest_of_the_longest_matches(tokens, sizes):
-    buffer = np.full((1, 24), 2, np.int32)  # a plausible token past the length: it must not be found
+    buffer = np.full((1, 24), 2, np.int32)  # a plausible token past the length, which must not be found
     buffer[0, : len(tokens)] = tokens
     got, _ = lookup(
         jnp.asarray(buffer), jnp.asarray([len(tokens)], jnp.int32), 5, max_ngram=sizes[0], min_ngram=sizes[1]
@@ -28,7 +28,7 @@ def test_lookup_is_the_latest_of_the_longest_matches(tokens, sizes):
 
 def test_for_a_mixture_of_experts_the_usual_chain_is_short():
     plain = Pretrained.from_parts(hash_model(vocab_size=11), (), None, max_positions=32)
-    config = SimpleNamespace(num_experts=8)  # as far as it is asked
+    config = SimpleNamespace(num_experts=8)  # the only field that is read
     mixture = dataclasses.replace(plain, config=config)  # pyright: ignore[reportArgumentType]
     assert drafters.load("ngram", mixture).drafter.num_nodes == 4
     assert drafters.load("ngram", mixture, num_draft_tokens=8).drafter.num_nodes == 9

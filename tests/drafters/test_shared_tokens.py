@@ -1,6 +1,6 @@
-"""Draft models with another tokenizer: the tables against the tokenizers, the drafts against the model asked in Python.
+"""Draft models with another tokenizer: tables compared with the tokenizers, drafts with the model run in Python.
 
-A model that is its target but for the numbers of its tokens must be right in every draft, which no wrong table is.
+A model that differs from its target only in token ids must be right in every draft, which no wrong table achieves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.helpers import begin, draft_input, logits_after, ragged
 from tests.helpers.drafted import check_best_children
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
-# as many tokens, which mean others
+# The draft model has as many tokens as the target, with other meanings.
 IDS = np.asarray([3, -1, 2, 1, 0, 7, -1, 5, 8, 11, -1, 9, 12], np.int32)
 FED = np.asarray([4, 3, 2, 0, 9, 7, 1, 5, 8, 11, 6, 9, 12], np.int32)
 PARAMS = Params(target=(), draft=Shared((), jnp.asarray(IDS), jnp.asarray(FED)))
@@ -37,7 +37,7 @@ PROMPTS = ["a story of the sea", "the sun and"]
 
 
 def scores(tokens):
-    """Logits f32[V] of the draft model after tokens of the target's, in the target's numbers."""
+    """Return the draft model's logits f32[V] after tokens of the target, indexed by the target's ids."""
     made = np.full(VOCAB, -np.inf)
     made[IDS[IDS >= 0]] = logits_after(SMALL, FED[tokens].tolist(), width=48)[IDS >= 0]
     return made
@@ -50,7 +50,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shuffled(target, tmp_path_factory):
-    """The target with other numbers for its tokens."""
+    """Return the path of a copy of the target with permuted token ids."""
     path = shutil.copytree(target, tmp_path_factory.mktemp("shared") / "shuffled")
     loaded, file = hub.load(target), path / "tokenizer.json"
     to = np.random.default_rng(0).permutation(loaded.config.vocab_size)
@@ -66,7 +66,7 @@ def shuffled(target, tmp_path_factory):
 
 
 def test_tables_are_those_of_the_tokenizers(target, tmp_path):
-    """Of two that share letters and some words: equal texts, and the longest ending of what is not shared."""
+    """Two tokenizers share letters and some words: equal strings pair up; others map to their longest shared ending."""
     other = write_checkpoint(
         tmp_path / "other", seed=0, corpus="the sea is a star, the land is a stone", merges=30
     )
@@ -131,7 +131,7 @@ def test_a_sampled_draft_has_its_true_q_and_rejection_the_targets_law():
 
 
 def drafted(target, spec, *, mesh=None, costs=None, **options):
-    """The texts without a draft and with one, and the tokens of a step with it."""
+    """Return the tokens without a draft and with one, and the tokens per step with it."""
     shape = {k: options.pop(k) for k in ("num_draft_tokens", "tree", "sample") if k in options}
     loaded = hub.load(target, mesh=mesh)
     made = drafters.load(spec, loaded, **shape)
@@ -156,7 +156,7 @@ FORMS = {
     "constrained tree on a mesh": {"tree": (2, 1, 1), "constraint": LETTERS, "mesh": "data=2"},
     "rows divided": {"mesh": "data=2"},
     "vocabulary divided": {"mesh": "model=2", "sample": True, "verify": verify.rejection()},
-    "adaptive length": {"costs": [1.0, 1.02]},  # of no draft and of three tokens
+    "adaptive length": {"costs": [1.0, 1.02]},  # for no draft and three tokens
     "stopped": {"draft_stop": 1.8},
     "constrained": {"constraint": LETTERS},
     "sampled and constrained": {"constraint": LETTERS, "sample": True},
@@ -169,7 +169,7 @@ def test_the_perfect_draft_in_every_form(target, shuffled, form):
     options = {"num_draft_tokens": 3} if "tree" not in form else {}
     want, found, tau = drafted(target, f"model:{shuffled}", **options, **FORMS[form])
     assert found == want
-    # Its entropy is above 1.8 squared everywhere, and a dynamic tree of six nodes is seldom three deep.
+    # The draft's entropy is above 1.8 squared everywhere, and a dynamic tree of six nodes seldom reaches depth 3.
     assert {"stopped": tau == 1, "dynamic tree": 1.5 < tau < 3.5}.get(form, tau > 3.5)
 
 

@@ -1,4 +1,4 @@
-"""Adaptive draft length: the texts of a fixed chain, a complete cache, and the choice of size."""
+"""Adaptive draft length: the output of a fixed chain, a complete cache, and the choice of size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHAINS = drafters.LoadedDrafter(CHAIN, (), resized=lambda length: drafters.langu
 MADE = sized(CHAINS)
 RULE = verify.exact()
 WIDTH = 160
-sized_drafts = sys.modules["mars_jax.drafters.sized"]  # drafters.sized is its function
+sized_drafts = sys.modules["mars_jax.drafters.sized"]  # `drafters.sized` is its function
 
 
 def params_of(made):
@@ -56,7 +56,7 @@ def begun(loaded, params, temperature=0.0):
 
 
 def test_the_text_is_the_fixed_chains_whatever_is_chosen():
-    """Greedily and drawn, at costs by which it drafts always, never, and now this and now that."""
+    """Decode greedily and with draws, at costs that make the drafter draft always, never and sometimes."""
     drafted = []
     for temperature in (0.0, 0.9):
         decoder, state = begun(CHAINS, Params(target=()), temperature)
@@ -74,7 +74,7 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
 
 @pytest.mark.parametrize("found", [True, False])
 def test_what_finds_nothing_takes_nothing(found):
-    """A copied draft is looked for before its size is taken: without a match the step is one of the root alone."""
+    """A copied draft is looked up before its size is chosen: without a match, the step has only the root."""
     made = with_step_costs(
         sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram)), [1.0, 1.01]
     )
@@ -94,7 +94,7 @@ def test_what_finds_nothing_takes_nothing(found):
 
 
 def test_a_copy_counts_as_its_match_is_long():
-    """The size is that of a plain sum over rows, each with the estimate of its own draft."""
+    """Compare the size with that of a plain sum over rows, each with the estimate of its own draft."""
     rng = np.random.default_rng(3)
     lengths, costs = (0, 2, 4), np.asarray([1.0, 1.5, 2.1])
     choose = jax.jit(lambda *given: best_size(given[0], lengths, *given[1:]))
@@ -162,7 +162,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
 
 
 def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
-    """Of steps that never accept: after 64 without a draft one drafts to see, then after 128."""
+    """If no draft is accepted, a step drafts as a trial after 64 steps without a draft, and again after 128."""
 
     def steps(costs):
         params = params_of(with_step_costs(MADE, costs))
@@ -170,7 +170,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
             draft=(),
             cached=jnp.zeros((2,), jnp.int32),
             accepted=jnp.asarray([70.0, 0.0]),
-            expected=jnp.asarray([80.0, 1e9]),  # the second row is done, and does not count
+            expected=jnp.asarray([80.0, 1e9]),  # the second row is done and does not count
             idle=jnp.zeros((2,), jnp.int32),
             pause=jnp.full((2,), PAUSE, jnp.int32),
         )
@@ -180,7 +180,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
         for step in range(400):
             if int(choose(state)):
                 seen.append(step)
-                # As `update` has it of a draft that is rejected at once.
+                # Same as `update` for a draft that is rejected at once.
                 keep = DECAY / 2 if int(state.idle[0]) else DECAY
                 state = dataclasses.replace(
                     state,
@@ -193,7 +193,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
                 state = dataclasses.replace(state, idle=state.idle + 1)
         return seen
 
-    at_once = steps([1.0, 2.1, 2.9])  # pays at .8 of acceptance and not at .7
+    at_once = steps([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7
     assert at_once and at_once[0] == PAUSE
     assert len(at_once) <= 3
     assert steps([1.0, 5.0, 9.0]) == [], "nothing that could be seen would change this"
@@ -221,7 +221,7 @@ def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
 
 
 def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
-    """Edits and draws are compiled into a step, and a step with them costs more."""
+    """Edits and draws are compiled into a step, and make it more expensive."""
     measured_for = []
     monkeypatch.setattr(sizes, "_MEASURED", {})
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""`margin_accept` against a walk in plain Python: one class of cases that every implementation inherits."""
+"""`margin_accept`, compared with a walk in plain Python: every implementation inherits one class of cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestMosaicSimulated(Cases):
 
 
 def test_the_simulated_kernel_has_no_race():
-    """The short form of the slow class above."""
+    """Run one short case of the slow class above."""
     suite = TestMosaicSimulated()
     arguments, options = suite.case(1, 9, 8, 3, 300, sampled=True)
     suite.check(*arguments, **options, blocks=TpuBlocks(8, 128))

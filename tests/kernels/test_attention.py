@@ -1,4 +1,4 @@
-"""`tree_attention` against softmax in numpy float64: one class of cases that every implementation inherits."""
+"""`tree_attention`, compared with softmax in numpy float64: every implementation runs the same cases."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.helpers.implementations import IMPLEMENTATIONS, assert_no_races
 
 DIM = 128
 SMALL = AttentionBlocks(16, 4, 3)
-"""Many blocks and tiles in a small case."""
+"""Blocks so small that a small case has many blocks and tiles."""
 
 
 class Case(NamedTuple):
-    """Arguments of a call, in numpy."""
+    """Arguments of a call."""
 
     q: Any
     k: Any
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def random_tree(rng, n):
-    """bool[N, N]: each node of a random tree sees itself and its ancestors; and its depth i32[N]."""
+    """Return bool[N, N], in which each node of a random tree sees itself and its ancestors, and the depths i32[N]."""
     seen, depth = np.eye(n, dtype=bool), np.zeros(n, int)
     for i in range(1, n):
         parent = rng.integers(0, i)
@@ -44,7 +44,7 @@ def random_tree(rng, n):
 
 
 def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, int8=False, **options):
-    """Rows of ragged lengths whose unwritten slots hold large numbers that nobody may see."""
+    """Return rows of ragged lengths, with large numbers in the unwritten slots, which no query may see."""
     rng = np.random.default_rng(seed)
     first = rng.integers(0, s - n + 1, b)
     first[0], first[-1] = 0, s - n  # an empty row and a full one
@@ -66,7 +66,7 @@ def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, i
 
 
 def visible(case: Case) -> np.ndarray:
-    """bool[B, N, S], slot by slot."""
+    """Return bool[B, N, S], computed slot by slot."""
     (b, n), s, first = case.q.shape[:2], case.k.shape[1], np.asarray(case.first)
     given = {name: np.asarray(x) for name, x in case.options.items() if hasattr(x, "shape")}
     positions = given.get("positions", first[:, None] + np.arange(n))
@@ -83,7 +83,7 @@ def visible(case: Case) -> np.ndarray:
 
 
 def softmax(case: Case) -> np.ndarray:
-    """The result in float64."""
+    """Return the attention output in float64."""
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in case[:3])
     if "k_scale" in case.options:
         k, v = (x * np.asarray(case.options[f"{y}_scale"])[..., None] for x, y in ((k, "k"), (v, "v")))
@@ -116,7 +116,7 @@ def run(name, case, blocks=None, new=None):
 def check(implementation, case, blocks=None):
     got = run(implementation, case, blocks)
     assert got.shape == case.q.shape and got.dtype == case.q.dtype
-    # Weights are rounded to the dtype of the values before they are added, and so is the result: two roundings of
+    # The weights are rounded to the dtype of the values before the sum, and the result after it: two roundings of
     # 2^-9 each.
     exact = got.dtype == jnp.float32 and case.k.dtype == jnp.float32
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if exact else {"atol": 2**-6, "rtol": 2**-7}
@@ -137,7 +137,7 @@ def region_with_positions_of_its_own():
 
 
 def query_that_sees_nothing():
-    """The first row has no token before its tree. The result there is zeros."""
+    """Return a case whose first row has no token before its tree, so that the result of a blind query is zeros."""
     case = make(9, b=2)
     seen = np.asarray(case.options["seen"]).copy()
     seen[0, 3] = False
@@ -166,7 +166,7 @@ BLOCKS = {
     "trees of more nodes than a word has bits": AttentionBlocks(32, 70),
 }
 ONE_SIMULATED = ("mosaic_simulated", "trees with a window in float32")
-"""The simulated kernel is slow. One case of it runs among the fast tests."""
+"""The simulated kernel is slow, so only this case of it runs among the fast tests."""
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ WRITTEN = {
     "wide heads": ({"b": 2, "d": 256, "tree": False}, 0),
     "one narrow head": ({"b": 2, "k": 1, "g": 4, "s": 64, "dtype": "bfloat16"}, 0),
 }
-"""Cases of new rows: the arguments of `make`, and how many rows of the region precede the new ones."""
+"""Cases of new rows: the arguments of `make`, and the number of rows of the region before the new ones."""
 
 
 @pytest.mark.parametrize("name", slow_but(WRITTEN, "a window", "after other rows of the region"))
 @pytest.mark.parametrize("implementation", slow_but(["xla", "mosaic", "mosaic_simulated"], "xla", "mosaic"))
 def test_new_rows_are_written_and_seen(implementation, name):
-    """The result is that over a cache which holds them. New rows are float32 and are cast to the cache's dtype."""
+    """The result equals that over a cache with the new rows, which are cast from float32 to the cache's dtype."""
     options, before = WRITTEN[name]
     case = make(12, **options)
     row, n = np.arange(case.q.shape[0])[:, None], case.q.shape[1]
@@ -267,7 +267,7 @@ def test_options_that_exclude_each_other_are_refused(dtype, options, sentence):
 
 
 def with_nan(case, first, hidden):
-    """The case with rows that begin at `first`, and NaN in the hidden slots, a slice for each row."""
+    """Return the case with rows that begin at `first` and NaN in the hidden slots, one slice per row."""
     k, v = np.asarray(case.k).copy(), np.asarray(case.v).copy()
     for row, slots in enumerate(hidden):
         k[row, slots] = v[row, slots] = np.nan
@@ -275,7 +275,7 @@ def with_nan(case, first, hidden):
 
 
 def test_the_kernel_reads_no_block_after_the_end_of_a_row():
-    """Blocks after the last one of each row are NaN, which would show in any product."""
+    """Fill the blocks after the last one of each row with NaN, which would show in any product."""
     case = make(10, b=4, s=96)
     first = jnp.asarray([0, 10, 26, 58], jnp.int32)
     options = case.options | {"positions": first[:, None] + jnp.arange(6, dtype=jnp.int32)[None]}
@@ -293,15 +293,17 @@ def test_the_kernel_reads_no_slot_before_a_window():
 
 
 def test_a_tile_of_a_prompt_reads_no_block_after_its_last_query():
-    """The second of two tiles of 8 queries sees 8 slots more."""
+    """The second of two tiles of 8 queries sees 8 more slots."""
     broken = with_nan(make(12, b=1, n=16, k=1, s=96, tree=False), [16], [slice(24, None)])
     got = run("mosaic", broken, AttentionBlocks(8, 8))
     assert np.isfinite(got[:, :8]).all() and not np.isfinite(got[:, 8:]).any()
 
 
 def test_ragged_rows_cost_little_more_than_what_they_hold():
-    """The kernel reads `count` blocks of a row, as the test with NaN shows. A batch of 32, the blocks of Llama-3.1-8B
-    over four chips, and over one."""
+    """Use a batch of 32 with the blocks of Llama-3.1-8B over four chips and over one.
+
+    The kernel reads `count` blocks of a row, as the test with NaN shows.
+    """
     lengths = np.linspace(512, 8192, 32).astype(np.int32)
     for heads in (2, 8):
         for n in (1, 60):

@@ -1,4 +1,4 @@
-"""Illegal block sizes are refused in this package's words, and every default is legal."""
+"""Illegal block sizes are refused with this package's messages, and every default is legal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operation under `jax.disable_jit`, as in a debugger: the results of the compiled one, without recursion."""
+"""Every operation under `jax.disable_jit`, as in a debugger: the compiled results, without recursion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The implementation is chosen while lowering; a named one is never replaced."""
+"""The choice of the implementation while lowering; a named implementation is never replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_default_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere(program):
     [("cuda", "partitioned", "xla"), ("rocm", "partitioned", "xla"), ("cpu", "xla", "partitioned")],
 )
 def test_a_gpu_takes_the_form_that_xla_can_partition(platform, form, other):
-    """Programs are told apart by their reductions, of which the search of blocks has more."""
+    """Distinguish programs by their number of reductions, which is higher for the search over blocks."""
 
     def reductions(**options):
         programs = [statistics(**options), acceptance(**options)]

@@ -1,4 +1,4 @@
-"""The kernel of products in 4 bits against the product of the dequantised matrix in numpy float64."""
+"""The kernel for 4-bit products, compared with the product of the dequantised matrix in numpy float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHIPS = {"float32": "TPU v5 lite", "bfloat16": "TPU v6 lite", "two cores": "TPU 
 
 
 def matrix(rng, inputs, outputs, size):
-    """Values, scales with float16's least and some below 0, and offsets of a matrix in 4 bits; and the matrix."""
+    """Return values, scales (some below 0, one float16's least) and offsets of a 4-bit matrix, and the matrix."""
     groups = inputs // size
     values = rng.integers(-8, 8, (groups, size, outputs))
     scale = rng.normal(size=(groups, outputs)).astype(np.float16) / 8
@@ -40,7 +40,7 @@ def matrix(rng, inputs, outputs, size):
     ),
 )  # fmt: skip
 def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size, chip, monkeypatch):
-    monkeypatch.setattr(int4, "_INNER", 256)  # several blocks, both ways
+    monkeypatch.setattr(int4, "_INNER", 256)  # several blocks in both dimensions
     monkeypatch.setattr(int4, "_WEIGHTS", (128 * 256, 128 * 256))
     rng = np.random.default_rng(rows + inputs)
     values, scale, offset, wide = matrix(rng, inputs, outputs, size)
@@ -48,7 +48,7 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     assert int4.fits(rows, inputs, outputs, size)
     made = int4.dense_int4(x, values, scale, offset, chip=CHIPS[chip], interpret=True)
     exact = np.asarray(x, np.float64) @ wide
-    # Few rows, and groups as deep as a matrix unit, are scaled after the product; else weights are rounded to bfloat16.
+    # With few rows, or groups as deep as a matrix unit, scales apply after the product; else weights round to bfloat16.
     by_group = size == 128 or rows * 128 // size <= int4.ROWS
     rounded = 2.0**-14 if by_group else 2.0**-8
     size_of = np.abs(np.asarray(x, np.float64)) @ np.abs(wide)

@@ -1,4 +1,4 @@
-"""The k largest in every form against `jax.lax.top_k`, and the parts of a vocabulary against the whole."""
+"""The k largest in every form, compared with `jax.lax.top_k`, and parts of a vocabulary, compared with the whole."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ FORMS = {
 
 
 def few_values(*shape: int) -> jax.Array:
-    """Many ties, masked tokens, a row with one token that is not masked, and a row without one."""
+    """Return many ties and masked tokens, with one row of a single unmasked token and one row without any."""
     z = np.random.default_rng(0).integers(-4, 5, shape).astype(np.float32) / 2
     z[z == -2] = -np.inf
     z.reshape(-1, shape[-1])[0, 1:] = -np.inf
@@ -68,7 +68,7 @@ def test_normal_logits_of_either_dtype(form):
 def check_joined(found, logits, k):
     values, ids = jax.lax.top_k(logits, k)
     np.testing.assert_array_equal(found.values, values)
-    # Among tokens that are masked, parts of fewer than k may name one twice.
+    # Among masked tokens, parts of fewer than k tokens may name one token twice.
     real = values > -jnp.inf
     np.testing.assert_array_equal(jnp.where(real, found.ids, 0), jnp.where(real, ids, 0))
     np.testing.assert_allclose(found.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
@@ -85,7 +85,7 @@ RACES = pltpu.InterpretParams(detect_races=True)
     ),
 )  # fmt: skip
 def test_parts_give_what_the_whole_gives(interpret, parts, size):
-    """Parts of fewer than k tokens too."""
+    """Include parts of fewer than k tokens."""
     k, logits = 7, few_values(3, 6, parts * size)
     cut = jnp.stack([packed_top_k(x, k, interpret=interpret) for x in jnp.split(logits, parts, axis=-1)])
     check_joined(join_top_k(cut, k, size, interpret=interpret), logits, k)
@@ -115,4 +115,4 @@ def test_a_named_kernel_refuses_a_vocabulary_that_does_not_fit():
     named = functools.partial(top_k, k=4, implementation="pallas_tpu")
     with pytest.raises(BlockError, match="do not fit"):
         jax.eval_shape(named, logits)
-    jax.eval_shape(functools.partial(top_k, k=4), logits)  # unnamed, it is another form
+    jax.eval_shape(functools.partial(top_k, k=4), logits)  # without a name, another form runs

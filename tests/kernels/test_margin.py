@@ -1,4 +1,4 @@
-"""Every form of `margin_stats` against numpy."""
+"""Every form of `margin_stats`, compared with numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def normal(*shape, seed=0, scale=3.0, dtype=jnp.float32):
 
 
 def ties():
-    """Three equal largest logits per row, within a block and across blocks."""
+    """Return rows with three equal largest logits, within a block and across blocks."""
     z = np.zeros((6, 1300), np.float32)
     places = [(0, 1, 2), (5, 133, 261), (1299, 4, 900), (128, 256, 384), (127, 128, 129), (1298, 1299, 0)]
     for row, tokens in enumerate(places):
@@ -41,7 +41,7 @@ def zeros_of_both_signs():
 
 
 def masked():
-    """Rows with no token, with one token, and with whole blocks masked."""
+    """Return rows without an unmasked token, with one, and with whole blocks masked."""
     z = np.asarray(normal(7, 1300)).copy()
     z[0] = z[6] = -np.inf
     z[1, 1:] = -np.inf
@@ -59,7 +59,7 @@ CASES = {
         for dtype, sizes in VOCABULARIES.items()
         for vocab in sizes
     },
-    # One node, chains, trees that are no multiple of 8, matrices and single rows.
+    # One node, chains, trees whose size is no multiple of 8, matrices and single rows.
     **{
         f"rows {lead}": functools.partial(normal, *lead, 300)
         for lead in [(), (17,), (3, 1), (2, 33), (2, 2, 3)]
@@ -131,7 +131,7 @@ def test_every_legal_block_gives_the_same(blocks):
 
 
 def test_the_simulated_kernel_has_no_race():
-    """Several blocks of rows and of the vocabulary, the last ones partial."""
+    """Use several blocks of rows and of the vocabulary, the last ones partial."""
     check("mosaic_simulated", normal(16, 700), blocks=TpuBlocks(8, 256))
 
 
@@ -141,5 +141,5 @@ def test_greedy_statistics_compute_no_exponential():
 
 
 def test_more_rows_than_the_xla_form_takes_at_a_time():
-    """No multiple of the rows of one turn."""
+    """Use a row count that is no multiple of the rows of one iteration."""
     check("xla", normal(xla.ROWS_BYTES // (4 * 70_000) + 3, 70_000))

@@ -1,4 +1,4 @@
-"""`merge` is a commutative monoid whose sum over any split of a vocabulary is the statistics of the whole."""
+"""`merge` is a commutative monoid: its sum over any split of a vocabulary equals the statistics of the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows(seed, vocab=12):
 
 
 def part(logits, tokens):
-    """Statistics of some tokens of a vocabulary, under their own ids, by numpy."""
+    """Return the statistics of some tokens of a vocabulary under their own ids, computed by numpy."""
     tokens = np.sort(np.asarray(tokens))
     top1, id1, top2, id2, total = top_two(np.asarray(logits)[:, tokens])
     ids = np.append(tokens, -1)

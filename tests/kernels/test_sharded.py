@@ -1,4 +1,4 @@
-"""A vocabulary spread over 8 CPU devices: the same answer, and no collective that carries the vocabulary."""
+"""A vocabulary spread over 8 CPU devices: the same result, and no collective that carries the vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 4096
 
 
 def few_values(*shape):
-    """Ties across every shard, rows of -inf, whole shards of -inf."""
+    """Return logits with ties across every shard, rows of -inf and whole shards of -inf."""
     z = np.random.default_rng(0).integers(-3, 4, size=shape).astype(np.float32)
     z[0, 0], z[0, 1, 512:] = -np.inf, -np.inf
     z[0, 2, : VOCAB // 2] = -np.inf
@@ -59,7 +59,7 @@ def test_both_axes_of_a_mesh_can_hold_the_vocabulary():
 
 
 def collectives(program):
-    """(name, elements of the largest result) of every collective in an HLO text."""
+    """Return (name, elements of the largest result) of every collective in an HLO text."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
     found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
     shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in found]
@@ -67,7 +67,7 @@ def collectives(program):
 
 
 def test_one_collective_of_a_few_numbers_per_node_inside_a_while_loop():
-    """A decode loop in small: unembed with a sharded vocabulary, accept, repeat."""
+    """Compile a small decode loop: unembed with a sharded vocabulary, accept, repeat."""
     mesh, batch, nodes, shards = mesh_of(model=8), 2, 5, 8
     (_, tokens, parents, _, controls), options = AcceptCases().case(5, batch, nodes, 3, VOCAB)
 

@@ -1,7 +1,6 @@
-"""A switch that turns kernels off, and kernels that do not compile on the device that is there.
+"""A switch that turns kernels off, and kernels that do not compile on the current device.
 
-The TPU kernel is one that does not compile on a CPU: there it takes the place of a kernel that a chip's compiler
-refuses.
+The TPU kernel does not compile on a CPU, where it stands in for a kernel that a chip's compiler refuses.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.helpers.lowering import LOGITS, acceptance, lowered, statistics
 
 @pytest.fixture
 def trials(monkeypatch):
-    """Nothing has been tried; returns (kernel, shapes) of every trial from here on."""
+    """Reset all trials; return (kernel, shape) of every later trial."""
     made = []
     untried = trial._failure.__wrapped__
 
@@ -42,7 +41,7 @@ def trials(monkeypatch):
 
 @pytest.fixture
 def on_a_chip_that_refuses(monkeypatch, trials):
-    """This CPU, with the TPU's kernels for its own."""
+    """Use the TPU's kernels on this CPU."""
     monkeypatch.setattr(dispatch, "KERNELS", {"cpu": "pallas_tpu"})
     return trials
 
@@ -80,7 +79,7 @@ def test_kernels_with_a_collective_between_them_are_tried_without_it(on_a_chip_t
     np.testing.assert_array_equal(found.ids, ids)
     assert on_a_chip_that_refuses == [("_top_k_of_parts", (3, 200))] and len(caplog.messages) == 1
     jax.eval_shape(functools.partial(top_k, k=5), jax.ShapeDtypeStruct((8, 2**18), jnp.float32))
-    assert len(on_a_chip_that_refuses) == 1  # what does not fit the kernel needs no trial
+    assert len(on_a_chip_that_refuses) == 1  # shapes that do not fit the kernel need no trial
 
 
 def test_inside_shard_map_the_trial_is_of_one_devices_part(on_a_chip_that_refuses):
@@ -111,13 +110,13 @@ def test_a_kernel_that_compiles_runs(trials, caplog):
 
 
 def test_ahead_of_time_nothing_is_tried(trials):
-    """A program for a TPU that is not there: its compiler is to say what it thinks of the kernel."""
+    """The program is for an absent TPU, whose own compiler must judge the kernel."""
     assert lowered(margin_stats, LOGITS, platform="tpu").count("tpu_custom_call") == 1
     assert not trials
 
 
 def test_asking_for_the_platform_starts_no_device():
-    """Else planning for a TPU would take the chip of a machine that has one."""
+    """Otherwise, planning for a TPU would occupy the chip of a machine that has one."""
     code = """
 import jax.numpy as jnp
 from jax._src import xla_bridge

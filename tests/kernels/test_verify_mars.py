@@ -1,4 +1,4 @@
-"""`verify.mars` lowers to the kernels of acceptance."""
+"""`verify.mars` lowers to the acceptance kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, 
     loop = functools.partial(run, decoder, params)
     on_tpu = lowered(loop, state, platform="tpu")
     calls = re.findall(r"@tpu_custom_call\((.*?)\) .*kernel_name = \"(\w+)\"", on_tpu)
-    # `Evidence.stats` may be read twice; XLA makes one kernel of equal calls (tests/tpu/test_kernels.py).
+    # `Evidence.stats` may be read twice; XLA merges equal calls into one kernel (tests/tpu/test_kernels.py).
     assert len(calls) == on_tpu.count("tpu_custom_call") and len(set(calls)) == 1
     assert calls[0][1] == kernel
     for platform in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""`whole_or_partitioned` picks the form by what XLA partitions: the one place that reads a private part of jax."""
+"""`whole_or_partitioned` picks the form by XLA's partitioning: the only code that reads a private part of jax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE, PARTITIONED = 1.0, 2.0
 
 
 def form_of(x):
-    """The form that runs, as a number in the place of every element."""
+    """Add the number of the form that runs to every element."""
     return whole_or_partitioned(lambda x: x + WHOLE, lambda x: x + PARTITIONED)(x)
 
 
@@ -38,7 +38,7 @@ def test_on_one_device_it_is_whole(wrap):
 def test_over_the_devices_of_a_mesh_it_is_partitioned():
     on = NamedSharding(mesh_of(data=8), P("data"))
     runs(jax.jit(form_of), jax.device_put(ZEROS, on), PARTITIONED)
-    # Copies on every device are a program over all of them as well.
+    # Copies on every device are also a program over all of them.
     runs(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), P())), PARTITIONED)
 
 
@@ -46,7 +46,7 @@ def test_over_the_devices_of_a_mesh_it_is_partitioned():
     ("spec", "options", "form"),
     [
         (P("data", "model"), {}, WHOLE),
-        # Over one of two axes XLA still partitions the other.
+        # Under `shard_map` over one of two axes, XLA still partitions the other.
         (P("data"), {"axis_names": {"data"}, "check_vma": False}, PARTITIONED),
         (P("data"), {"check_vma": True}, WHOLE),
     ],
@@ -82,7 +82,7 @@ def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
 
     with jax.set_mesh(mesh_of(data=2, model=4)):
         spread = jax.shard_map(outer, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-        # Before 0.10.2 jax knows only of the inner axes there, and refuses a Mosaic call.
+        # There, jax before 0.10.2 sees only the inner axes, and refuses a Mosaic call.
         runs(jax.jit(spread), ZEROS, PARTITIONED if jax.__version_info__ < (0, 10, 2) else WHOLE)
 
 

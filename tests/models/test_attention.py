@@ -1,4 +1,4 @@
-"""Attention by blocks equals attention over every slot, and never touches what the mask hides."""
+"""Attention by blocks: equal to attention over every slot, and independent of masked slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def case(seed, *, batch=2, n=3, slots=300, live=200, heads=2, group=2, dim=4, dt
 
 
 def numpy_attention(q, k, v, mask):
-    """The textbook formula in float64, one query at a time."""
+    """Compute the textbook formula in float64, one query at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for b, n, h, g in np.ndindex(q.shape[:4]):
@@ -101,14 +101,14 @@ def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
 
 
 def lowered(platform: str, shapes) -> str:
-    """The program of a platform."""
+    """Return the program for a platform."""
     return (
         jax.jit(lambda *given: attend(*given)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     )
 
 
 def test_a_tpu_reads_long_buffers_block_by_block():
-    """A buffer of a quarter more than a block is read as a whole, and a longer one in a loop."""
+    """Read a buffer of up to a block and a quarter as a whole, and a longer one in a loop."""
     block = wide_block(*jax.eval_shape(lambda: case(0, slots=8))[:2])
     for slots, count in ((block + block // 4, 0), (block + block // 4 + 1, 1)):
         shapes = jax.eval_shape(lambda slots=slots: case(0, slots=slots))
@@ -122,14 +122,14 @@ def test_a_gpu_reads_all_slots_at_once_while_their_scores_fit(platform, monkeypa
     monkeypatch.setattr(attention, "GPU_SCORE_BYTES", 8192 * 4 * math.prod(shapes[0].shape[:-1]))
     text = lowered(platform, shapes)
     assert text.count("stablehlo.while") == 1
-    # It would wait for the host in every turn of a loop whose length is a number on the device.
+    # A GPU would wait for the host in every iteration of a loop whose length is a number on the device.
     condition = text.split("stablehlo.while")[1].split("cond {")[1].split("stablehlo.return")[0]
     assert "stablehlo.constant dense<2>" in condition
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 70])
 def test_attention_of_cudnn_is_asked_for_the_same(nodes):
-    """XLA's form of the same public function takes its place: queries of a group together, and each alone."""
+    """Replace cuDNN with XLA's form of the same public function, for queries of a group together and separately."""
     q, k, v, mask, live = case(3, n=nodes, slots=300, live=280)
     mask = mask.at[0, 0].set(False)
     got = attention._flash(q, k, v, mask, live, scale=0.2, implementation="xla")
@@ -137,7 +137,7 @@ def test_attention_of_cudnn_is_asked_for_the_same(nodes):
 
 
 def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
-    """Private jax: cuDNN's version and the card are asked of a library that is not here."""
+    """Patch private jax functions that query cuDNN's version and the card from a library that is absent here."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)

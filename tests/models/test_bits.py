@@ -1,4 +1,4 @@
-"""On a CPU a node has the same bits whatever is forwarded beside it, in a cache of any length. Oracle: itself alone."""
+"""Bits of a node on a CPU: equal for any other nodes and any cache length. Oracle: the node by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE heads give what a transcription of the papers over PyTorch transformers' Llama layers gives."""
+"""EAGLE heads, compared with a transcription of the papers over PyTorch transformers' Llama layers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES = {
 
 
 def torch_head(config: EagleConfig, target):
-    """The head in PyTorch, its parameters named as in the published checkpoints, random; from the description alone.
+    """Return the head in PyTorch, written from the description only, with random parameters under published names.
 
     Sources: EAGLE 2401.15077, section 4; EAGLE-3 2503.01840, section 3; for the norm of all features and the layers of
     Qwen3, vllm-project/speculators, `models/eagle3`.
@@ -109,7 +109,7 @@ def torch_head(config: EagleConfig, target):
         described = Qwen3Config(**described.to_dict() | {"attn_implementation": "eager"})
 
     class Layer(nn.Module):
-        """Of EAGLE-3: a Llama layer whose attention reads the embedding beside the feature."""
+        """Layer of EAGLE-3: a Llama layer whose attention reads the embedding and the feature."""
 
         def __init__(self):
             super().__init__()
@@ -155,7 +155,7 @@ def torch_head(config: EagleConfig, target):
             else:
                 self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
                 layer = llama.LlamaDecoderLayer(described, 0)
-                layer.input_layernorm = nn.Identity()  # the first layer of EAGLE-1 has none
+                layer.input_layernorm = nn.Identity()  # the first layer of EAGLE-1 has no input norm
                 self.layers = nn.ModuleList([layer])
             self.rotary = llama.LlamaRotaryEmbedding(described)
 
@@ -168,7 +168,7 @@ def torch_head(config: EagleConfig, target):
             return self.fc(self.input_norm(joined) if config.input_norm else joined)
 
         def forward(self, feature, tokens):
-            """Features and logits after a whole sequence, no cache."""
+            """Return features and logits after a whole sequence, without a cache."""
             n = tokens.shape[1]
             word = (self.embed_tokens.weight if config.own_embed else embed)[tokens]
             future = torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)
@@ -230,7 +230,7 @@ def test_a_head_equals_its_transcription_in_pytorch(name):
     ours = fuse(jnp.asarray(features))
     with torch.no_grad(), transformers_oracle.third_party():
         theirs = reference.fuse([torch.tensor(x) for x in features])
-        # 1e-5: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
+        # 1e-5: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
         cache, first = config.init_cache(BATCH, SLOTS, "float32"), 0
         for last in range(N, N + MORE + 1):

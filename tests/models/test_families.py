@@ -1,4 +1,4 @@
-"""Every family gives the logits and the greedy tokens of the same checkpoint in PyTorch transformers."""
+"""Every family, compared with the logits and greedy tokens of the same checkpoint in PyTorch transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = SIZES | HEADS
 
 
 def rope(kind, **fields):
-    """Rope parameters whose trained length, 32, is far exceeded by the 76 tokens decoded."""
+    """Return rope parameters whose trained length, 32, is far exceeded by the 76 decoded tokens."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, "factor": 4.0, **fields}}
 
 
@@ -30,7 +30,7 @@ MISTRAL = BASE | {"num_hidden_layers": 3}
 ALTERNATING = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 3}
 FULL_IN_THE_MIDDLE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
-# Caps that the scores and logits of these models reach, and a scalar that is not head_dim.
+# Caps that the scores and logits of these models reach, and a query scalar that differs from head_dim.
 GEMMA = MISTRAL | {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 24}
 ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
@@ -129,7 +129,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
     transformers_oracle.save_torch(model, tmp_path)
     logits, greedy = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), NEW)
-    # 1e-4: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
+    # 1e-4: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
     np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
     np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, prompts(), NEW))
 
@@ -160,7 +160,7 @@ def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
     theirs = hub.load(tmp_path / "theirs")
     hub.save(tmp_path / "ours", theirs.config, theirs.params)
     assert hub.read_config(tmp_path / "ours") == theirs.config
-    # Equal: the same numbers in the same order.
+    # Exact equality: the same numbers in the same order.
     again = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path / "ours"), prompts())
     np.testing.assert_array_equal(again, transformers_oracle.torch_logits(model, prompts()))
 
@@ -189,7 +189,7 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     ],
 )
 def test_configs_from_before_transformers_5_mean_the_same(old, tmp_path):
-    """`rope_theta` and `rope_scaling` at the top, the dtype as `torch_dtype`."""
+    """Put `rope_theta` and `rope_scaling` at the top level, and the dtype in `torch_dtype`."""
     transformers_oracle.save_torch(
         transformers_oracle.random_torch_model(transformers_config("Llama", BASE)), tmp_path
     )

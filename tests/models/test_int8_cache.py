@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, against the same numbers as floats, and drafts against autoregression."""
+"""Keys and values in 8 bits, compared with the same numbers as floats, and drafts, compared with autoregression."""
 
 import functools
 
@@ -56,7 +56,7 @@ def test_attention_is_that_over_the_rounded_numbers(form):
     want = attention.attend_all(q, floats(k), floats(v), mask, jnp.int32(live), cap=20.0)
 
     def own(*caches):
-        """The rows of the nodes, which are there already."""
+        """Return the rows of the nodes, which are already in the cache."""
         at = np.asarray(visible.slot)[:, None] + np.arange(n)
         return tuple(floats(cache)[np.arange(batch)[:, None], at] for cache in caches)
 
@@ -91,7 +91,7 @@ def test_every_way_to_move_rows_moves_their_scales():
 )
 @pytest.mark.slow
 def test_drafts_and_autoregression_read_the_same_numbers(tree):
-    """Nodes in flight are rounded as well, or a draft would be judged by other keys than the text is."""
+    """Round nodes in flight as well: otherwise a draft would be judged with other keys than the text."""
     target = language_model(CONFIG, cache_dtype="int8")
     prompts, lengths = ragged([3, 11], 40, CONFIG.vocab_size)
     params = Params(PARAMS, PARAMS)
@@ -99,11 +99,11 @@ def test_drafts_and_autoregression_read_the_same_numbers(tree):
     drafter = drafters.language_model(language_model(CONFIG), 4, tree=tree)
     drafted, stats = decode_all(target, drafter, verify.exact(), prompts, lengths, params=params)
     assert committed(drafted) == committed(plain)
-    assert stats.steps.max() < 20  # most of the drafts held
+    assert stats.steps.max() < 20  # most drafts were accepted
     floating, _ = decode_all(
         language_model(CONFIG), drafters.none(), verify.exact(), prompts, lengths, params=params
     )
-    assert committed(floating) != committed(plain)  # the option does something
+    assert committed(floating) != committed(plain)  # the option has an effect
 
 
 def test_load_takes_it_and_names_what_it_does_not_know():

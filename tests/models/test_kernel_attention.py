@@ -1,4 +1,4 @@
-"""A model whose attention is the kernel, in Pallas' interpreter: the tokens of the model without it."""
+"""A model with the attention kernel in Pallas' interpreter: the tokens of the model without it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_tokens_are_those_without_the_kernel(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["data=2,model=2", "model=4"])
 def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
-    """Two heads over two devices; over four they are on every device."""
+    """Divide two heads over two devices; with four devices, every device has both heads."""
     mesh = shardings.parse_mesh(axes)
     tokens, steps, text = decoded("tree", "interpret", mesh)
     wanted, counted, without = decoded("tree", "xla", mesh)
@@ -91,7 +91,7 @@ def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
 
 
 def lowered(attention, platform, mesh=None, *, rows=2, nodes=4, kv_heads=2, slots=300, differentiated=False):
-    """The text of one forward for a platform."""
+    """Return the program text of one forward for a platform."""
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -122,7 +122,7 @@ def lowered(attention, platform, mesh=None, *, rows=2, nodes=4, kv_heads=2, slot
 
 def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
     kernel, plain = (lowered(attention, "tpu") for attention in ("pallas", "xla"))
-    # The layers are alike, and lowered once.
+    # The layers are alike, so they are lowered once.
     assert kernel.count("tpu_custom_call") == 1 and kernel.count("call @_layer(") == 2
     assert plain.count("tpu_custom_call") == 0
     mask = re.compile(r"tensor<2x4x(300|384)xi1>")
@@ -133,7 +133,7 @@ def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Trace as a program for a TPU is traced."""
+    """Trace as for a TPU."""
     for module in (attention_module, transformer):
         monkeypatch.setattr(module, "on_tpu", lambda: True)
     monkeypatch.setattr(attention_module, "device_kind", lambda: "TPU v6 lite")
@@ -155,7 +155,7 @@ def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(mon
     }
     once = ("a step", "few rows of a long cache", "a chunk of a prompt")
     assert calls == dict.fromkeys(calls, 0) | dict.fromkeys(once, 1)
-    # Two cores, of which one would be idle.
+    # A device with two cores, one of which would be idle.
     monkeypatch.setattr(attention_module, "device_kind", lambda: "TPU v5")
     jax.clear_caches()
     found = [
@@ -169,10 +169,10 @@ def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(mon
 @pytest.mark.usefixtures("elsewhere")
 def test_a_kernel_that_is_switched_off_or_does_not_compile_gives_way(monkeypatch):
     monkeypatch.setenv("MARS_JAX_PALLAS", "0")
-    jax.clear_caches()  # a layer that was traced with the switch on is kept
+    jax.clear_caches()  # a layer that was traced with the switch on stays cached
     assert "tpu_custom_call" not in lowered("auto", "tpu", rows=8)
     monkeypatch.setenv("MARS_JAX_PALLAS", "1")
-    # Here it is compiled for a CPU, which has no Mosaic.
+    # The trial compiles for a CPU, which has no Mosaic.
     monkeypatch.setattr(trial, "runs_here", lambda platform: True)
     jax.clear_caches()
     assert "tpu_custom_call" not in lowered("auto", "tpu", rows=8)
@@ -187,7 +187,7 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused_where_it_would_run():
     traced = jax.jit(model.forward).trace(*operands)
     with pytest.raises(MarsError, match=r'3 heads of bfloat16 .* Or load the model with attention="xla"'):
         traced.lower(lowering_platforms=("tpu",))
-    assert jnp.isfinite(model.forward(*operands).hidden).all()  # elsewhere it is XLA's form, which takes any
+    assert jnp.isfinite(model.forward(*operands).hidden).all()  # elsewhere XLA's form runs, on any cache
 
 
 def test_an_unknown_attention_is_refused():

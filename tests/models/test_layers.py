@@ -1,4 +1,4 @@
-"""Each piece against its formula in NumPy float64."""
+"""Each layer function, compared with its formula in NumPy float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts multiply their own rows, whatever the form; oracles are formulas in NumPy (test_families has PyTorch)."""
+"""Experts multiply their own rows in every form. Oracles are formulas in NumPy; test_families has PyTorch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def normal(seed, *shape, dtype="float32"):
 
 
 def by_definition(x, w, sizes):
-    """Row r times the matrix of the expert whose rows include r, in float64."""
+    """Multiply row r by the matrix of the expert whose rows include r, in float64."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     return np.stack([w[e] @ row for row, e in zip(x, np.repeat(np.arange(len(sizes)), sizes), strict=True)])
 
@@ -63,7 +63,7 @@ def test_every_form_multiplies_rows_by_the_matrix_of_their_expert(form, case, dt
     sizes = SIZES[case]
     x, w = normal(0, sum(sizes), 7, dtype=dtype), normal(1, len(sizes), 6, 7, dtype=dtype)
     out = jax.jit(FORMS[form])(x, w, jnp.asarray(sizes, jnp.int32))
-    # 1e-5: float32 sums of 7 products, which of bfloat16 factors are exact.
+    # 1e-5: float32 sums of 7 products; products of bfloat16 factors are exact.
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, by_definition(x, w, sizes), atol=1e-5)
 
@@ -85,7 +85,7 @@ def test_a_tpu_multiplies_in_tiles_rows_that_may_be_of_experts_elsewhere(case):
 def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkeypatch):
     wider = WIDER | {"by columns": ((20, 0, 30), 50, 384, 40)}
     sizes, rows, outer, inner = wider.get(case) or (SIZES[case], sum(SIZES[case]), 300, 40)
-    # Several blocks of outputs, and tiles of rows that begin inside of an expert's.
+    # Several blocks of outputs, and tiles of rows that begin inside an expert's rows.
     monkeypatch.setattr(in_8_bits, "WEIGHT_BYTES", 128 * inner)
     monkeypatch.setattr(in_8_bits, "ROWS", 32)
     w, x = quantize(np.asarray(normal(1, len(sizes), outer, inner))), normal(0, rows, inner, dtype=dtype)
@@ -157,7 +157,7 @@ def test_on_cpu_the_weights_are_read_where_they_are(dtype):
     w = jax.ShapeDtypeStruct((16, 256, 256), dtype)
     x, sizes = jax.ShapeDtypeStruct((4, 256), dtype), jax.ShapeDtypeStruct((16,), jnp.int32)
     memory = jax.jit(moe.dense_by_expert).lower(x, w, sizes).compile().memory_analysis()
-    # One expert's matrix at most is copied, or widened to float32, not all 16.
+    # At most one expert's matrix is copied or widened to float32, not all 16.
     assert memory.temp_size_in_bytes < 2 * w.size * 4 / 16
 
 

@@ -1,4 +1,4 @@
-"""Weights in 8 and in 4 bits compute what their dequantised matrices compute, in every family and in heads."""
+"""Weights in 8 and 4 bits: equal to their dequantised matrices, in every family and in heads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_products_are_those_of_the_dequantised_matrix(rows, dtype, tolerance):
 @pytest.mark.parametrize("out", [8, 40, 45])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatch, rows, out, dtype):
-    """Whole numbers, whose sums are exact in any order: one block, several, and a last one that overlaps."""
+    """Use whole numbers, whose sums are exact in any order: one block, several, and a last one that overlaps."""
     monkeypatch.setattr(layers, "_BLOCK", 16 * 24)
     draw = np.random.default_rng(0)
     x = jnp.asarray(draw.integers(-9, 10, (rows, 24)), dtype)
@@ -90,7 +90,7 @@ def test_in_4_bits_no_weight_moves_by_more_than_half_a_step_of_its_group(inputs,
     wide = w.astype(np.float32).reshape(5, -1, group)
     step = (wide.max(-1) - wide.min(-1)) / 15
     error = np.abs(np.asarray(made.astype("float32")).reshape(wide.shape) - wide).max(-1)
-    assert np.all(error <= 0.5001 * step + 15 * 2.0**-11 * step + 1e-6)  # a scale of float16, 15 times
+    assert np.all(error <= 0.5001 * step + 15 * 2.0**-11 * step + 1e-6)  # float16 scale rounding, 15 times
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 70])
@@ -148,7 +148,7 @@ def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(nam
     saved = hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0), scale=0.3))
     checkpoint = hub.load(saved, dtype=dtype)
     kinds = {type(x) for x in jax.tree.leaves(checkpoint.params["layers"], is_leaf=is_quantized)}
-    # In 4 bits Qwen's experts have 8.
+    # Under int4, Qwen's experts have 8 bits.
     wanted = {"int8": {Int8}, "int4": {Int4, Int8} if config.num_experts else {Int4}}
     assert kinds & {Int4, Int8} == wanted[dtype] and len(kinds) > len(wanted[dtype])
     assert is_int8(checkpoint.params["embed"])
@@ -180,7 +180,7 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     own = {"embed": whole["embed"], "unembed": whole["unembed"] * 1.5}
     saved = hub.save_eagle(tmp_path / "head", config, head | own)
     config, loaded = hub.load_eagle(saved, target.config, target.params, dtype=dtype)
-    # What it repeats of the target it shares, although the target's is rounded by now.
+    # The head shares tensors that repeat the target's, although the target's are rounded by now.
     assert not config.own_embed and config.own_unembed and is_int8(loaded["unembed"])
     hidden = normal(0, 1, 3, 32)
     x = jnp.concatenate([hidden, hidden], axis=-1)
@@ -193,7 +193,7 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     [
         ({}, 1),
         ({"rows": 60, "size": 32}, 1),
-        ({"rows": 65}, 0),  # as of a prompt
+        ({"rows": 65}, 0),  # as in a prompt
         ({"dtype": "float32"}, 0),
         ({"inputs": 192, "size": 64}, 0),
         ({"platform": "cuda"}, 0),
@@ -217,7 +217,7 @@ def test_on_a_tpu_a_product_in_4_bits_is_a_kernel_where_it_takes_the_shapes(case
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Take the TPU's form of a product, with its kernel in the interpreter; a list of kernels, and of what sums add."""
+    """Use the TPU's form of a product with an interpreted kernel; list the kernel calls and the dtypes of sums."""
     made = []
 
     def kernel(*operands, **options):
@@ -245,8 +245,8 @@ def calls(monkeypatch):
         ("model=4", (128, 384), {"inputs": ("hidden", 384)}, ["kernel"]),  # three groups do not divide
         ("model=4", (256, 128), {"outputs": ("kv_heads", 2)}, ["kernel"]),  # two heads do not divide
         ("data=8", (128, 256), {"outputs": ("hidden", 128)}, ["kernel"]),
-        ("model=4", (256, 128), {"outputs": ("hidden", 256)}, []),  # the kernel takes no 64 outputs
-        ("model=4", (128, 128), {}, []),  # nobody says what divides it
+        ("model=4", (256, 128), {"outputs": ("hidden", 256)}, []),  # the kernel does not support 64 outputs
+        ("model=4", (128, 128), {}, []),  # the divided dimension is not given
     ],
 )
 def test_on_a_mesh_the_kernel_multiplies_by_a_devices_part_of_a_matrix_in_4_bits(

@@ -1,4 +1,4 @@
-"""A prompt's chunk whose rows go around the devices of a mesh, against the same chunk on one device."""
+"""A prompt's chunk whose rows go around the devices of a mesh, compared with the same chunk on one device."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_pieces_come_in_the_order_of_their_starts_and_sums_go_back_to_their_rows
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Trace as for a TPU, whose kernel gives way on this machine."""
+    """Trace as for a TPU, whose kernel falls back on this machine."""
     monkeypatch.setattr(transformer, "on_tpu", lambda: True)
     monkeypatch.setattr(transformer, "RING_ROWS", 8)
 
 
 def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=None, attention="auto"):
-    """The outputs of two chunks, one after the other, and how often rows were sent."""
+    """Return the outputs of two consecutive chunks, and the number of times rows were sent."""
     model = language_model(
         config, cache_dtype=cache_dtype, attention=attention, feature_layers=(0, config.num_layers - 1)
     )
@@ -120,10 +120,10 @@ def test_a_chunk_is_that_of_one_device(more, options):
 @pytest.mark.parametrize(
     ("more", "axes"),
     [
-        ({}, "data=2,model=2"),  # a loop over chunks ends where rows do, and not on all devices at once
-        ({}, "expert=2,model=2"),  # heads are in another order than the devices that rows would be sent to
-        ({"num_kv_heads": 2}, "model=4"),  # two heads on four devices are on each
-        ({"o_bias": True}, "model=2"),  # it would be added by each
+        ({}, "data=2,model=2"),  # a loop over chunks ends with its rows, not on all devices at once
+        ({}, "expert=2,model=2"),  # heads are ordered differently from the devices that rows would go to
+        ({"num_kv_heads": 2}, "model=4"),  # each of the four devices has both heads
+        ({"o_bias": True}, "model=2"),  # every device would add the bias
         ({"num_experts": 4, "experts_per_token": 2, "expert_size": 32}, "model=2"),
     ],
     ids=["rows are divided", "another order", "heads are not", "a bias after the sum", "experts"],
@@ -136,7 +136,7 @@ def test_other_meshes_and_layers_do_without(more, axes):
 @pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_a_text_goes_on_from_a_prompt_that_went_around(monkeypatch):
-    """With a head that reads its target's layers, by the command's own way in."""
+    """Use a head that reads its target's layers, through the same entry point as the command."""
 
     mesh, sent = shardings.parse_mesh("model=2"), []
     passed = ring._passed

@@ -1,4 +1,4 @@
-"""Frequencies against transformers' ROPE_INIT_FUNCTIONS, angles against float64."""
+"""Frequencies, compared with transformers' ROPE_INIT_FUNCTIONS, and angles, compared with float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mars_jax.models.config import Rope
 from mars_jax.models.rope import angles, frequencies
 from tests.helpers import transformers_oracle
 
-# Parameters of published checkpoints: Llama 3.1 and 3.2, Qwen2.5 with YaRN, and corners of each formula.
+# Parameters of published checkpoints: Llama 3.1 and 3.2, Qwen2.5 with YaRN, and edge cases of each formula.
 PUBLISHED = [
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},

@@ -1,4 +1,4 @@
-"""A model without some of its sublayers is the model whose sublayers there add zero."""
+"""A model without some sublayers equals the model whose sublayers there add zero."""
 
 import jax
 import jax.numpy as jnp

@@ -44,7 +44,7 @@ def forward():
 
 
 def run_chain(forward, params, tokens, start=0, cache=None):
-    """Forward of a chain: tokens [B, N] at `start`."""
+    """Run the forward of a chain: tokens [B, N] at `start`."""
     tokens = jnp.asarray(tokens, jnp.int32)
     batch, n = tokens.shape
     start = jnp.full((batch,), start, jnp.int32)
@@ -80,7 +80,7 @@ def branch(node):
 
 @pytest.mark.parametrize("window", [2, 3])
 def test_every_branch_of_a_tree_equals_the_chain_of_its_tokens(params, window):
-    """Also under a sliding window, in which slot and position of a node differ: one of 2 tells every mix-up."""
+    """Include sliding windows, where slot and position of a node differ; a window of 2 reveals every mix-up."""
     config = ModelConfig(**{**vars(CONFIG), "windows": (None, window)})
     forward = jax.jit(language_model(config).forward)
     prefix = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, PREFIX))
@@ -189,7 +189,7 @@ def test_the_table_names_every_leaf_of_params_once(params):
 
 
 def test_equal_configs_give_the_same_functions():
-    """Otherwise every load would compile everything again."""
+    """Otherwise every load would recompile everything."""
     again = ModelConfig(**vars(CONFIG))
     assert again is not CONFIG and hash(again) == hash(CONFIG)
     assert language_model(again, feature_layers=[1, 0]).forward is MODEL.forward

@@ -1,4 +1,4 @@
-"""A trainer's own mesh: axes of other names, weights that come divided for training, and axes that nobody named."""
+"""A trainer's own mesh: axes with other names, weights divided for training, and axes without a role."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_axes_of_other_names_decode_as_one_device(names):
     alone = decoded(params)
     name_axes(data=("replica", "fsdp"), model="tp")
     mesh = mesh_of(**dict.fromkeys(names, 2))
-    # As a trainer has them: every matrix over both axes.
+    # Trainers divide every matrix over both axes.
     spread = jax.tree.map(
         lambda x: jax.device_put(x, NamedSharding(mesh, P("fsdp", "tp") if x.ndim == 2 else P())), params
     )

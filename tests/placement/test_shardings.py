@@ -1,8 +1,8 @@
-"""The step on meshes of eight CPU devices against the same step on one: the same tokens, and little that travels.
+"""The step on meshes of eight CPU devices: the tokens of one device, with little communication.
 
-Tokens are compared in float32. A sum over devices adds in another order, so logits differ by rounding: with logits
-of random weights, some tenths apart, no choice hangs on that, and all runs here are reproducible. Batches mix greedy
-and sampled rows.
+Tokens are compared in float32. A sum over devices adds in another order, so logits differ by rounding. The logits of
+random weights are some tenths apart, so no choice depends on that, and all runs here are reproducible. Batches mix
+greedy and sampled rows.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from mars_jax.placement import shardings as sharding
 from tests.helpers import committed, ragged, with_numbers
 
 VOCAB, HIDDEN, BATCH, BUFFER = 1024, 32, 8, 40
-LIKELY = jnp.arange(0, VOCAB, VOCAB // 16)  # on every device some
+LIKELY = jnp.arange(0, VOCAB, VOCAB // 16)  # some on every device
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
     "num_heads": 4,
-    "num_kv_heads": 2,  # which over four devices do not divide
+    "num_kv_heads": 2,  # two do not divide over four devices
 }
 CONFIG = ModelConfig(num_layers=2, qk_norm=True, **SIZES)
 EXPERTS = ModelConfig(
@@ -67,12 +67,12 @@ DFLASH = DFlashConfig(
 DSPARK = dataclasses.replace(DFLASH, from_anchor=True, markov_rank=4, confidence=True, confidence_markov=True)
 MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=HIDDEN, vocab_size=VOCAB)
 
-ONE_LAYER = ModelConfig(num_layers=1, qk_norm=True, **SIZES)  # of the case that is fast
+ONE_LAYER = ModelConfig(num_layers=1, qk_norm=True, **SIZES)  # for the fast case
 
 MODEL = language_model(CONFIG)
 DYNAMIC = Dynamic(top_k=3, depth=3, nodes=9)
 CHAIN = drafters.language_model(MODEL, 3, sample=True)
-# Target, drafter, the config of the drafter's weights, rule.
+# Target, drafter, config of the drafter's weights, rule.
 CASES = {
     "none, exact": (CONFIG, drafters.none(), None, verify.exact()),
     "ngram, mars": (ONE_LAYER, drafters.ngram(3), None, verify.mars()),
@@ -93,18 +93,18 @@ CASES = {
 
 
 def compiled(function, *arguments):
-    """Of a jitted function, in a quarter of the time: the code is slower then, and there is little to run."""
+    """Compile a jitted function in a quarter of the time, without optimization, since there is little to run."""
     return function.lower(*arguments).compile({"xla_backend_optimization_level": 0})
 
 
 def peaked(table):
-    """An unembedding by which few tokens are likely, so that drafts by random heads are right now and then."""
+    """Return an unembedding with few likely tokens, so that drafts of random heads are sometimes right."""
     likely = jnp.zeros((table.shape[0],), bool).at[:: table.shape[0] // len(LIKELY)].set(True)
     return jnp.where(likely[:, None], table, 0.1 * table)
 
 
 def weights(config):
-    """Random params."""
+    """Return random params."""
     if isinstance(config, MedusaConfig):
         made = medusa_layers.init_params(config, jax.random.key(2), scale=0.3)
         heads = tuple(head | {"unembed": peaked(head["unembed"])} for head in made["heads"])
@@ -122,7 +122,7 @@ def weights(config):
 
 
 def params_of(target, draft):
-    """Of a target and its drafter. The drafting model is the target with some noise."""
+    """Return the params of a target and its drafter. A drafting model is the target with some noise."""
     drawn = () if draft is None else weights(draft)
     if isinstance(draft, ModelConfig):
         noise = init_params(draft, jax.random.key(5), scale=0.05)
@@ -139,7 +139,7 @@ def rows(rule):
         top_k=[0, 0, 0, 9, 0, 0, 0, 0],
         top_p=[1.0, 1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0],
     )
-    # A draw of seed 6 falls within rounding of the edge between two tokens, and a mesh rounds as it likes.
+    # A draw of seed 6 falls within rounding of the edge between two tokens, where a mesh may round differently.
     keys = keys_from_seeds(100 + jnp.arange(BATCH, dtype=jnp.uint32))
     rule = with_numbers(rule, theta=0.8)
     return Prompts(prompts, lengths, controls, verify.for_rows(rule, BATCH), keys)
@@ -172,7 +172,7 @@ def mesh_of(text, kind=AxisType.Auto):
 
 
 def on_mesh(case, mesh, *, named=True):
-    """(tokens, counters, the compiled loop). `named`: the mesh is entered by `jax.set_mesh`."""
+    """Return (tokens, counters, the compiled loop). `named`: enter the mesh with `jax.set_mesh`."""
     target, _, draft, rule = CASES[case]
     decoder, params = decoder_of(case)
     params = Params(
@@ -196,7 +196,7 @@ def assert_placed(state, mesh):
 
 
 def collectives(program):
-    """(name, elements of the largest result) of every collective in an HLO text, with how often it occurs."""
+    """Count every (name, elements of the largest result) of the collectives in an HLO text."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
     found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
     shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in found]
@@ -237,8 +237,8 @@ def test_tokens_are_those_of_one_device(case, axes, kind):
         assert not found
         return
     assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
-    # Nothing of the vocabulary, of the cache or of the weights travels: at most what a layer makes of the nodes, or
-    # the few numbers per node and device that join a divided vocabulary.
+    # No vocabulary, cache or weights travel: at most the output of a layer for the nodes, or the few numbers per node
+    # and device that join a divided vocabulary.
     _, drafter, _, _ = CASES[case]
     nodes = BATCH // mesh.shape.get("data", 1) * max(drafter.num_nodes, 2)
     most = max(elements for _, elements in found)
@@ -246,13 +246,13 @@ def test_tokens_are_those_of_one_device(case, axes, kind):
         # One sum for the embedding, one after each attention and one after each MLP.
         assert found["all-reduce", nodes * HIDDEN] == 1 + 2 * ONE_LAYER.num_layers
     allowed = (math.ceil(nodes / 8) * 8) * HIDDEN
-    if case == "eagle-3 chain":  # all of the draft vocabulary, a node at a time
+    if case == "eagle-3 chain":  # the whole draft vocabulary, one node at a time
         allowed = BATCH // mesh.shape.get("data", 1) * EAGLE_3.draft_vocab_size
     assert most <= allowed < nodes * VOCAB / 4
 
 
 def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
-    """Every function that reads [.., V]: the same tokens, the same filters, and nothing as long as the vocabulary."""
+    """Check each function that reads [.., V]: the same tokens and filters, and no transfer of a vocabulary's size."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.integers(-9, 9, (BATCH, 3, VOCAB)), jnp.float32)  # ties on every device
     given = rows(verify.exact())
@@ -295,7 +295,7 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_that_nobody_names(kind):
-    """Placed arrays without `jax.set_mesh`: types say it all, or everything is left to XLA."""
+    """Use placed arrays without `jax.set_mesh`: their types hold the mesh, or XLA decides everything."""
     case = "model tree, mars"
     tokens, _, _ = on_mesh(case, mesh_of("data=2,model=4", kind), named=False)
     assert tokens == on_one_device(case)[0]
