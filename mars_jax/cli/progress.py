@@ -91,9 +91,9 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
         bars.add_task(name, total=None, text="")
         [task] = bars.tasks
 
-        def show(done: int, total: int | None, text: str = "") -> None:
-            bars.update(task.id, completed=done, total=total)
-            count = "" if total is None else f"{done:,} of {total:,}"
+        def show(num_done: int, total: int | None, text: str = "") -> None:
+            bars.update(task.id, completed=num_done, total=total)
+            count = "" if total is None else f"{num_done:,} of {total:,}"
             seconds = task.time_remaining
             remaining = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
             running.detail = ", ".join(part for part in (count, remaining, text) if part)
