@@ -51,11 +51,11 @@ def parser_of(name: str) -> Parser | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code. Without a name, list the commands."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given or given[0] not in COMMANDS:
-        return program(_answer, given)
-    module = importlib.import_module(_HOME[given[0]])
-    return module.main(given[1:])
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in COMMANDS:
+        return program(_answer, arguments)
+    module = importlib.import_module(_HOME[arguments[0]])
+    return module.main(arguments[1:])
 
 
 def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
@@ -67,5 +67,5 @@ def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
     elif name == "--version":
         print(f"mars-jax {__version__}", file=out)
     else:
-        near = did_you_mean(name, COMMANDS)
-        raise MarsError(f"there is no command '{name}'{near}: choose one of {', '.join(COMMANDS)}.")
+        suggestion = did_you_mean(name, COMMANDS)
+        raise MarsError(f"there is no command '{name}'{suggestion}: choose one of {', '.join(COMMANDS)}.")

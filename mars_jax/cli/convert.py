@@ -31,18 +31,20 @@ what was left. Figures go to stderr; bad input ends with exit code 2.
 
 def parser() -> Parser:
     """Return the parser."""
-    made = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument(
+    command_parser = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
+    command_parser.add_argument(
         "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
     )
-    made.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
-    made.add_argument(
+    command_parser.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
+    command_parser.add_argument(
         "--dtype",
         choices=specs.DTYPES,
         help="dtype of the weights (default: that of the checkpoint); int8 and int4 apply to matrices only",
     )
-    made.add_argument("--overwrite", action="store_true", help="replace a DST that is itself a conversion")
-    return made
+    command_parser.add_argument(
+        "--overwrite", action="store_true", help="replace a DST that is itself a conversion"
+    )
+    return command_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,11 +73,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             size += written
             show(size, None, f"{size / 1e9:.2f} GB written")
 
-        made = hub.convert(
+        destination = hub.convert(
             args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=count
         )
     seconds = time.perf_counter() - began
     say(
-        f"{made}: {size / 1e9:.2f} GB written in {seconds:.1f} s "
-        f"({size / seconds / 1e6:.0f} MB/s); decode with --target {made}"
+        f"{destination}: {size / 1e9:.2f} GB written in {seconds:.1f} s "
+        f"({size / seconds / 1e6:.0f} MB/s); decode with --target {destination}"
     )

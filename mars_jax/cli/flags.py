@@ -49,12 +49,12 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
     ['--problems', '4']
     """
-    left, skip = [], False
+    remaining, skip = [], False
     for word in argv:
         if word.startswith("--"):
             skip = word.partition("=")[0] in flags
-        left += [] if skip else [word]
-    return left
+        remaining += [] if skip else [word]
+    return remaining
 
 
 def add_settings(group: Any, *names: str) -> None:
@@ -224,8 +224,8 @@ class Present:
         if flag == "--no-stream":
             return getattr(self._args, "stream", None) is False
         key, value = _key(flag), flag.partition(" ")[2]
-        found = getattr(self._args, key, getattr(self._args, f"{key}s", None))
-        return found == value if value else _holds(found)
+        flag_value = getattr(self._args, key, getattr(self._args, f"{key}s", None))
+        return flag_value == value if value else _holds(flag_value)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raise MarsError for the first of these names that is given: a silently ignored flag gives wrong results.
@@ -246,21 +246,21 @@ class Present:
 
     def refuse_alone(self) -> None:
         """Raise MarsError for flags that have no effect by the tables `WITH` and `WITHOUT`."""
-        for names, other, word in WITH:
-            if other in self:
-                self.refuse(names, f"with {other}{word}: leave one of them out")
+        for names, flag, word in WITH:
+            if flag in self:
+                self.refuse(names, f"with {flag}{word}: leave one of them out")
         for names, needed, word in WITHOUT:
-            if not any(other in self for other in needed):
-                *most, last = needed
-                either = f"{', '.join(most)} or {last}" if most else last
-                cure = "one of them" if most else "it"
+            if not any(flag in self for flag in needed):
+                *leading, last = needed
+                either = f"{', '.join(leading)} or {last}" if leading else last
+                cure = "one of them" if leading else "it"
                 self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: specs.DraftSpec, rule: RuleChoice) -> None:
         """Raise MarsError for flags of draft sizes, trees and stops that the drafter or the rule does not support."""
-        for names, what, lacks in OF_DRAFT:
-            if not getattr(draft.row, what):
-                cure = f"leave it out, or draft with {specs.drafters_that(what)}"
+        for names, trait, lacks in OF_DRAFT:
+            if not getattr(draft.row, trait):
+                cure = f"leave it out, or draft with {specs.drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lacks}: {cure}")
         tree = self._args.tree
         dynamic = tree is not None and not isinstance(tree, tuple)

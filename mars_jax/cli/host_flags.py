@@ -25,11 +25,11 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
         yield out
         return
     hosts.connect(args.coordinator, args.num_processes, args.process_id)
-    own = ("coordinator", "process_id")
+    local_flags = ("coordinator", "process_id")
     try:
         with _printing(out) as place:
             hosts.check_equal(
-                ({k: v for k, v in vars(args).items() if k not in own}, rows), "flags or prompts"
+                ({k: v for k, v in vars(args).items() if k not in local_flags}, rows), "flags or prompts"
             )
             yield place
     except jax.errors.JaxRuntimeError as error:

@@ -27,9 +27,9 @@ Hugging Face hub, so that it needs no network) or obtainable. mars-jax pairs has
 
 def parser() -> Parser:
     """Return the parser."""
-    made = Parser(prog="mars-jax models", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument("--json", action="store_true", help="print one JSON array")
-    return made
+    command_parser = Parser(prog="mars-jax models", description=_DESCRIPTION, epilog=_EPILOG)
+    command_parser.add_argument("--json", action="store_true", help="print one JSON array")
+    return command_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,15 +51,15 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     def where(row: ModelRow) -> str:
         if not row.repository:
             return "embedded"
-        kept = "installed" if row.package else "cached"
-        return kept if is_here(row.name) else "obtainable"
+        local_state = "installed" if row.package else "cached"
+        return local_state if is_here(row.name) else "obtainable"
 
     if args.json:
-        made = [
+        entries = [
             dataclasses.asdict(row) | {"drafts": drafts_for(row.name), "where": where(row)}
             for row in MODELS.values()
         ]
-        print(json.dumps(made, indent=2), file=out)
+        print(json.dumps(entries, indent=2), file=out)
         return
     rows = [
         (row.name, where(row), row.package or row.repository, row.licence, _shown(drafts_for(row.name)))
@@ -69,5 +69,5 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _shown(drafts: Sequence[str]) -> str:
-    more = f" and {len(drafts) - 1} more" if len(drafts) > 1 else ""
-    return f"{drafts[0]}{more}" if drafts else ""
+    suffix = f" and {len(drafts) - 1} more" if len(drafts) > 1 else ""
+    return f"{drafts[0]}{suffix}" if drafts else ""

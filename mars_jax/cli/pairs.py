@@ -32,16 +32,16 @@ In the column "loads":
 
 def parser() -> Parser:
     """Return the parser."""
-    made = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
-    made.add_argument(
+    command_parser = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
+    command_parser.add_argument(
         "target",
         metavar="TARGET",
         nargs="?",
         help="short name, owner/name on the Hugging Face hub, or a checkpoint whose file or directory has the "
         "published name (default: all targets)",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON array")
-    return made
+    command_parser.add_argument("--json", action="store_true", help="print one JSON array")
+    return command_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    found = pairs(args.target)
-    if not found:
-        near = did_you_mean(args.target, MODELS)
+    matches = pairs(args.target)
+    if not matches:
+        suggestion = did_you_mean(args.target, MODELS)
         raise MarsError(
-            f"no head and no small model is known for '{args.target}'{near}: draft with ngram, or train one by "
+            f"no head and no small model is known for '{args.target}'{suggestion}: draft with ngram, or train one by "
             "mars-jax distill."
         )
     if args.json:
-        print(json.dumps([pair._asdict() for pair in found], indent=2), file=out)
+        print(json.dumps([pair._asdict() for pair in matches], indent=2), file=out)
     else:
-        print_columns([Pair._fields, *found], out)
+        print_columns([Pair._fields, *matches], out)

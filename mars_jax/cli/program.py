@@ -53,8 +53,8 @@ class Parser(argparse.ArgumentParser):
         self._short = short
         self._positionals.title = "arguments"
         if add_help:
-            shown = "the flags" if short is None else "the flags that most people need"
-            self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {shown}")
+            explained = "the flags" if short is None else "the flags that most people need"
+            self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {explained}")
             self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
         if add_help and short is not None:
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
@@ -63,22 +63,24 @@ class Parser(argparse.ArgumentParser):
         """Return the help of the `short` flags, with each text cut at its first semicolon."""
         if self._short is None:
             return self.format_help()
-        made = self._get_formatter()
-        made.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        made.add_text(self.description)
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
         for group in self._action_groups:
-            made.start_section(group.title)
-            made.add_arguments([_shortened(a) for a in group._group_actions if a.dest in self._short])
-            made.end_section()
-        made.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
+            formatter.start_section(group.title)
+            formatter.add_arguments([_shortened(a) for a in group._group_actions if a.dest in self._short])
+            formatter.end_section()
+        formatter.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
         flags = sum(bool(action.option_strings) for action in self._actions)
-        made.add_text(f"--help-all explains all {flags} flags.")
-        return made.format_help()
+        formatter.add_text(f"--help-all explains all {flags} flags.")
+        return formatter.format_help()
 
     def kinds(self) -> dict[str, Parser]:
         """Return the parsers of its subcommands, by their names."""
-        found = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return dict(next(found, {}))
+        choices = (
+            action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)
+        )
+        return dict(next(choices, {}))
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
         """Return the groups that are not empty, by their titles."""
@@ -86,15 +88,17 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown flags here, because only the parser of the subcommand can suggest similar ones."""
-        found, unknown = super().parse_known_args(args, namespace)
+        values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
+        return values, unknown
 
     def error(self, message: str) -> NoReturn:
         """Raise MarsError instead of printing the usage of argparse."""
-        near = self._near(message)
-        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
+        suggestion = self._near(message)
+        raise MarsError(
+            f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists the flags."
+        )
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse values that no flag or path can have, before opening any file.
@@ -118,8 +122,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)
-        chosen = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        return did_you_mean(chosen[1], re.findall(r"[\w.-]+", chosen[2])) if chosen else ""
+        match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        return did_you_mean(match[1], re.findall(r"[\w.-]+", match[2])) if match else ""
 
 
 class _Help(argparse.Action):
@@ -135,9 +139,9 @@ class _Help(argparse.Action):
 
 
 def _shortened(action: argparse.Action) -> argparse.Action:
-    made = copy.copy(action)
-    made.help = (action.help or "").partition("; ")[0]
-    return made
+    shortened = copy.copy(action)
+    shortened.help = (action.help or "").partition("; ")[0]
+    return shortened
 
 
 def command(
@@ -158,8 +162,8 @@ def command(
         except MarsError:
             raise
         except Exception as error:
-            if full := unwritable(error, getattr(args, "output", None)):
-                raise full from error
+            if clear_error := unwritable(error, getattr(args, "output", None)):
+                raise clear_error from error
             raise
 
     return program(parsed, argv)

@@ -76,7 +76,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
-    shown = bar and (screen.is_terminal or screen.is_jupyter)
+    visible = bar and (screen.is_terminal or screen.is_jupyter)
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -84,19 +84,19 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
         TextColumn("{task.fields[text]}"),
         console=screen,
         transient=True,
-        disable=not shown,
+        disable=not visible,
         speed_estimate_period=WINDOW,
     )
     with activity.doing(name) as running, bars:
         bars.add_task(name, total=None, text="")
         [task] = bars.tasks
 
-        def show(done: int, total: int | None, text: str = "") -> None:
-            bars.update(task.id, completed=done, total=total)
-            count = "" if total is None else f"{done:,} of {total:,}"
+        def show(num_done: int, total: int | None, text: str = "") -> None:
+            bars.update(task.id, completed=num_done, total=total)
+            count = "" if total is None else f"{num_done:,} of {total:,}"
             seconds = task.time_remaining
-            left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-            running.detail = ", ".join(part for part in (count, left, text) if part)
+            remaining = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
+            running.detail = ", ".join(part for part in (count, remaining, text) if part)
             bars.update(task.id, text=running.detail)
 
         yield show

@@ -93,32 +93,32 @@ def is_number(text: str) -> bool:
 
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:
     """Return the settings of the rule from flags and --rule-option, as texts."""
-    given = {}
+    settings = {}
     for name in _flags():
         value = getattr(args, name, None)
         if value is not None:
-            given[name] = Given("true" if value is True else value, flag_of(name))
+            settings[name] = Given("true" if value is True else value, flag_of(name))
     for option in args.rule_option or ():
         name, equals, text = option.partition("=")
         if not (name and equals):
             raise MarsError(f"--rule-option is {option}: expected NAME=VALUE, such as theta=0.8.")
         name = name.replace("-", "_")
-        if name in given:
+        if name in settings:
             raise MarsError(
-                f"--rule-option {option} is given twice, also as {given[name].shown}: leave one out."
+                f"--rule-option {option} is given twice, also as {settings[name].shown}: leave one out."
             )
-        given[name] = Given(text, f"--rule-option {name}")
-    return given
+        settings[name] = Given(text, f"--rule-option {name}")
+    return settings
 
 
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
     """Return the settings that have a flag, by name, each with the rules that have it."""
-    found: dict[str, list[tuple[str, Setting]]] = {}
+    by_name: dict[str, list[tuple[str, Setting]]] = {}
     for row in specs.RULES.values():
         for name, setting in row.settings.items():
             if setting.flag:
-                found.setdefault(name, []).append((row.name, setting))
-    return found
+                by_name.setdefault(name, []).append((row.name, setting))
+    return by_name
 
 
 FLAGS = ("verify", *_flags())
@@ -127,18 +127,18 @@ FLAGS = ("verify", *_flags())
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
     """Return the help of a setting for the rules that have it. Rules with the same meaning share one explanation."""
-    said: dict[str, list[str]] = {}
+    rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
-        text, semicolon, more = setting.help.partition("; ")
+        text, semicolon, details = setting.help.partition("; ")
         if setting.choices:
             text += ": " + ", ".join(f"{choice} ({means})" for choice, means in setting.choices.items())
         if setting.kind is not bool and setting.default is not None:
             text += f" (default: {setting.default_words})"
-        said.setdefault(text + semicolon + more, []).append(rule)
-    made = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in said.items())
+        rules_by_text.setdefault(text + semicolon + details, []).append(rule)
+    help_text = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_by_text.items())
     if name == "theta":
-        made += "; or a file that calibrate wrote, with which its rule goes"
-    return made.replace("%", "%%")
+        help_text += "; or a file that calibrate wrote, with which its rule goes"
+    return help_text.replace("%", "%%")
 
 
 def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
@@ -167,7 +167,7 @@ def _described(setting: Setting) -> str:
     parts = [setting.help] if setting.help else []
     if setting.by:
         assert not isinstance(setting.ranges, specs.Range)
-        parts += [found.words for found in setting.ranges.values()]
+        parts += [bounds.words for bounds in setting.ranges.values()]
     else:
         parts.append(setting.expected())
     parts.append(f"default: {setting.default_words}")
@@ -189,7 +189,9 @@ def print_drafters(out: IO[str], *, as_json: bool) -> None:
             "rejection with its true q": row.samples,
             "draft_stop": row.stops,
         }
-        what = ", ".join(name for name, has in can.items() if has) or "no trees"
+        abilities = ", ".join(name for name, supported in can.items() if supported) or "no trees"
         length = "a dynamic tree" if row.grows else f"{row.length} tokens" if row.length else None
         default = f"; default: {length}" if length else ""
-        print(f"{row.spec}: {row.help}\n  {what}{default}{f'; {row.paper}' if row.paper else ''}", file=out)
+        print(
+            f"{row.spec}: {row.help}\n  {abilities}{default}{f'; {row.paper}' if row.paper else ''}", file=out
+        )

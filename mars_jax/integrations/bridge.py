@@ -96,9 +96,9 @@ def from_nnx(
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
     graph, state = nnx.split(module)
-    opened = functools.partial(nnx.merge, graph)
+    merge = functools.partial(nnx.merge, graph)
     return _bridged(
-        _Merge(graph, opened), vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk
+        _Merge(graph, merge), vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk
     ), state
 
 
@@ -129,10 +129,8 @@ def from_linen(
 
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
-    opened = functools.partial(functools.partial, module.apply)
-    return _bridged(
-        _Merge(module, opened), vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk
-    )
+    bind = functools.partial(functools.partial, module.apply)
+    return _bridged(_Merge(module, bind), vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk)
 
 
 class _Merge:
@@ -161,12 +159,14 @@ def _bridged(
 ) -> LanguageModel:
     """Return the language model. It is cached, so that equal modules have equal functions and compile once."""
 
-    def forward(params: PyTree, tokens: Array, visible: Visible, old: PyTree) -> ForwardOutput:
-        mask = visible.dense(cache.slots(old))
-        given = jnp.maximum(tokens, 0)
-        out, new = call(merge.opened(params), given, visible.positions, mask, old, visible.slot)
-        _check_shapes(out, old, new, tokens.shape, None if unembed else vocab_size)
-        return ForwardOutput(hidden=out, features=(), cache=new)
+    def forward(params: PyTree, tokens: Array, visible: Visible, previous_cache: PyTree) -> ForwardOutput:
+        mask = visible.dense(cache.slots(previous_cache))
+        ids = jnp.maximum(tokens, 0)
+        output, next_cache = call(
+            merge.opened(params), ids, visible.positions, mask, previous_cache, visible.slot
+        )
+        _check_shapes(output, previous_cache, next_cache, tokens.shape, None if unembed else vocab_size)
+        return ForwardOutput(hidden=output, features=(), cache=next_cache)
 
     def logits(params: PyTree, hidden: Array) -> Array:
         return (hidden if unembed is None else unembed(merge.opened(params), hidden)).astype(jnp.float32)
@@ -190,11 +190,13 @@ def _bridged(
 
 def _check_shapes(out: Any, old: PyTree, new: PyTree, tokens: tuple[int, ...], vocab: int | None) -> None:
     """Raise MarsError if a module returns shapes or dtypes that violate the contract."""
-    wanted = (*tokens, "E" if vocab is None else vocab)
+    expected = (*tokens, "E" if vocab is None else vocab)
     shape = getattr(out, "shape", ())
     if len(shape) != 3 or shape[:2] != tokens or (vocab is not None and shape[2] != vocab):
-        what = "hidden states" if vocab is None else "logits"
-        raise MarsError(f"the module gave {what} of shape {shape} for tokens {tokens}: expected {wanted}.")
+        output_name = "hidden states" if vocab is None else "logits"
+        raise MarsError(
+            f"the module gave {output_name} of shape {shape} for tokens {tokens}: expected {expected}."
+        )
 
     def kind(tree: PyTree) -> Any:
         leaves, structure = jax.tree.flatten(tree)
@@ -235,40 +237,44 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
     def junk(cache: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jnp.full_like(x, 3), cache)
 
-    def compare(found: Array, wanted: Array, what: str) -> None:
-        worst = float(jnp.max(jnp.abs(found - wanted)))
+    def compare(logits: Array, expected: Array, problem: str) -> None:
+        worst = float(jnp.max(jnp.abs(logits - expected)))
         if not worst <= tolerance:
             raise MarsError(
-                f"{what}: logits differ by {worst:.3g} (see the contract in mars_jax.integrations.bridge)."
+                f"{problem}: logits differ by {worst:.3g} (see the contract in mars_jax.integrations.bridge)."
             )
 
-    whole, filled = run(ids, Visible.causal(zero, count), model.init_cache(2, slots))
+    full_logits, full_cache = run(ids, Visible.causal(zero, count), model.init_cache(2, slots))
     dirty, _ = run(ids, Visible.causal(zero, count), junk(model.init_cache(2, slots)))
-    compare(dirty, whole, "the model reads slots that the mask hides, or reads before it writes")
+    compare(dirty, full_logits, "the model reads slots that the mask hides, or reads before it writes")
     head, cache = run(ids[:, :8], Visible.causal(zero, 8), junk(model.init_cache(2, slots)))
     tail, _ = run(ids[:, 8:], Visible.causal(zero + 8, 4), cache)
-    compare(jnp.concatenate([head, tail], 1), whole, "a text in two pieces is another text than in one")
+    compare(jnp.concatenate([head, tail], 1), full_logits, "a text in two pieces is another text than in one")
     swapped, _ = run(ids[::-1], Visible.causal(zero, count), model.init_cache(2, slots))
-    compare(swapped[::-1], whole, "a row depends on the others")
+    compare(swapped[::-1], full_logits, "a row depends on the others")
     # A tree after 8 tokens: the root, a wrong child, the right child, and a child of the right one.
     wrong = (ids[:, 9:10] + 1) % model.vocab_size
     tree = jnp.concatenate([ids[:, 8:9], wrong, ids[:, 9:11]], 1)
-    seen = jnp.asarray([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+    tree_mask = jnp.asarray([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
     visible = Visible(
         first=zero + 8,
         positions=jnp.broadcast_to(jnp.asarray([8, 9, 9, 10], jnp.int32), (2, 4)),
         slot=zero + 8,
-        seen=jnp.broadcast_to(seen, (2, 4, 4)),
+        seen=jnp.broadcast_to(tree_mask, (2, 4, 4)),
     )
     nodes, grown = run(tree, visible, cache)
     right = jnp.stack([nodes[:, 0], nodes[:, 2], nodes[:, 3]], 1)
-    compare(right, whole[:, 8:11], "positions are taken from slots, or the mask is not heeded in a tree")
+    compare(
+        right, full_logits[:, 8:11], "positions are taken from slots, or the mask is not heeded in a tree"
+    )
     path = jnp.broadcast_to(jnp.asarray([0, 2, 3], jnp.int32), (2, 3))
     last, _ = run(ids[:, 11:], Visible.causal(zero + 11, 1), model.commit(grown, zero + 8, path))
-    compare(last, whole[:, 11:], "`commit` does not move the rows of an accepted path into a row")
-    other = model.put(junk(filled), jnp.asarray([1], jnp.int32), jax.tree.map(lambda x: x[:1], filled))
-    again, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(zero + 11, 1), other)
-    compare(again[1], whole[0, 11:], "`put` does not replace a row of the cache")
+    compare(last, full_logits[:, 11:], "`commit` does not move the rows of an accepted path into a row")
+    replaced_cache = model.put(
+        junk(full_cache), jnp.asarray([1], jnp.int32), jax.tree.map(lambda x: x[:1], full_cache)
+    )
+    logits_after_put, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(zero + 11, 1), replaced_cache)
+    compare(logits_after_put[1], full_logits[0, 11:], "`put` does not replace a row of the cache")
 
 
 def to_nnx(model: LanguageModel, params: PyTree) -> Any:

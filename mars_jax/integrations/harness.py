@@ -202,16 +202,16 @@ class MarsJax(TemplateLM):
         """
         if not chat_template:
             return None
-        found = getattr(self.tokenizer, "chat_template", None)
-        named = found if isinstance(found, dict) else {"default": found}
+        template = getattr(self.tokenizer, "chat_template", None)
+        templates = template if isinstance(template, dict) else {"default": template}
         name = "default" if chat_template is True else chat_template
-        if named.get(name) is None:
-            known = ", ".join(key for key, text in named.items() if text) or "none at all"
+        if templates.get(name) is None:
+            names = ", ".join(key for key, text in templates.items() if text) or "none at all"
             raise MarsError(
-                f"'{self._target.name}' has no chat template '{name}' (it has {known}): leave --apply_chat_template "
+                f"'{self._target.name}' has no chat template '{name}' (it has {names}): leave --apply_chat_template "
                 "out, or use an instruction-tuned model."
             )
-        self._template = named[name]
+        self._template = templates[name]
         return self._template
 
     def apply_chat_template(
@@ -262,15 +262,15 @@ class MarsJax(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         # Cut the beginning of a context that is too long, as the harness does everywhere.
-        texts = [(context + wanted)[-self.max_length :] for _, context, wanted in requests]
+        texts = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
         answers = []
-        for request, found in zip(
+        for request, scored in zip(
             requests, score(self._target, texts, rows=self._session.batch_size), strict=True
         ):
-            wanted = request[2]
-            n = min(len(wanted), len(found.log_p))
-            greedy = found.best[len(found.best) - n :].tolist() == wanted[len(wanted) - n :]
-            answers.append((float(found.log_p[len(found.log_p) - n :].sum(dtype="float64")), greedy))
+            continuation = request[2]
+            n = min(len(continuation), len(scored.log_p))
+            greedy = scored.best[len(scored.best) - n :].tolist() == continuation[len(continuation) - n :]
+            answers.append((float(scored.log_p[len(scored.log_p) - n :].sum(dtype="float64")), greedy))
         return answers
 
     def _each(
@@ -333,8 +333,8 @@ class MarsJax(TemplateLM):
                     [requests[i] for i in numbers[first : first + size]], disable_tqdm=disable_tqdm
                 )
 
-        found = self._each("loglikelihood", requests, answer, (0.0, False))
-        return [(float(log_p), greedy) for log_p, greedy in found]
+        results = self._each("loglikelihood", requests, answer, (0.0, False))
+        return [(float(log_p), greedy) for log_p, greedy in results]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts. Those longer than the context are scored in windows."""
@@ -361,14 +361,14 @@ class MarsJax(TemplateLM):
 
     def _generate(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[str]:
         """Yield the completions of some requests, in their order."""
-        made = []
+        queued = []
         for index, request in enumerate(requests):
             context, options = request.args
             limit, until, sampling = _options(options, self._max_gen_toks)
             if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
                 sampling["constraint"] = self._constraint
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
-            made += make_requests(
+            queued += make_requests(
                 self._target,
                 [ids],
                 chat=self._template is not None,
@@ -377,19 +377,19 @@ class MarsJax(TemplateLM):
                 stop_strings=until,
                 **sampling,
             )
-        if not made:
+        if not queued:
             return
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
-        queue = self._session.queue(made, order=longest_first(made) if self._rows is None else numbers)
+        queue = self._session.queue(queued, order=longest_first(queued) if self._rows is None else numbers)
         began, ended, waiting = time.perf_counter(), {}, iter(numbers)
         tokens = steps = 0
         with progress("prompts") as show:
             following = next(waiting)
-            for done, (index, completion) in enumerate(queue, start=1):
+            for num_done, (index, completion) in enumerate(queue, start=1):
                 ended[index] = completion.text
                 tokens += completion.metrics.emitted
                 steps += completion.metrics.steps
-                show(done, len(numbers), speed(tokens, steps, time.perf_counter() - began))
+                show(num_done, len(numbers), speed(tokens, steps, time.perf_counter() - began))
                 while following in ended:
                     yield ended.pop(following)
                     following = next(waiting, -1)
@@ -404,20 +404,24 @@ def _key(kind: str, request: Any) -> str:
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:
     """Return (maximum new tokens, stop strings, sampling options) of a task's gen_kwargs."""
-    left = dict(given)
-    until = left.pop("until", None) or []
-    limit = int(left.pop("max_gen_toks", left.pop("max_new_tokens", limit)))
-    sampled = bool(left.pop("do_sample", float(left.get("temperature") or 0) > 0))
-    sampling = {name: left.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in left}
-    held = {name: left.pop(name) for name in ("regex", "json_schema", "choice") if name in left}
-    if left:
+    remaining = dict(given)
+    until = remaining.pop("until", None) or []
+    limit = int(remaining.pop("max_gen_toks", remaining.pop("max_new_tokens", limit)))
+    sampled = bool(remaining.pop("do_sample", float(remaining.get("temperature") or 0) > 0))
+    sampling = {
+        name: remaining.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in remaining
+    }
+    constraint = {
+        name: remaining.pop(name) for name in ("regex", "json_schema", "choice") if name in remaining
+    }
+    if remaining:
         raise MarsError(
-            f"the task asks for {', '.join(sorted(left))} in its gen_kwargs, which this model does not have: take it "
-            "out with --gen_kwargs or in the task."
+            f"the task asks for {', '.join(sorted(remaining))} in its gen_kwargs, which this model does not have: take "
+            "it out with --gen_kwargs or in the task."
         )
     if not sampled:
         sampling = {}
     elif not math.isfinite(float(sampling.setdefault("temperature", 1.0))):
         raise MarsError(f"temperature is {sampling['temperature']}: expected a finite number.")
     until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-    return limit, until, sampling | held
+    return limit, until, sampling | constraint

@@ -23,33 +23,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness's command line, and return the exit code."""
 
     def run(argv: Sequence[str] | None, out: Any) -> None:
-        given = list(sys.argv[1:] if argv is None else argv)
-        if given == ["--version"]:
+        args = list(sys.argv[1:] if argv is None else argv)
+        if args == ["--version"]:
             print(f"mars-jax {__version__}", file=out)
             return
-        ours = Parser(prog="mars-jax lm_eval", description=_DESCRIPTION, add_help=False)
+        parser = Parser(prog="mars-jax lm_eval", description=_DESCRIPTION, add_help=False)
         keeps = "keep the answers in this file; a run with the same flags answers only what it lacks"
-        ours.add_argument("--rows", metavar="FILE", help=keeps)
-        ours.add_argument(
+        parser.add_argument("--rows", metavar="FILE", help=keeps)
+        parser.add_argument(
             "--part", metavar="I/N", help=PART_HELP.replace("decode only rows", "answer only requests")
         )
-        if {"-h", "--help"} & {*given}:
-            print(f"{ours.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
-        kept, given = argparse.ArgumentParser.parse_known_args(ours, given)  # the harness parses the others
-        kept = {name: value for name, value in vars(kept).items() if value is not None}
-        if kept:
-            if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in given):
+        if {"-h", "--help"} & {*args}:
+            print(f"{parser.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
+        # The harness parses the others.
+        settings, args = argparse.ArgumentParser.parse_known_args(parser, args)
+        settings = {name: value for name, value in vars(settings).items() if value is not None}
+        if settings:
+            if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in args):
                 raise MarsError(
-                    f"--{next(iter(kept))} does not apply with --config: put it among its model_args."
+                    f"--{next(iter(settings))} does not apply with --config: put it among its model_args."
                 )
-            given += ["--model_args", json.dumps(kept)]  # the harness merges repeated --model_args
+            args += ["--model_args", json.dumps(settings)]  # the harness merges repeated --model_args
 
         # The import registers the model with the harness.
         from mars_jax.integrations.harness import Answered
 
         from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, whose error explains how to install it
 
-        sys.argv = [sys.argv[0], *given]  # the harness reads no other arguments
+        sys.argv = [sys.argv[0], *args]  # the harness reads no other arguments
         sys.stdout = out  # the harness prints its tables there
         try:
             cli_evaluate()

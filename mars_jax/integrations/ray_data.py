@@ -77,9 +77,9 @@ class Generate:
         """
         if not isinstance(batch, pyarrow.Table):
             batch = pyarrow.Table.from_pydict({name: list(column) for name, column in batch.items()})
-        taken = [name for name in RESULTS if name in batch.column_names]
-        if taken:
-            raise MarsError(f"the rows have a column '{taken[0]}', which is a name of a result: rename it.")
+        clashes = [name for name in RESULTS if name in batch.column_names]
+        if clashes:
+            raise MarsError(f"the rows have a column '{clashes[0]}', which is a name of a result: rename it.")
         completions = generate(
             self.target,
             self.drafter,

@@ -62,26 +62,26 @@ def config_of(actor: Any) -> ModelConfig:
     Raises:
       MarsError: the actor is another model.
     """
-    family, given = type(actor).__name__, getattr(actor, "config", None)
-    if family not in ("Qwen3", "Qwen2", "Llama3") or given is None:
+    family, actor_config = type(actor).__name__, getattr(actor, "config", None)
+    if family not in ("Qwen3", "Qwen2", "Llama3") or actor_config is None:
         raise MarsError(
             f"the rollout's model is {family}: MarsRollout takes Tunix's Qwen3, Qwen2 and Llama3."
         )
-    if getattr(given, "num_experts", None):
+    if getattr(actor_config, "num_experts", None):
         raise MarsError("the rollout's model is a mixture of experts: MarsRollout takes dense models.")
-    tied = getattr(given, "use_tied_embedding", getattr(given, "weight_tying", False))
+    tied = getattr(actor_config, "use_tied_embedding", getattr(actor_config, "weight_tying", False))
     return ModelConfig(
         family={"Qwen3": "qwen3", "Qwen2": "qwen2", "Llama3": "llama"}[family],
-        vocab_size=given.vocab_size,
-        hidden_size=given.embed_dim,
-        intermediate_size=given.hidden_dim,
-        num_layers=given.num_layers,
-        num_heads=given.num_heads,
-        num_kv_heads=given.num_kv_heads,
-        head_dim=given.head_dim,
+        vocab_size=actor_config.vocab_size,
+        hidden_size=actor_config.embed_dim,
+        intermediate_size=actor_config.hidden_dim,
+        num_layers=actor_config.num_layers,
+        num_heads=actor_config.num_heads,
+        num_kv_heads=actor_config.num_kv_heads,
+        head_dim=actor_config.head_dim,
         max_positions=1 << 20,  # Tunix's configs name none
-        norm_eps=given.norm_eps,
-        rope=Rope(theta=float(given.rope_theta)),
+        norm_eps=actor_config.norm_eps,
+        rope=Rope(theta=float(actor_config.rope_theta)),
         tie_embeddings=bool(tied),
         qk_norm=family == "Qwen3",
         qkv_bias=family == "Qwen2",
@@ -109,41 +109,41 @@ def params_of(state: PyTree, config: ModelConfig) -> PyTree:
         """[D, heads, head_dim], or [D, F] -> [out, in]."""
         return x.reshape(width, -1).T
 
-    def layer(given: Any) -> dict[str, Array]:
-        own, mlp = given["attn"], given["mlp"]
-        made = {
-            "attention_norm": jnp.copy(given["input_layernorm"]["w"]),
-            "mlp_norm": jnp.copy(given["post_attention_layernorm"]["w"]),
-            "q": matrix(own["q_proj"]["w"]),
-            "k": matrix(own["k_proj"]["w"]),
-            "v": matrix(own["v_proj"]["w"]),
-            "o": own["o_proj"]["w"].reshape(-1, width).T,
+    def layer(layer_state: Any) -> dict[str, Array]:
+        attention, mlp = layer_state["attn"], layer_state["mlp"]
+        params = {
+            "attention_norm": jnp.copy(layer_state["input_layernorm"]["w"]),
+            "mlp_norm": jnp.copy(layer_state["post_attention_layernorm"]["w"]),
+            "q": matrix(attention["q_proj"]["w"]),
+            "k": matrix(attention["k_proj"]["w"]),
+            "v": matrix(attention["v_proj"]["w"]),
+            "o": attention["o_proj"]["w"].reshape(-1, width).T,
             "gate": matrix(mlp["gate_proj"]["kernel"]),
             "up": matrix(mlp["up_proj"]["kernel"]),
             "down": mlp["down_proj"]["kernel"].T,
         }
         if config.qk_norm:
-            made |= {name: jnp.copy(own[name]["w"]) for name in ("q_norm", "k_norm")}
+            params |= {name: jnp.copy(attention[name]["w"]) for name in ("q_norm", "k_norm")}
         if config.qkv_bias:
-            made |= {f"{name}_bias": jnp.copy(own[f"{name}_bias"]).reshape(-1) for name in "qkv"}
-        return made
+            params |= {f"{name}_bias": jnp.copy(attention[f"{name}_bias"]).reshape(-1) for name in "qkv"}
+        return params
 
     try:
         layers = tree["layers"]
         ordered = [layers[name] for name in sorted(layers, key=int)] if isinstance(layers, dict) else layers
-        made = {
+        params = {
             "embed": jnp.copy(tree["embedder"]["input_embedding"]),
-            "layers": tuple(layer(given) for given in ordered),
+            "layers": tuple(layer(layer_state) for layer_state in ordered),
             "norm": jnp.copy(tree["final_norm"]["w"]),
         }
         if not config.tie_embeddings:
-            made["unembed"] = tree["lm_head"]["w"].T
+            params["unembed"] = tree["lm_head"]["w"].T
     except (KeyError, TypeError) as error:
         raise MarsError(
             f"the rollout's weights have no {error}: MarsRollout takes all weights of a Qwen3, Qwen2 or Llama3 of "
             "Tunix, and no adapters; merge them first."
         ) from error
-    return made
+    return params
 
 
 class Rollout:
@@ -196,12 +196,12 @@ class Rollout:
             mesh=self._mesh,
             name=type(rollout_actor).__name__,
         )
-        given: Any = drafter
-        made: Any = given(self._target) if _is_function(given) else given
-        if isinstance(made, str):
-            made = drafters.load(made, self._target)
-        loaded = isinstance(made, drafters.LoadedDrafter)
-        self._drafter: drafters.LoadedDrafter = made if loaded else drafters.LoadedDrafter(made, ())
+        source: Any = drafter
+        resolved: Any = source(self._target) if _is_function(source) else source
+        if isinstance(resolved, str):
+            resolved = drafters.load(resolved, self._target)
+        loaded = isinstance(resolved, drafters.LoadedDrafter)
+        self._drafter: drafters.LoadedDrafter = resolved if loaded else drafters.LoadedDrafter(resolved, ())
         if not lossy and (not facts(rule.rule).lossless or TRUSTS in self._drafter.drafter.traits):
             raise MarsError(
                 f"the rule {facts(rule.rule).name} with the drafter '{self._drafter.drafter.name}' is lossy: "
@@ -227,13 +227,13 @@ class Rollout:
         longest, width = max(map(len, ids)), rollout_config.max_prompt_length
         if width < longest:
             width = 1 << (longest - 1).bit_length()
-        pad, new = self.pad_id(), rollout_config.max_tokens_to_generate
+        pad, max_new_tokens = self.pad_id(), rollout_config.max_tokens_to_generate
         stops = tuple(rollout_config.eos_tokens or (self.eos_id(),))
         top_k = rollout_config.top_k
         requests = [
             Request(
                 prompt_tokens=tuple(tokens),
-                max_new_tokens=new,
+                max_new_tokens=max_new_tokens,
                 temperature=float(rollout_config.temperature),
                 top_p=1.0 if rollout_config.top_p is None else float(rollout_config.top_p),
                 top_k=0 if top_k is None or top_k < 0 else int(top_k),
@@ -243,14 +243,16 @@ class Rollout:
             )
             for tokens, seed in zip(ids, self._seeds(rollout_config.seed, len(ids)), strict=True)
         ]
-        made = prepared(self._target, self._drafter, requests, verify=self._rule)
+        batch = prepared(self._target, self._drafter, requests, verify=self._rule)
         # All calls with one config have the same width, so that prompts of other lengths do not compile again.
-        made = dataclasses.replace(made, width=bucket(width + new))
-        rows = self._batch_size or default_rows(made)
-        found = dict(
-            Queue(made, rows, log_probs=True, shared=Shares.PROMPTS if self._mesh is None else Shares.NOTHING)
+        batch = dataclasses.replace(batch, width=bucket(width + max_new_tokens))
+        rows = self._batch_size or default_rows(batch)
+        by_index = dict(
+            Queue(
+                batch, rows, log_probs=True, shared=Shares.PROMPTS if self._mesh is None else Shares.NOTHING
+            )
         )
-        completions = [found[i] for i in range(len(requests))]
+        completions = [by_index[i] for i in range(len(requests))]
         self.metrics = total(completions)
         if any(completion.finish_reason == "failed" for completion in completions):
             raise MarsError("the policy's logits are not finite: its weights hold NaN, or overflow.")
@@ -290,9 +292,9 @@ class Rollout:
             words = (
                 np.ravel(jax.random.key_data(seed) if key else np.asarray(seed)).astype(np.uint32).tolist()
             )
-        made = np.random.SeedSequence([*words, self._calls]).generate_state(count, np.uint32)
+        seeds = np.random.SeedSequence([*words, self._calls]).generate_state(count, np.uint32)
         self._calls += 1
-        return [int(x) for x in made]
+        return [int(x) for x in seeds]
 
     def get_per_token_logps(
         self, prompt_tokens: Array, completion_tokens: Array, completion_mask: Array | None = None
@@ -334,9 +336,10 @@ class Rollout:
           filter_types: ignored; a state that has only adapters is refused.
         """
         del filter_types
-        own = "weights" in params  # the state of `model()`, which Tunix moves between host and device
-        made = bridge.params_of(self.model(), params) if own else self._take(params)
-        self._target = dataclasses.replace(self._target, params=made)
+        # The state of `model()`, which Tunix moves between host and device.
+        is_model_state = "weights" in params
+        target_params = bridge.params_of(self.model(), params) if is_model_state else self._take(params)
+        self._target = dataclasses.replace(self._target, params=target_params)
 
     def update_drafter(self, params: PyTree) -> None:
         """Set new weights of the drafter, for example of a retrained head, without compiling again."""
@@ -394,25 +397,27 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
     ids = (jnp.arange(count, dtype=jnp.int32) * 7 % config.vocab_size)[None]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     causal = jnp.tril(jnp.ones((1, count, count), bool))
-    wanted = actor(ids, positions, None, causal)[0].astype(jnp.float32)
-    found = {}
+    actor_logits = actor(ids, positions, None, causal)[0].astype(jnp.float32)
+    differences = {}
     for theta in thetas:
-        made = dataclasses.replace(config, rope=Rope(theta=theta))
-        model = language_model(made, dtype=jax.tree.leaves(state)[0].dtype.name)
+        candidate = dataclasses.replace(config, rope=Rope(theta=theta))
+        model = language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
 
         @jax.jit
-        def logits(state: PyTree, made: ModelConfig = made, model: LanguageModel = model) -> Array:
-            params = params_of(state, made)
+        def logits(state: PyTree, candidate: ModelConfig = candidate, model: LanguageModel = model) -> Array:
+            params = params_of(state, candidate)
             zero = jnp.zeros((1,), jnp.int32)
             out = model.forward(params, ids, Visible.causal(zero, count), model.init_cache(1, count))
             return model.unembed(params, out.hidden)
 
-        found[made] = float(jnp.max(jnp.abs(logits(state) - wanted)) / (jnp.std(wanted) + 1e-6))
-    best = min(found, key=lambda made: found[made])
-    if not found[best] < 10 * SAME:
+        differences[candidate] = float(
+            jnp.max(jnp.abs(logits(state) - actor_logits)) / (jnp.std(actor_logits) + 1e-6)
+        )
+    best = min(differences, key=lambda candidate: differences[candidate])
+    if not differences[best] < 10 * SAME:
         raise MarsError(
             f"the logits of {type(actor).__name__} are not those of its weights as MarsRollout computes them (they "
-            f"differ by {found[best]:.2g} of their spread): this version of Tunix is not known."
+            f"differ by {differences[best]:.2g} of their spread): this version of Tunix is not known."
         )
     return best
 
@@ -427,8 +432,8 @@ def _log_probs(
     valid = jnp.concatenate([prompts != pad, mask], axis=1)
     positions = jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
     zero = jnp.zeros((batch,), jnp.int32)
-    seen = jnp.tril(jnp.ones((count, count), bool))[None] & valid[:, None]
-    visible = Visible(first=zero, positions=positions, slot=zero, seen=seen)
+    attention_mask = jnp.tril(jnp.ones((count, count), bool))[None] & valid[:, None]
+    visible = Visible(first=zero, positions=positions, slot=zero, seen=attention_mask)
     out = model.forward(params, tokens, visible, model.init_cache(batch, count))
     log_p = jax.nn.log_softmax(model.unembed(params, out.hidden[:, width - 1 : -1]), axis=-1)
     return jax.lax.stop_gradient(jnp.take_along_axis(log_p, completions[:, :, None], axis=2)[..., 0])

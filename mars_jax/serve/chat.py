@@ -62,10 +62,10 @@ class Chat:
           MarsError: as `generate`.
         """
         session = Session.of(target, drafter, verify)
-        how = {"system": system, "template_args": template_args, "ignore_eos": ignore_eos}
+        prompt_options = {"system": system, "template_args": template_args, "ignore_eos": ignore_eos}
 
         def ask(turns: Sequence[Turn]) -> Request:
-            [request] = make_requests(target, [turns], **how, **options)
+            [request] = make_requests(target, [turns], **prompt_options, **options)
             check_relaxes(session.rule, [request])
             turn = sum(turn["role"] == "user" for turn in turns) - 1
             return dataclasses.replace(request, seed=(request.seed + turn) % 2**32)
@@ -75,9 +75,9 @@ class Chat:
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
         """Make a conversation over an existing `Running`, whose requests `ask` makes."""
-        made = cls.__new__(cls)
-        made._begin(running, ask)
-        return made
+        chat = cls.__new__(cls)
+        chat._begin(running, ask)
+        return chat
 
     def _begin(self, running: Running, ask: Ask) -> None:
         self.messages: list[Turn] = []

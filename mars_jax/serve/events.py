@@ -52,37 +52,36 @@ def events(
             # Enter the mesh here and not around the loop: the caller's code between two events must not run in it.
             with target.on_mesh():
                 state, info = next(steps)
-                seen = look(stats, info, (state.done, state.tokens, state.length, state.failed))
-            jax.tree.map(lambda x: x.copy_to_host_async(), (seen.info, seen.done))
-            stats = seen.stats
-            in_flight.append(seen)
-        seen = in_flight.popleft()
-        host, done = fetch((seen.info, seen.done))
-        done = (
-            np.asarray(done) | was_done
-        )  # includes rows that ended at a stop string, which the device does not see
+                snapshot = look(stats, info, (state.done, state.tokens, state.length, state.failed))
+            jax.tree.map(lambda x: x.copy_to_host_async(), (snapshot.info, snapshot.done))
+            stats = snapshot.stats
+            in_flight.append(snapshot)
+        snapshot = in_flight.popleft()
+        host, finished = fetch((snapshot.info, snapshot.done))
+        # Include rows that ended at a stop string, which the device does not see.
+        finished = np.asarray(finished) | was_done
         ended = None  # fetched once a row ends in this step
         for row, request in enumerate(requests):
             if was_done[row]:
                 continue
             tokens = host.emitted[row, : host.num_emitted[row]].tolist()
-            said = texts[row].feed_all(tokens, last=bool(done[row]))
-            told = token_log_probs(host, row, 0, len(said))
-            tokens, pieces = tokens[: len(said)], tuple(zip(told.kind, said, strict=True))
+            strings = texts[row].feed_all(tokens, last=bool(finished[row]))
+            log_probs = token_log_probs(host, row, 0, len(strings))
+            tokens, pieces = tokens[: len(strings)], tuple(zip(log_probs.kind, strings, strict=True))
             completion = None
             if texts[row].stopped:
-                done[row] = True
-            if done[row]:
+                finished[row] = True
+            if finished[row]:
                 # A row may end without a token, for example if its constraint allows no further token.
                 if remaining := texts[row].end():
                     pieces += (("exact", remaining),)
-                ended = ended or fetch((seen.stats, seen.final))
+                ended = ended or fetch((snapshot.stats, snapshot.final))
                 seconds = time.perf_counter() - began
                 completion = complete(target, request, row, ended[1], ended[0], seconds)
             yield StreamEvent(
-                row, "".join(text for _, text in pieces), pieces, tuple(tokens), told, completion
+                row, "".join(text for _, text in pieces), pieces, tuple(tokens), log_probs, completion
             )
-        was_done = done
+        was_done = finished
 
 
 class Seen(NamedTuple):
@@ -103,5 +102,5 @@ def look(stats: DecodeStats, info: StepInfo, state: tuple[Array, Array, Array, A
       info: of the step.
       state: (done, tokens, length, failed) after the step.
     """
-    done, *final = jax.tree.map(jnp.copy, state)
-    return Seen(accumulate(stats, info, final[1]), info, done, tuple(final))
+    finished, *final = jax.tree.map(jnp.copy, state)
+    return Seen(accumulate(stats, info, final[1]), info, finished, tuple(final))

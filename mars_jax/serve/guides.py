@@ -49,7 +49,7 @@ class RequestGuides(NamedTuple):
         if self.constraint is None and self.span is None:
             return None
         spans = [request.spans for request in own]
-        after = [
+        start_states = [
             FIRST
             if span is None or self.words is None
             else state_after(span, self.words, request.prompt_tokens)
@@ -57,7 +57,7 @@ class RequestGuides(NamedTuple):
         ]
         return Guides(
             constraint=self.constraint and self.constraint.rows([r.constraint for r in own]),
-            span=self.span and self.span.rows(spans, after),
+            span=self.span and self.span.rows(spans, start_states),
         )
 
 
@@ -83,8 +83,8 @@ def placed(tables: Guides | None, target: Pretrained) -> PyTree:
     """Put tables on every device of the target's mesh."""
     if tables is None or target.mesh is None:
         return tables
-    whole = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
-    return put(tables, jax.tree.map(lambda _: whole, tables))
+    replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+    return put(tables, jax.tree.map(lambda _: replicated, tables))
 
 
 def _vocabulary(target: Pretrained, text: bool) -> Vocabulary:

@@ -70,18 +70,20 @@ def score(
     try:
         if isinstance(texts, bytes | Mapping):
             raise TypeError
-        given = list(texts)  # an iterator is read once
+        raw_texts = list(texts)  # an iterator is read once
     except TypeError:
         raise MarsError(f"texts is {short_repr(texts)}: expected a list of texts, or of token ids.") from None
     check_count("rows", rows)
-    texts = [target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in given]
+    texts = [
+        target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in raw_texts
+    ]
     context = target.config.max_positions
     for number, text in enumerate(texts):
         if len(text) > context:
             raise MarsError(
                 f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."
             )
-    found: list[Scored | None] = [None] * len(texts)
+    results: list[Scored | None] = [None] * len(texts)
     if target.mesh is not None:
         rows += -rows % size_of("data", target.mesh)
     for group, tokens in batches(texts, rows, target.config.max_positions):
@@ -90,8 +92,8 @@ def score(
         for row, i in enumerate(group):
             n = len(texts[i]) - 1
             columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
-            found[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
-    return [scored for scored in found if scored is not None]
+            results[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
+    return [scored for scored in results if scored is not None]
 
 
 def batches(
@@ -107,11 +109,11 @@ def batches(
     ):
         group = list(alike)
         for first in range(0, len(group), rows):
-            some = group[first : first + rows]
+            indices = group[first : first + rows]
             tokens = np.zeros((rows, width), np.int32)
-            for row, i in enumerate(some):
+            for row, i in enumerate(indices):
                 tokens[row, : len(texts[i])] = texts[i]
-            yield some, tokens
+            yield indices, tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -126,14 +128,14 @@ def _score_rows(model: LanguageModel, params, tokens):
     # Score position j against token j + 1, in parts. The last position has no next token; it and the padding are cut.
     size = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
-    said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
+    next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
 
     def part(first):
         logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
         stats = node_stats(logits, logsumexp=True)
-        here = jax.lax.dynamic_slice_in_dim(said, first, size, axis=1)
+        targets = jax.lax.dynamic_slice_in_dim(next_tokens, first, size, axis=1)
         assert stats.logsumexp is not None
-        return jnp.take_along_axis(logits, here[..., None], axis=2)[..., 0] - stats.logsumexp, stats
+        return jnp.take_along_axis(logits, targets[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
-    found = jax.lax.map(part, jnp.arange(0, said.shape[1], size, dtype=jnp.int32))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], found)
+    scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], size, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], scores)

@@ -28,16 +28,16 @@ def default_rows(prepared: Prepared) -> int:
     unknown, use the maximum, `MOST` or `MOST_ON_CPU`.
     """
     target = prepared.target
-    given = jax.tree.leaves((prepared.params.target, prepared.params.draft))
-    weights = [x for x in given if isinstance(x, jax.Array)]
+    leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
+    weights = [x for x in leaves if isinstance(x, jax.Array)]
     device = next(iter(weights[0].sharding.addressable_devices)) if weights else jax.local_devices()[0]
     parts = of_mesh(target, 1)
-    most = MOST_ON_CPU if device.platform == "cpu" else MOST
+    max_rows = MOST_ON_CPU if device.platform == "cpu" else MOST
     room = _bytes_of(device)
     if room is not None:
-        taken = sum(_part(x, x.sharding) for x in weights)
-        most = min(most, int((room - taken) // row_bytes(prepared)))
-    return min(max(most, 1) * parts, len(prepared.requests))
+        weight_bytes = sum(_part(x, x.sharding) for x in weights)
+        max_rows = min(max_rows, int((room - weight_bytes) // row_bytes(prepared)))
+    return min(max(max_rows, 1) * parts, len(prepared.requests))
 
 
 def row_bytes(prepared: Prepared) -> int:

@@ -71,8 +71,8 @@ def prepared(
         guides=placed(guides.tables, target),
     )
     if drafter.draft_ids is not None and guides.constraint is not None:
-        held = narrowed(params.guides.constraint, drafter.draft_ids)
-        params = params._replace(guides=dataclasses.replace(params.guides, constraint=held))
+        draft_constraint = narrowed(params.guides.constraint, drafter.draft_ids)
+        params = params._replace(guides=dataclasses.replace(params.guides, constraint=draft_constraint))
     return Prepared(
         target=target,
         requests=requests,
@@ -109,10 +109,12 @@ def prepare(
       streamed: whether the host runs the loop that will decode.
     """
     batch = of_mesh(target, max(rows or 0, len(requests)))
-    made = prepared(target, drafter, requests, verify=verify)
-    made = with_costs(made, batch, log_probs=log_probs, loop="stream" if streamed else "run")
-    state = made.start([*range(len(requests)), *[None] * (batch - len(requests))], loop=loop)
-    return made.decoder, made.params, state
+    prepared_requests = prepared(target, drafter, requests, verify=verify)
+    prepared_requests = with_costs(
+        prepared_requests, batch, log_probs=log_probs, loop="stream" if streamed else "run"
+    )
+    state = prepared_requests.start([*range(len(requests)), *[None] * (batch - len(requests))], loop=loop)
+    return prepared_requests.decoder, prepared_requests.params, state
 
 
 def of_mesh(target: Pretrained, rows: int) -> int:
@@ -128,19 +130,21 @@ def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request])
 
 
 def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
-    said = facts(rule.rule)
-    if "weights" in said.needs and not jax.tree.leaves(rule.params):
+    rule_facts = facts(rule.rule)
+    if "weights" in rule_facts.needs and not jax.tree.leaves(rule.params):
         raise MarsError(
-            f"the rule {said.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what verify.load "
-            "gives."
+            f"the rule {rule_facts.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what "
+            "verify.load gives."
         )
-    if said.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
-        raise MarsError(f"strict does not apply to the rule {said.name}, which is lossless: leave it out.")
-    if "long" in said.needs and any(r.draft_stop < math.inf for r in requests):
+    if rule_facts.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
         raise MarsError(
-            f"draft_stop does not apply to the rule {said.name}, whose drafts must be long enough: leave it out."
+            f"strict does not apply to the rule {rule_facts.name}, which is lossless: leave it out."
         )
-    said.check_drafter(drafter)
+    if "long" in rule_facts.needs and any(r.draft_stop < math.inf for r in requests):
+        raise MarsError(
+            f"draft_stop does not apply to the rule {rule_facts.name}, whose drafts must be long enough: leave it out."
+        )
+    rule_facts.check_drafter(drafter)
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
@@ -148,17 +152,17 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
     Check only requests of users: a measurement may decode the same requests by a lossless and by a lossy rule.
     """
-    said = facts(loaded_rule(verify).rule)
-    if not said.lossless:
+    rule_facts = facts(loaded_rule(verify).rule)
+    if not rule_facts.lossless:
         return
     for request in requests:
         relaxes = request.constraint is not None and request.constraint.relax
         if request.spans is not None or relaxes:
-            what = (
+            option = (
                 "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
             )
             raise MarsError(
-                f"{what} does not apply to the rule {said.name}, which relaxes nothing: leave it out."
+                f"{option} does not apply to the rule {rule_facts.name}, which relaxes nothing: leave it out."
             )
 
 

@@ -72,46 +72,50 @@ class Prepared:
           entries: for each row the number of its request, or None for a row that only fills the batch. Such a row
             starts at its limit, so it is done before the first step.
         """
-        own = [self.requests[i] if i is not None else _FILL for i in entries]
-        lengths = np.array([len(r.prompt_tokens) for r in own], np.int32)
+        requests = [self.requests[i] if i is not None else _FILL for i in entries]
+        lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
         context = self.target.config.max_positions
-        limits = np.minimum(lengths + np.array([r.max_new_tokens for r in own]), context)
-        tokens = np.zeros((len(own), self.width), np.int32)
-        for row, request in enumerate(own):
+        limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)
+        tokens = np.zeros((len(requests), self.width), np.int32)
+        for row, request in enumerate(requests):
             tokens[row, : lengths[row]] = request.prompt_tokens
         # Round up to a multiple of four, so that one more stop token rarely changes a shape.
-        most = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
+        num_stop_tokens = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
         controls = make_controls(
-            len(own),
+            len(requests),
             limit=limits,
-            temperature=[r.temperature for r in own] if self.draws else None,
-            top_k=[r.top_k for r in own],
-            top_p=[r.top_p for r in own],
-            min_p=[r.min_p for r in own],
-            strict=[r.strict or (r.constraint is not None and not r.constraint.relax) for r in own],
-            draft_stop=[r.draft_stop for r in own],
-            stop_tokens=[[*r.stop_tokens, *[NO_TOKEN] * (most - len(r.stop_tokens))] for r in own],
+            temperature=[r.temperature for r in requests] if self.draws else None,
+            top_k=[r.top_k for r in requests],
+            top_p=[r.top_p for r in requests],
+            min_p=[r.min_p for r in requests],
+            strict=[r.strict or (r.constraint is not None and not r.constraint.relax) for r in requests],
+            draft_stop=[r.draft_stop for r in requests],
+            stop_tokens=[
+                [*r.stop_tokens, *[NO_TOKEN] * (num_stop_tokens - len(r.stop_tokens))] for r in requests
+            ],
         )
         if any(r.edits for r in self.requests):
-            controls = dataclasses.replace(controls, edits=self._edits(own))
-        controls = dataclasses.replace(controls, guides=self.guides.rows(own))
-        keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in own], np.uint32)))
+            controls = dataclasses.replace(controls, edits=self._edits(requests))
+        controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
+        keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
         numbers = take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
-        made = Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(own)), keys)
+        row_prompts = Prompts(
+            jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
+        )
         mesh = self.target.mesh
-        return made if mesh is None else put(made, state_shardings(made, mesh))
+        return row_prompts if mesh is None else put(row_prompts, state_shardings(row_prompts, mesh))
 
     def _edits(self, own: Sequence[Request]) -> Edits:
         # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
         # rarely changes it.
-        most = max(len(r.logit_bias) for r in self.requests)
+        max_biases = max(len(r.logit_bias) for r in self.requests)
         return make_edits(
             len(own),
             logit_bias=[r.logit_bias for r in own],
             repetition_penalty=[r.repetition_penalty for r in own],
             presence_penalty=[r.presence_penalty for r in own],
             frequency_penalty=[r.frequency_penalty for r in own],
-            width=max(8, -(-most // 8) * 8),
+            width=max(8, -(-max_biases // 8) * 8),
         )
 
     def start(self, entries: Sequence[int | None], *, loop: Compile | None = None) -> DecodeState:

@@ -125,22 +125,22 @@ class Queue:
                     self._most(state),
                 )
             yield from self._completed(ended)
-            look = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
-            done, final, counters, steps = look
-            done = done.copy()
+            snapshot = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
+            finished, final, counters, steps = snapshot
+            finished = finished.copy()
             tokens, length, _ = final
-            said, pieces = self._read_texts(tokens, length, done)
-            if said.any():
+            stopped, pieces = self._read_texts(tokens, length, finished)
+            if stopped.any():
                 with self._prepared.target.on_mesh():
-                    state = refill.end(state, said & ~done)
-                done |= said
+                    state = refill.end(state, stopped & ~finished)
+                finished |= stopped
             yield from pieces
             self.forwards += int(np.max(steps))
-            now = time.perf_counter()
+            current_time = time.perf_counter()
             ended = []
             for row, index in enumerate(self._holds):
-                if index is not None and done[row]:
-                    ended.append((row, index, now - self._began[row], final, counters))
+                if index is not None and finished[row]:
+                    ended.append((row, index, current_time - self._began[row], final, counters))
                     self._holds[row] = self._texts[row] = None
             state, stats = self._refilled(state, stats)
         yield from self._completed(ended)
@@ -150,9 +150,11 @@ class Queue:
 
         Running rows keep the draft's cache of the old weights. This lowers acceptance but not exactness.
         """
-        given = self._prepared.params
-        draft = given.draft._replace(weights=params) if self._prepared.drafter.sizes is not None else params
-        self._prepared = dataclasses.replace(self._prepared, params=given._replace(draft=draft))
+        all_params = self._prepared.params
+        draft = (
+            all_params.draft._replace(weights=params) if self._prepared.drafter.sizes is not None else params
+        )
+        self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=draft))
         self._read = None  # its prompt was read with the old weights
 
     def _going(self) -> bool:
@@ -177,20 +179,20 @@ class Queue:
         self, tokens: np.ndarray, length: np.ndarray, done: np.ndarray
     ) -> tuple[np.ndarray, list[Said]]:
         """Return bool[B], the rows whose text contains a stop string; and the new tokens, if the queue is `telling`."""
-        said, new = np.zeros(len(self._holds), bool), []
+        stopped, new_texts = np.zeros(len(self._holds), bool), []
         for row, text in enumerate(self._texts):
             if text is None or (index := self._holds[row]) is None:
                 continue
-            read = len(self._prepared.requests[index].prompt_tokens) + text.count
-            fresh = tokens[row, read : length[row]].tolist()
+            start = len(self._prepared.requests[index].prompt_tokens) + text.count
+            fresh = tokens[row, start : length[row]].tolist()
             pieces = text.feed_all(fresh, last=bool(done[row]))
             # A row may end without a token, for example if its constraint allows no further token.
             if done[row] and (remaining := text.end()):
                 pieces.append(remaining)
-            said[row] = text.stopped
+            stopped[row] = text.stopped
             if self._telling and pieces:
-                new.append(Said(index, "".join(pieces), tuple(fresh[: len(pieces)]), tuple(pieces)))
-        return said, new
+                new_texts.append(Said(index, "".join(pieces), tuple(fresh[: len(pieces)]), tuple(pieces)))
+        return stopped, new_texts
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
@@ -227,12 +229,14 @@ class Queue:
                 row = next(free, NO_ROW)
                 if row != NO_ROW and self._waiting:
                     rows[part], entries[part] = row, self._next(row)
-            prompts, made = self._prepared.prompts(entries), self._prepared
-            at = jnp.array(np.asarray(rows, np.int32))
+            prompts, prepared = self._prepared.prompts(entries), self._prepared
+            row_indices = jnp.array(np.asarray(rows, np.int32))
             if target.mesh is not None:
-                at = put(at, state_shardings(at, target.mesh))
+                row_indices = put(row_indices, state_shardings(row_indices, target.mesh))
             with target.on_mesh():
-                state, stats = refill.refill(made.decoder, made.params, state, stats, at, prompts)
+                state, stats = refill.refill(
+                    prepared.decoder, prepared.params, state, stats, row_indices, prompts
+                )
         return state, stats
 
     def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
@@ -241,38 +245,46 @@ class Queue:
             row = self._holds.index(None)
             index = self._next(row)
             self._read = self._reading(index)
-            made, at, read = self._prepared, jnp.array(np.asarray([row], np.int32)), self._read.state
-            prompts = made.prompts([index])
-            with made.target.on_mesh():
-                state, stats = refill.refill(made.decoder, made.params, state, stats, at, prompts, read)
+            prepared, row_indices, read_state = (
+                self._prepared,
+                jnp.array(np.asarray([row], np.int32)),
+                self._read.state,
+            )
+            prompts = prepared.prompts([index])
+            with prepared.target.on_mesh():
+                state, stats = refill.refill(
+                    prepared.decoder, prepared.params, state, stats, row_indices, prompts, read_state
+                )
         return state, stats
 
     def _reading(self, index: int) -> Reading:
         """Return a row that has read a request's prompt, if possible from a prefix shared with the last one."""
-        prompt, made, held = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
-        if held is not None and held.prompt == prompt:
-            return held
+        prompt, prepared, previous = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
+        if previous is not None and previous.prompt == prompt:
+            return previous
         self._read = None  # free its memory before allocating another row
         goes_on = self._shares is Shares.BEGINNINGS and len(prompt) > 1
-        if held is not None and not self._compiling:
-            goes_on &= forwards_saved(held.prompt, prompt, self._chunk) > 0
+        if previous is not None and not self._compiling:
+            goes_on &= forwards_saved(previous.prompt, prompt, self._chunk) > 0
         # Broken weights may leave NaN in slots after the text, which would corrupt the next prompt.
-        if held is not None and held.sound is not None and goes_on and bool(fetch(held.sound)):
-            with made.target.on_mesh():
-                state, _ = decode.extend(made.decoder, made.params, held.state, made.prompts([index]))
+        if previous is not None and previous.sound is not None and goes_on and bool(fetch(previous.sound)):
+            with prepared.target.on_mesh():
+                state, _ = decode.extend(
+                    prepared.decoder, prepared.params, previous.state, prepared.prompts([index])
+                )
         else:
-            held = None
-            state = made.start([index])
+            previous = None
+            state = prepared.start([index])
         if self._shares is not Shares.BEGINNINGS:
             return Reading(prompt, state, None)
-        with made.target.on_mesh():
+        with prepared.target.on_mesh():
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
     def _completed(self, ended: Sequence[tuple[int, int, float, tuple, DecodeStats]]) -> Iterator[Finished]:
         for row, index, seconds, final, counters in ended:
             request = self._prepared.requests[index]
-            made = complete(self._prepared.target, request, row, final, counters, seconds)
-            yield Finished(index, made)
+            completion = complete(self._prepared.target, request, row, final, counters, seconds)
+            yield Finished(index, completion)
 
 
 class Reading(NamedTuple):
@@ -303,10 +315,10 @@ def compile_queue(prepared: Prepared, rows: int, shares: Shares, *, log_probs: b
         else dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         for i, request in enumerate(prepared.requests)
     ]
-    few = range(min(of_mesh(prepared.target, rows) + 1, len(short)))
+    indices = range(min(of_mesh(prepared.target, rows) + 1, len(short)))
     stand_ins = dataclasses.replace(prepared, requests=short)
     collections.deque(
-        Queue(stand_ins, rows, order=few, log_probs=log_probs, shared=shares, compiling=True), maxlen=0
+        Queue(stand_ins, rows, order=indices, log_probs=log_probs, shared=shares, compiling=True), maxlen=0
     )
 
 

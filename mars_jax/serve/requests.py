@@ -192,44 +192,48 @@ def make_requests(
         raise MarsError(
             f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
         )
-    given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not given:
+    prompt_list: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompt_list:
         raise MarsError("there are no prompts: give at least one.")
-    if all(isinstance(turn, Mapping) for turn in given):  # one conversation
-        given = [given]
-    if (system is not None or template_args) and not (chat or any(map(_is_conversation, given))):
+    if all(isinstance(turn, Mapping) for turn in prompt_list):  # one conversation
+        prompt_list = [prompt_list]
+    if (system is not None or template_args) and not (chat or any(map(_is_conversation, prompt_list))):
         raise MarsError(
             "system and template_args do not apply to plain texts: give chat=True, or conversations."
         )
-    known = Options.__optional_keys__
-    for name in options.keys() - known:
+    option_names = Options.__optional_keys__
+    for name in options.keys() - option_names:
         for row in specs.RULES.values():
             if name in row.settings:
                 raise MarsError(
                     f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
                 )
-        raise TypeError(f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, known)}")
+        raise TypeError(
+            f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, option_names)}"
+        )
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, len(given)), len(given))
-    spread = {name: _spread(name, value, len(given)) for name, value in settings.items()}
+    settings = _with_constraints(
+        _with_bans(target, {"seed": 0, **options}, len(prompt_list)), len(prompt_list)
+    )
+    spread = {name: _spread(name, value, len(prompt_list)) for name, value in settings.items()}
     requests = []
-    for index, prompt in enumerate(given):
-        chosen = {name: _checked(target, name, values[index]) for name, values in spread.items()}
-        if "stop_tokens" not in chosen and not ignore_eos:
+    for index, prompt in enumerate(prompt_list):
+        prompt_options = {name: _checked(target, name, values[index]) for name, values in spread.items()}
+        if "stop_tokens" not in prompt_options and not ignore_eos:
             in_chat = chat or _is_conversation(prompt)
-            chosen["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
-        if chosen.get("stop_strings"):
-            chosen = _with_special(target, chosen)
+            prompt_options["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
+        if prompt_options.get("stop_strings"):
+            prompt_options = _with_special(target, prompt_options)
         if isinstance(prompt, str):
             ids = target.encode(prompt, chat=chat, system=system, template_args=template_args)
-            requests.append(Request(prompt=prompt, prompt_tokens=tuple(ids), **chosen))
+            requests.append(Request(prompt=prompt, prompt_tokens=tuple(ids), **prompt_options))
         elif _is_conversation(prompt):
             ids = target.encode_chat(prompt, system=system, template_args=template_args)
-            requests.append(Request(messages=tuple(prompt), prompt_tokens=tuple(ids), **chosen))
+            requests.append(Request(messages=tuple(prompt), prompt_tokens=tuple(ids), **prompt_options))
         else:
             ids = target.check_tokens(token_ids(f"prompt {index}", prompt))
-            requests.append(Request(prompt_tokens=ids, **chosen))
+            requests.append(Request(prompt_tokens=ids, **prompt_options))
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
@@ -264,16 +268,16 @@ def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
 
 def _with_bans(target: Pretrained, options: dict[str, Any], count: int) -> dict[str, Any]:
     """Return options of `count` prompts in which each banned token is a bias of -inf."""
-    others = {name: value for name, value in options.items() if name != "banned_tokens"}
+    other_options = {name: value for name, value in options.items() if name != "banned_tokens"}
     if options.get("banned_tokens") is None:
-        return others
+        return other_options
     biases = _spread("logit_bias", options.get("logit_bias"), count)
     bans = _spread("banned_tokens", options["banned_tokens"], count)
     merged = [
         _pairs(bias) | dict.fromkeys(_ids(target, "banned_tokens", ids), -math.inf)
         for bias, ids in zip(biases, bans, strict=True)
     ]
-    return others | {"logit_bias": merged}
+    return other_options | {"logit_bias": merged}
 
 
 def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
@@ -282,34 +286,37 @@ def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
     Raises:
       MarsError: a prompt has two constraints, or as the functions of `constraints`.
     """
-    others = {
+    other_options = {
         name: value
         for name, value in options.items()
         if name not in _CONSTRAINTS and name != "relax_constrained"
     }
     by_prompt: list[Constraint | None] = [None] * count
     for name, make_constraint in _CONSTRAINTS.items():
-        made: dict[int, Constraint] = {}
+        by_identity: dict[int, Constraint] = {}
         for index, value in enumerate(_spread(name, options.get(name), count)):
             if value is None:
                 continue
             if by_prompt[index] is not None:
                 raise MarsError(f"{name} does not apply with another constraint: leave one of them out.")
-            if id(value) not in made:
-                made[id(value)] = make_constraint(value)
+            if id(value) not in by_identity:
+                by_identity[id(value)] = make_constraint(value)
             check_type(
-                "constraint", made[id(value)], Constraint, "one of mars_jax.constraints, such as regex(...)"
+                "constraint",
+                by_identity[id(value)],
+                Constraint,
+                "one of mars_jax.constraints, such as regex(...)",
             )
-            by_prompt[index] = made[id(value)]
+            by_prompt[index] = by_identity[id(value)]
     relaxes = _spread("relax_constrained", options.get("relax_constrained", False), count)
     for value in relaxes:
         check_switch("relax_constrained", value)
     if not any(by_prompt):
         if any(relaxes):
             raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
-        return others
+        return other_options
     pairs = zip(by_prompt, relaxes, strict=True)
-    return others | {
+    return other_options | {
         "constraint": [
             constraint.relaxed() if constraint and relax else constraint for constraint, relax in pairs
         ]
@@ -333,10 +340,12 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     """Return the value of an option for each of `count` prompts."""
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
-    many = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
+    per_prompt = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
     if name in _SEQUENCES:
-        many = many and any(one is None or isinstance(one, list | tuple) or np.ndim(one) for one in value)
-    if not many:
+        per_prompt = per_prompt and any(
+            item is None or isinstance(item, list | tuple) or np.ndim(item) for item in value
+        )
+    if not per_prompt:
         return [value] * count
     if len(value) != count:
         raise MarsError(f"{name} has {len(value)} values for {count} prompts: give one, or one per prompt.")
@@ -359,8 +368,8 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
         return _strings(value)
     if name == "logit_bias":
         size = target.config.vocab_size
-        wanted = f"one of the {size} tokens of '{target.name}'"
-        return tuple(bias_of(token, x, size, wanted) for token, x in _pairs(value).items())
+        expected = f"one of the {size} tokens of '{target.name}'"
+        return tuple(bias_of(token, x, size, expected) for token, x in _pairs(value).items())
     if name in ("relax_in", "strict_in"):
         return names_of(value)
     return value  # a constraint

@@ -172,13 +172,13 @@ class RowFile:
         fields = tuple(keys[0])
         if not self._by_key:
             self._by_key = {tuple(row.get(name) for name in fields): row for row in self.rows}
-        wanted = [tuple(key.values()) for key in keys]
-        if not self._by_key.keys() >= set(wanted):
-            for key, row in zip(wanted, make(), strict=True):
+        key_values = [tuple(key.values()) for key in keys]
+        if not self._by_key.keys() >= set(key_values):
+            for key, row in zip(key_values, make(), strict=True):
                 if key not in self._by_key:
                     self.append(row)
                     self._by_key[key] = self.rows[-1]
-        return [self._by_key[key] for key in wanted]
+        return [self._by_key[key] for key in key_values]
 
     def stop(self) -> int:
         """Close the file when a signal ends the process, so that no row is written later. Return the number of rows."""

@@ -54,10 +54,12 @@ class Running:
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
         """Compile the programs of `stream` for such requests by decoding one token. Cheap if compiled already."""
-        most = len(request.prompt_tokens) + request.max_new_tokens - 1
-        one = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
-        self._widen(most)
-        for _ in self._stream(one, ahead=True):
+        max_length = len(request.prompt_tokens) + request.max_new_tokens - 1
+        one_token_request = dataclasses.replace(
+            request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1
+        )
+        self._widen(max_length)
+        for _ in self._stream(one_token_request, ahead=True):
             pass
         self._state = None  # discard the token
 
@@ -75,16 +77,18 @@ class Running:
     def _stream(self, request: Request, *, ahead: bool = False) -> Generator[StreamEvent, None, None]:
         began = time.perf_counter()
         target = self.session.target
-        made = self.session.prepared([request])
+        prepared = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(target, 1)
-        made = with_costs(dataclasses.replace(made, width=self._width), rows, loop="stream")
-        state = self._begun(made, rows, ahead)
+        prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, loop="stream")
+        state = self._begun(prepared, rows, ahead)
         steps_ahead = decode.look_ahead(state)
-        stats = zero_stats(rows, made.decoder.max_depth)
-        steps = self._steps(made, state, steps_ahead)
-        done = fetch(state.done)
-        return self._watched(events(target, [request], steps, stats, done, ahead=steps_ahead, began=began))
+        stats = zero_stats(rows, prepared.decoder.max_depth)
+        steps = self._steps(prepared, state, steps_ahead)
+        finished = fetch(state.done)
+        return self._watched(
+            events(target, [request], steps, stats, finished, ahead=steps_ahead, began=began)
+        )
 
     def _widen(self, most: int) -> None:
         """Make room for a text of `most` tokens, or for the model's whole context if that is shorter."""
@@ -109,8 +113,8 @@ class Running:
                     lambda: decode.jitted_step.lower(made.decoder, made.params, shapes).compile()
                 )
             with step:
-                state, read = decode.extend(made.decoder, made.params, state, prompts)
-        self.read = int(fetch(read)[0])
+                state, num_read = decode.extend(made.decoder, made.params, state, prompts)
+        self.read = int(fetch(num_read)[0])
         self._decoder, self._state = made.decoder, state
         return state
 
@@ -119,9 +123,9 @@ class Running:
     ) -> Iterator[tuple[DecodeState, StepInfo]]:
         """Yield the steps. Keep the state between two steps, because the caller may stop after any of them."""
         self._state = None
-        for now, info in decode.stream(made.decoder, made.params, state, ahead=ahead):
-            self._state = now
-            yield now, info
+        for next_state, info in decode.stream(made.decoder, made.params, state, ahead=ahead):
+            self._state = next_state
+            yield next_state, info
             self._state = None  # the next step donates its buffers
 
     def _watched(self, told: Iterator[StreamEvent]) -> Generator[StreamEvent, None, None]:
@@ -137,5 +141,5 @@ def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
     The length is a constant of the program, so the program contains no forward.
     """
-    one = np.ones(prompts.tokens.shape[0], np.int32)
-    return decoder.init(params, dataclasses.replace(prompts, length=one))
+    lengths = np.ones(prompts.tokens.shape[0], np.int32)
+    return decoder.init(params, dataclasses.replace(prompts, length=lengths))

@@ -158,9 +158,9 @@ class Session:
 
     def prepared(self, requests: Sequence[Request]) -> Prepared:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
-        made = prepared(self.target, self.drafter, requests, verify=self.rule)
+        prepared_requests = prepared(self.target, self.drafter, requests, verify=self.rule)
         self._check_length(requests)
-        return made
+        return prepared_requests
 
     def _steps(
         self, decoder: Decoder, params: Params, state: DecodeState, *, ahead: int
@@ -194,10 +194,10 @@ class Session:
         """
         stand_ins = [request.stand_in() for request in requests]
 
-        def loop(*given: Any) -> object:
+        def loop(*args: Any) -> object:
             if stream:
-                return decode.jitted_step.lower(*given).compile()
-            return decode.run.lower(*given, record=self.log_probs).compile()
+                return decode.jitted_step.lower(*args).compile()
+            return decode.run.lower(*args, record=self.log_probs).compile()
 
         own_steps = self.drafter.steps is not None
         decoder, params, state = self.prepare(stand_ins, loop=None if own_steps else loop, streamed=stream)
@@ -206,8 +206,8 @@ class Session:
         with self.target.on_mesh():
             if stream or own_steps:
                 stats = self._stats(decoder, state)
-                for now, info in self._steps(decoder, params, state, ahead=0):
-                    final = (now.done, now.tokens, now.length, now.failed)
+                for next_state, info in self._steps(decoder, params, state, ahead=0):
+                    final = (next_state.done, next_state.tokens, next_state.length, next_state.failed)
                     jax.block_until_ready(look(stats, info, final))
             else:
                 jax.block_until_ready(decode.run(decoder, params, state, record=self.log_probs))
@@ -238,16 +238,20 @@ class Session:
         """
         began = time.perf_counter()
         if self.drafter.steps is not None:
-            found = [batch.session._run(batch.requests) for batch in self._sized(requests).batches(requests)]
-            completions = [completion for batch in found for completion in batch]
-            forwards = sum(max(completion.metrics.steps for completion in batch) for batch in found)
+            completed_batches = [
+                batch.session._run(batch.requests) for batch in self._sized(requests).batches(requests)
+            ]
+            completions = [completion for batch in completed_batches for completion in batch]
+            forwards = sum(
+                max(completion.metrics.steps for completion in batch) for batch in completed_batches
+            )
         else:
             prepared_requests = self.prepared(requests)
             rows = of_mesh(self.target, self.batch_size or default_rows(prepared_requests))
             order = longest_first(requests)
             shares = shares_of(prepared_requests, order)
-            plain = not shares and not any(request.stop_strings for request in requests)
-            if len(requests) <= rows and plain:
+            needs_no_queue = not shares and not any(request.stop_strings for request in requests)
+            if len(requests) <= rows and needs_no_queue:
                 completions = dataclasses.replace(self, batch_size=rows)._run(requests)
                 forwards = max(completion.metrics.steps for completion in completions)
             else:
@@ -309,8 +313,8 @@ class Session:
 
     def _in_batches(self, requests: Sequence[Request], order: Sequence[int]) -> Iterable[Finished]:
         rule = rule_of(self.rule, order, len(requests))
-        chosen = [requests[i] for i in order]
-        batches = list(self.using(rule)._sized(chosen).batches(chosen))
+        ordered = [requests[i] for i in order]
+        batches = list(self.using(rule)._sized(ordered).batches(ordered))
         for batch in batches:
             batch.session.compile(batch.requests)
 
@@ -340,8 +344,8 @@ class Session:
 
     def _run(self, requests: Sequence[Request]) -> list[Completion]:
         if self.drafter.steps is not None:
-            done = {e.row: e.completion for e in self._events(requests) if e.completion is not None}
-            return [done[row] for row in range(len(requests))]
+            by_row = {e.row: e.completion for e in self._events(requests) if e.completion is not None}
+            return [by_row[row] for row in range(len(requests))]
         began = time.perf_counter()
         decoder, params, state = self.prepare(requests)
         with self.target.on_mesh():
@@ -365,9 +369,9 @@ class Session:
         decoder, params, state = self.prepare(requests, streamed=True)
         # A drafter's own steps wait for every verdict, so running ahead gains nothing.
         ahead = 0 if self.drafter.steps is not None else decode.look_ahead(state)
-        done, stats = fetch(state.done), self._stats(decoder, state)
+        finished, stats = fetch(state.done), self._stats(decoder, state)
         steps = self._steps(decoder, params, state, ahead=ahead)
-        yield from events(self.target, requests, steps, stats, done, ahead=ahead, began=began)
+        yield from events(self.target, requests, steps, stats, finished, ahead=ahead, began=began)
 
 
 def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:

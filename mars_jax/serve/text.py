@@ -43,7 +43,7 @@ class RowText:
         # A stop string may be complete in characters that the detokenizer holds back.
         pending = self._detokenizer.pending() if self._stops else ""
         searched = text if pending.endswith(REPLACEMENT) else text + pending
-        cuts = [at for stop in self._stops if (at := searched.find(stop)) >= 0]
+        cuts = [index for stop in self._stops if (index := searched.find(stop)) >= 0]
         if cuts:
             self.stopped, self._held = True, ""
             return searched[: min(cuts)]
@@ -71,10 +71,10 @@ def _begun(text: str, stop: str) -> int:
 
 def token_log_probs(source: Any, row: int, first: int, count: int) -> TokenLogProbs:
     """Return log-probabilities of `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
-    those = slice(first, first + count)
+    columns = slice(first, first + count)
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
-    values = {name: tuple(getattr(source, name)[row, those].tolist()) for name in names}
-    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, those]))
+    values = {name: tuple(getattr(source, name)[row, columns].tolist()) for name in names}
+    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, columns]))
 
 
 def complete(
@@ -91,24 +91,26 @@ def complete(
     """
     tokens, length, failed = final
     first = len(request.prompt_tokens)
-    said = tokens[row, first : length[row]].tolist()
+    decoded = tokens[row, first : length[row]].tolist()
     # Detokenize as the stream does, so that a character cut in two gives the same text in both.
     text = RowText(target, request)
-    pieces = text.feed_all(said, last=True)
-    new = said[: len(pieces)]
-    stopped = text.stopped or (new and new[-1] in request.stop_tokens)
+    pieces = text.feed_all(decoded, last=True)
+    new_tokens = decoded[: len(pieces)]
+    stopped = text.stopped or (new_tokens and new_tokens[-1] in request.stop_tokens)
     if request.constraint is not None and not stopped:
         # Without stop tokens a constrained row ends when the constraint allows no further token.
-        most = min(request.max_new_tokens, target.config.max_positions - len(request.prompt_tokens))
-        stopped = len(new) < most
+        max_tokens = min(request.max_new_tokens, target.config.max_positions - len(request.prompt_tokens))
+        stopped = len(new_tokens) < max_tokens
     # Tokens after a stop string do not belong to the completion.
     failed = failed[row] and not text.stopped
     return Completion(
         request=request,
         text="".join(pieces),
-        tokens=new,
+        tokens=new_tokens,
         finish_reason="failed" if failed else "stop" if stopped else "length",
         metrics=summarize(stats, row),
         seconds=seconds,
-        log_probs=None if stats.tokens is None else token_log_probs(stats.tokens, row, first, len(new)),
+        log_probs=None
+        if stats.tokens is None
+        else token_log_probs(stats.tokens, row, first, len(new_tokens)),
     )

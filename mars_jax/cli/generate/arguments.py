@@ -70,21 +70,21 @@ _SHORT = (
 
 def parser() -> Parser:
     """Return the parser. Flags default to None, to distinguish flags that were not given."""
-    made = Parser(
+    command_parser = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         short=_SHORT,
     )
-    _add_models(made)
-    _add_rule(made)
-    _add_sampling(made)
-    _add_text(made)
-    _add_input(made)
-    _add_output(made)
-    _add_machine(made)
-    return made
+    _add_models(command_parser)
+    _add_rule(command_parser)
+    _add_sampling(command_parser)
+    _add_text(command_parser)
+    _add_input(command_parser)
+    _add_output(command_parser)
+    _add_machine(command_parser)
+    return command_parser
 
 
 def _add_models(made: argparse.ArgumentParser) -> None:
@@ -141,9 +141,11 @@ def _add_models(made: argparse.ArgumentParser) -> None:
 def _add_rule(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("rule", description=_OWN)
     add_rule_flags(group, default="exact, or mars with --compare, a setting of it or no model")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--list-rules", action="store_true", help="print the table of rules, and nothing else")
-    one.add_argument(
+    exclusive = group.add_mutually_exclusive_group()
+    exclusive.add_argument(
+        "--list-rules", action="store_true", help="print the table of rules, and nothing else"
+    )
+    exclusive.add_argument(
         "--list-drafters", action="store_true", help="print the table of drafters, and nothing else"
     )
 
@@ -170,12 +172,12 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
 
 def _add_text(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("text", description="Constraints on texts.")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--regex", metavar="PATTERN", help="constrain the text to match the whole pattern")
-    one.add_argument(
+    exclusive = group.add_mutually_exclusive_group()
+    exclusive.add_argument("--regex", metavar="PATTERN", help="constrain the text to match the whole pattern")
+    exclusive.add_argument(
         "--json-schema", metavar="FILE", help="constrain the text to JSON of this schema, as Python writes it"
     )
-    one.add_argument(
+    exclusive.add_argument(
         "--choice",
         action="append",
         metavar="TEXT",
@@ -295,7 +297,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
 
 def _template_args(given: Sequence[str]) -> dict[str, Any]:
     """Return the VALUE of each NAME=VALUE by name. Values that are not JSON are strings."""
-    made: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
@@ -303,12 +305,12 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
                 f"--template-arg is {text!r}: expected NAME=VALUE, such as enable_thinking=false."
             )
         try:
-            made[name] = json.loads(value)
+            by_name[name] = json.loads(value)
         except ValueError:
-            made[name] = value
+            by_name[name] = value
         except RecursionError:
             raise MarsError(f"--template-arg {name} is nested too deeply: give a flatter value.") from None
-    return made
+    return by_name
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -336,7 +338,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.target = args.target or assets.TARGET
     args.draft_is_default = args.draft is None and not shows
     args.draft = draft_of(args.draft, args.target)
-    given = given_settings(args)
-    relaxes = (shows or given or args.compare) and args.draft != "none"
-    args.rule, args.theta_file = rule_and_file(args.verify, given, "mars" if relaxes else "exact")
+    rule_settings = given_settings(args)
+    relaxes = (shows or rule_settings or args.compare) and args.draft != "none"
+    args.rule, args.theta_file = rule_and_file(args.verify, rule_settings, "mars" if relaxes else "exact")
     return args

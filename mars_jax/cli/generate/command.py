@@ -21,8 +21,8 @@ from mars_jax.core.errors import MarsError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return command(parse, functools.partial(_run, given), given)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return command(parse, functools.partial(_run, arguments), arguments)
 
 
 def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:

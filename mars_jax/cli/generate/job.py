@@ -94,8 +94,8 @@ class Job:
 
     def run_of(self, index: int) -> dict[str, Any]:
         """Return the settings that the row of prompt `index` records."""
-        own = plain(self.numbers[index]) if self.numbers else {}
-        return dict(self.run) | {"settings": self.run["settings"] | own}
+        rule_settings = plain(self.numbers[index]) if self.numbers else {}
+        return dict(self.run) | {"settings": self.run["settings"] | rule_settings}
 
     def decode(self, order: Sequence[int] | None = None) -> Decoding:
         """Compile, and decode the requests, or only those with the indices `order`."""
@@ -218,9 +218,9 @@ def _dtype(params: Any) -> str:
 
 def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
     """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
-    chosen = dict.fromkeys(name for row in rows for name in row.numbers)
+    names = dict.fromkeys(name for row in rows for name in row.numbers)
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
-    per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
+    per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in names}
     for name, values in per_row.items():
         if None in values:
             raise rows[values.index(None)].error(f"it has no {name}, which other rows have: give it one too.")
@@ -232,8 +232,8 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > most:
-            told = f"is {tau:g}, and this draft gives {most} tokens a step at most: ask for less, or draft deeper."
-            raise row.error(f"tau {told}") if "tau" in row.numbers else MarsError(f"--tau {told}")
+            problem = f"is {tau:g}, and this draft gives {most} tokens a step at most: ask for less, or draft deeper."
+            raise row.error(f"tau {problem}") if "tau" in row.numbers else MarsError(f"--tau {problem}")
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
@@ -285,7 +285,7 @@ def _tokens(
       MarsError: a prompt cannot be tokenized; the message names its line.
     """
     options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
-    with activity.doing("tokenizing") as going:
+    with activity.doing("tokenizing") as running:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
@@ -303,4 +303,4 @@ def _tokens(
                         yield target.encode(row.prompt or row.messages or "", **options)
                     except MarsError as error:
                         raise row.error(error) from None
-            going.detail = f"{first + len(chunk)} of {len(rows)} prompts"
+            running.detail = f"{first + len(chunk)} of {len(rows)} prompts"

@@ -139,10 +139,10 @@ def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
       draft: spec of the drafter.
     """
     target, drafter, rule = session.target, session.drafter, session.rule
-    found = {"target": fingerprint(target.params, target.path)}
+    by_component = {"target": fingerprint(target.params, target.path)}
     if draft.path:
         checkpoints = [resolve(draft.checkpoint, weights=False)] if draft.checkpoint else []
-        found["draft"] = fingerprint(drafter.params, *checkpoints)
+        by_component["draft"] = fingerprint(drafter.params, *checkpoints)
     if jax.tree.leaves(rule.params):
-        found["rule"] = fingerprint(rule.params)
-    return found
+        by_component["rule"] = fingerprint(rule.params)
+    return by_component

@@ -104,8 +104,8 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         if remote.is_url(path):
             yield io.BytesIO(remote.read(path))
             return
-        with open(path, "rb") if path.startswith(_PIPES) else open_file(path) as opened:
-            yield opened
+        with open(path, "rb") if path.startswith(_PIPES) else open_file(path) as file:
+            yield file
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:
@@ -134,36 +134,36 @@ def _of_dataset(
     path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
 ) -> Iterator[PromptRow]:
     """Yield the prompts and ids of a dataset, and print the names of its other columns."""
-    other: dict[str, None] = {}
+    other_columns: dict[str, None] = {}
     for where, values in columns:
-        found = [key for key in _PROMPTS if values.get(key) is not None]
-        if not found:
+        prompt_columns = [key for key in _PROMPTS if values.get(key) is not None]
+        if not prompt_columns:
             raise MarsError(
                 f"{where}: its columns are {', '.join(values)}, and none of {', '.join(_PROMPTS)}: write its "
                 "prompts to a .jsonl file."
             )
-        kept = {found[0], "id"} & values.keys()
-        other |= dict.fromkeys(values.keys() - kept)
-        yield _from_columns({key: values[key] for key in kept}, where, rule)
-    if other:
+        used_columns = {prompt_columns[0], "id"} & values.keys()
+        other_columns |= dict.fromkeys(values.keys() - used_columns)
+        yield _from_columns({key: values[key] for key in used_columns}, where, rule)
+    if other_columns:
         say(
             f"note: a dataset gives prompts and their ids; other columns of '{path}' are left out: "
-            f"{', '.join(sorted(other))}."
+            f"{', '.join(sorted(other_columns))}."
         )
 
 
 def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
     # pandas writes an index column, and stores integers as floats if a column has nulls.
-    given = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
-    whole = {key: int(x) for key, x in given.items() if isinstance(x, float) and x.is_integer()}
-    return _checked(_from_fields(given | whole, PromptRow(where=where), rule))
+    fields = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
+    integers = {key: int(x) for key, x in fields.items() if isinstance(x, float) and x.is_integer()}
+    return _checked(_from_fields(fields | integers, PromptRow(where=where), rule))
 
 
 def _given(value: Any) -> Any:
     """Remove nulls: they represent missing keys of a table."""
     if isinstance(value, dict):
-        return {key: _given(one) for key, one in value.items() if one is not None}
-    return [_given(one) for one in value] if isinstance(value, list) else value
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
@@ -248,10 +248,10 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
             raise MarsError(
                 f"json_schema is {settings['json_schema']!r}: expected an object, the schema itself."
             )
-        chosen = {}
+        rule_numbers = {}
         for key in numbers.keys() & fields.keys():
             setting, structure = rule.setting(key)
-            chosen[key] = setting.from_json(fields[key], **structure)
+            rule_numbers[key] = setting.from_json(fields[key], **structure)
     except MarsError as error:
         raise row.error(error) from None
     return PromptRow(
@@ -261,7 +261,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
         tokens=None if tokens is None else tuple(tokens),
         id=name,
         settings=settings,
-        numbers=chosen,
+        numbers=rule_numbers,
     )
 
 

@@ -144,23 +144,23 @@ class Talk:
         return True
 
     def _command(self, line: str) -> bool:
-        name, *rest = line.split()
+        name, *words = line.split()
         if name not in COMMANDS:
-            near = did_you_mean(name, COMMANDS)
+            suggestion = did_you_mean(name, COMMANDS)
             raise MarsError(
-                f"there is no command {name}{near}: /help lists them; a space before a text says that it is one."
+                f"there is no command {name}{suggestion}: /help lists them; a space before a text says that it is one."
             )
-        if rest and name not in ("/set", *_CHOSEN):
-            raise MarsError(f"{name} takes nothing: leave {' '.join(rest)!r} out.")
+        if words and name not in ("/set", *_CHOSEN):
+            raise MarsError(f"{name} takes nothing: leave {' '.join(words)!r} out.")
         if name == "/help":
             for command, does in COMMANDS.items():
                 self._tell(f"  {command:<10} {does}")
         elif name == "/settings":
             self._show()
         elif name == "/set":
-            self._set(rest)
+            self._set(words)
         elif name in _CHOSEN:
-            self._choose(name, rest)
+            self._choose(name, words)
         elif name == "/again":
             self._again()
         elif name in ("/new", "/undo"):
@@ -219,23 +219,25 @@ class Talk:
     def _show(self) -> None:
         run = dict(self._job.run) | self._choices.rule.as_json()
         [request] = make_requests(self._job.session.target, self._args, _ROW)
-        shown = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(run["settings"])
-        shown |= {name: getattr(request, name) for name in SAMPLING}
-        for name, value in shown.items():
+        settings = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(
+            run["settings"]
+        )
+        settings |= {name: getattr(request, name) for name in SAMPLING}
+        for name, value in settings.items():
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
         """Parse the flags again with this one added, so that errors are those of the flag."""
         options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
-        known = [*SAMPLING, *options]
+        names = [*SAMPLING, *options]
         if len(words) != 2:
             raise MarsError(
-                f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(known)}."
+                f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(names)}."
             )
         name = words[0].removeprefix("--").replace("-", "_")
-        if name not in known:
+        if name not in names:
             raise MarsError(
-                f"there is no setting {words[0]}{did_you_mean(name, known)}: expected {', '.join(known)}."
+                f"there is no setting {words[0]}{did_you_mean(name, names)}: expected {', '.join(names)}."
             )
         argv = [*self._argv, flag_of(name), words[1]]
         args, choices = _parsed(argv)
@@ -246,23 +248,23 @@ class Talk:
 
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with another rule or draft, reusing the loaded target."""
-        own, known = _CHOSEN[name], RULES if name == "/rule" else DRAFTERS
+        flags, names = _CHOSEN[name], RULES if name == "/rule" else DRAFTERS
         if not words or words[0].startswith("-"):
             raise MarsError(
-                f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(known)}."
+                f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."
             )
         for flag in (word.partition("=")[0] for word in words if re.match(r"-[^\d.]", word)):
-            if flag not in own:
+            if flag not in flags:
                 raise MarsError(
-                    f"{name} takes no {flag}{did_you_mean(flag, own)}: expected {', '.join(own[1:])}."
+                    f"{name} takes no {flag}{did_you_mean(flag, flags)}: expected {', '.join(flags[1:])}."
                 )
-        argv = without(self._argv, own)
+        argv = without(self._argv, flags)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
             argv += ["--verify", self._choices.rule.spec]  # keep the rule: drafts have other defaults
-        argv += [own[0], *words]
+        argv += [flags[0], *words]
         args, choices = _parsed(argv)
         if args.prompts != self._args.prompts:
-            raise MarsError(f"{name} takes one name, and then flags: {', '.join(own[1:])}.")
+            raise MarsError(f"{name} takes one name, and then flags: {', '.join(flags[1:])}.")
         with busy("loading"):
             job = open_job(args, choices, _ROW, self._job.session.target)
         self._argv, self._args, self._choices, self._job = argv, args, choices, job

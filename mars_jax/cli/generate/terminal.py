@@ -95,11 +95,11 @@ def legend(width: int | None = None, *, trusts: bool = False) -> Text:
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
     """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were cached."""
     metrics, tokens = completion.metrics, len(completion.tokens)
-    said = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
+    line = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:
-        said += f", tau {metrics.tau:.2f}, {metrics.accepted} of {metrics.proposed} drafted accepted"
-        said += f" ({metrics.accepted_relaxed} relaxed)" if metrics.accepted_relaxed else ""
-    return f"{said}; read {read} of {len(completion.request.prompt_tokens)} prompt tokens"
+        line += f", tau {metrics.tau:.2f}, {metrics.accepted} of {metrics.proposed} drafted accepted"
+        line += f" ({metrics.accepted_relaxed} relaxed)" if metrics.accepted_relaxed else ""
+    return f"{line}; read {read} of {len(completion.request.prompt_tokens)} prompt tokens"
 
 
 def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:

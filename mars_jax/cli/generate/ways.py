@@ -27,14 +27,14 @@ REPEATS = 5
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded, one prompt after another. Later prompts of a batch wait for the earlier ones."""
-    printer, done = TextPrinter(console(out), colours=job.drafts), []
+    printer, completed = TextPrinter(console(out), colours=job.drafts), []
     with progress("prompts", bar=False) as show:
         for batch in job.session.batches(job.requests):
-            done.append(_show(job, printer, batch, job.stream(batch), chat=chat))
-            show(sum(map(len, done)), len(job.requests), "")
-    everyone = [completion for batch in done for completion in batch]
+            completed.append(_show(job, printer, batch, job.stream(batch), chat=chat))
+            show(sum(map(len, completed)), len(job.requests), "")
+    everyone = [completion for batch in completed for completion in batch]
     # Rows of a batch share its time.
-    seconds = sum(max(completion.seconds for completion in batch) for batch in done)
+    seconds = sum(max(completion.seconds for completion in batch) for batch in completed)
     _report(job, everyone, seconds, colours=printer.colours)
 
 
@@ -47,22 +47,22 @@ def _show(
     chat: bool,
 ) -> list[Completion]:
     # Print a prompt with its first tokens, so that failed prompts print nothing.
-    shown, done = None, []
+    current_row, completions = None, []
     for event in _row_by_row(events):
         if event.completion is not None and not event.completion.tokens:
-            done.append(event.completion)
+            completions.append(event.completion)
             continue
-        if event.row != shown:
+        if event.row != current_row:
             printer.prompt(_text(job, batch.requests[event.row]), chat=chat)
-            shown = event.row
+            current_row = event.row
         for kind, text in event.pieces:
             printer.piece(kind, text)
         if event.completion is not None:
             printer.end()
-            done.append(event.completion)
-    if all(completion.finish_reason == "failed" for completion in done):
+            completions.append(event.completion)
+    if all(completion.finish_reason == "failed" for completion in completions):
         job.check_finite()  # the next batch would fail as well
-    return done
+    return completions
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -81,25 +81,25 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each completion when it and those before it are done."""
-    printer, done = TextPrinter(console(out), colours=False), []
+    printer, completions = TextPrinter(console(out), colours=False), []
     decoding = job.decode()
     with progress("prompts", bar=False) as show:
         for completion in _each(decoding, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
             printer.piece("exact", completion.text)
             printer.end()
-            done.append(completion)
-    _report(job, done, decoding.seconds)
+            completions.append(completion)
+    _report(job, completions, decoding.seconds)
 
 
 def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
     """Yield the completions, and show how many of `count` prompts are done, including `first` earlier ones."""
     tokens = steps = 0
     show(first, count, "")
-    for done, completion in enumerate(decoding, start=first + 1):
+    for num_done, completion in enumerate(decoding, start=first + 1):
         tokens += completion.metrics.emitted
         steps += completion.metrics.steps
-        show(done, count, speed(tokens, steps, decoding.seconds))
+        show(num_done, count, speed(tokens, steps, decoding.seconds))
         yield completion
 
 
@@ -117,7 +117,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     if not missing:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
-    done = []
+    decoded = []
     decoding = job.decode(missing)
     with progress("prompts") as show:
         completions = _each(decoding, show, total_rows, total_rows - len(missing))
@@ -126,8 +126,8 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
                 _print_line(file.rows[-1], out)
-            done.append(completion)
-    _report(job, done, decoding.seconds)
+            decoded.append(completion)
+    _report(job, decoded, decoding.seconds)
 
 
 def compare(job: Job, show: Show) -> dict[str, Any]:
@@ -140,17 +140,17 @@ def compare(job: Job, show: Show) -> dict[str, Any]:
     """
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))
-    ways = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
-    for way in ways.values():
-        if len(requests) > way.batch_size:
-            way.queue(requests)
+    sessions = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
+    for session in sessions.values():
+        if len(requests) > session.batch_size:
+            session.queue(requests)
         else:
-            way.compile(requests)
-    runs: dict[str, list[Result]] = {name: [] for name in ways}
+            session.compile(requests)
+    runs: dict[str, list[Result]] = {name: [] for name in sessions}
     for turn in range(REPEATS):
-        for place, (name, way) in enumerate(ways.items()):
-            runs[name].append(way.decode(requests))
-            show(turn * len(ways) + place + 1, REPEATS * len(ways), "")
+        for place, (name, session) in enumerate(sessions.items()):
+            runs[name].append(session.decode(requests))
+            show(turn * len(sessions) + place + 1, REPEATS * len(sessions), "")
     rows = [_row(name, results) for name, results in runs.items()]
     for row in rows:
         row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
