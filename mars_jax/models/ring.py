@@ -51,9 +51,9 @@ def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
     A part is called where it is added, and sums travel in its dtype.
     """
     # What begins with the piece that is one step away comes back to its device with its own.
-    first, *rest = (*parts[1:], parts[0])
+    first, *remaining = (*parts[1:], parts[0])
     total = first()
-    for part in rest:
+    for part in remaining:
         total = part() + _passed(axes, total)
     return total
 

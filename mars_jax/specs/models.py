@@ -31,13 +31,13 @@ class ModelRow:
 
     def is_called(self, name: str) -> bool:
         """Tell whether `name` is its name, its repository, or a path whose last part is one of them or a file of it."""
-        path, own = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
+        path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
         last = (cached[0] if cached else path.name).lower()
         if last.endswith(".gguf"):
-            return bool(own) and last.startswith((f"{own}-", f"{own}."))
-        return name == self.name or last in {self.name, own or self.name, f"{own}-gguf"}
+            return bool(base_name) and last.startswith((f"{base_name}-", f"{base_name}."))
+        return name == self.name or last in {self.name, base_name or self.name, f"{base_name}-gguf"}
 
 
 class Head(NamedTuple):
@@ -137,8 +137,8 @@ _GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text"}
 
 
 def _heads(eagle: tuple[str, ...], block: tuple[str, ...] = (), model: str = "") -> tuple[str, ...]:
-    found = *(f"eagle:{name}" for name in eagle), *(f"dflash:{name}" for name in block)
-    return (*found, f"model:{model}") if model else found
+    head_drafts = *(f"eagle:{name}" for name in eagle), *(f"dflash:{name}" for name in block)
+    return (*head_drafts, f"model:{model}") if model else head_drafts
 
 
 MODELS = {
@@ -414,7 +414,7 @@ def _pair(row: ModelRow, draft: str) -> Pair:
     path = draft.partition(":")[2]
     small = MODELS.get(path)
     layout, loads = HEADS[path] if small is None else ("GGUF" if small.file else "safetensors", "alike")
-    own = TESTS.get(row.name)
-    test = own or next(test for word, test in TESTS.items() if layout.startswith(word))
+    own_test = TESTS.get(row.name)
+    test = own_test or next(test for word, test in TESTS.items() if layout.startswith(word))
     figure = FIGURES.get((row.name, draft), "")
-    return Pair(row.name, draft, layout, row.vocabulary, "runs" if own else loads, figure, test)
+    return Pair(row.name, draft, layout, row.vocabulary, "runs" if own_test else loads, figure, test)
