@@ -122,7 +122,7 @@ def longest_match(
     matched = jnp.zeros(past.shape, jnp.int32)
     alive = (end >= 1) & (end < until[:, None])
     for steps_back in range(1, max_ngram + 1):
-        # Compare past[end - steps_back] with tokens[length - steps_back]; a candidate lives while the two suffixes agree.
+        # Compare past[end - steps_back] with tokens[length - steps_back]; a candidate lives while the suffixes agree.
         shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :size]
         suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)
         alive &= (shifted == suffix_token) & (end >= steps_back) & (length >= steps_back)[:, None]

@@ -250,8 +250,8 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     if not are_counts or (dynamic and len(parts) != 3):
         suggestion = did_you_mean(text.partition(":")[0], ("dynamic",))
         raise MarsError(
-            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1, or dynamic, "
-            "or its children, depth and nodes, such as dynamic:8-6-40."
+            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1, or "
+            "dynamic, or its children, depth and nodes, such as dynamic:8-6-40."
         )
     sizes = tuple(int(part) for part in parts)
     if dynamic:

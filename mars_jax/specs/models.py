@@ -351,8 +351,8 @@ def drafts_for(name: str) -> tuple[str, ...]:
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
-    found = _of_target(name)
-    return tuple(filter(_ships, found.drafts)) if found else ()
+    model_row = _of_target(name)
+    return tuple(filter(_ships, model_row.drafts)) if model_row else ()
 
 
 def _ships(draft: str) -> bool:
@@ -370,7 +370,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
     """
-    if (found := _of_target(target)) and found.copies_pay:
+    if (model_row := _of_target(target)) and model_row.copies_pay:
         return "ngram"
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
 
@@ -384,8 +384,8 @@ def template_of(name: str) -> str | None:
     >>> template_of("lmsys/vicuna-13b-v1.3")[:25], template_of("tiny/target")
     ('A chat between a curious ', None)
     """
-    found = _of_target(name)
-    return (found.template or None) if found else None
+    model_row = _of_target(name)
+    return (model_row.template or None) if model_row else None
 
 
 class Pair(NamedTuple):
