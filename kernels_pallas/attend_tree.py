@@ -78,7 +78,7 @@ def tree_attention(
     [1.0, 1.5]
     """
     _check(implementation, k, k_scale, v_scale, blocks, interpret)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "seen": seen,
         "positions": positions,
         "seen_positions": seen_positions,
@@ -89,7 +89,7 @@ def tree_attention(
     form = reference.tree_attention if implementation == "reference" else xla.tree_attention
     if implementation == "pallas_tpu":
         form = functools.partial(mosaic.tree_attention.tree_attention, blocks=blocks, interpret=interpret)
-    return form(q, k, v, first, k_scale=k_scale, v_scale=v_scale, **_filled(given, q, first))
+    return form(q, k, v, first, k_scale=k_scale, v_scale=v_scale, **_filled(options, q, first))
 
 
 def write_and_attend(
@@ -133,7 +133,7 @@ def write_and_attend(
     >>> k[0, :4, 0, 0].tolist()
     [0.0, 0.0, 1.0, 0.0]
     """
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "seen": seen,
         "positions": positions,
         "seen_positions": seen_positions,
@@ -145,10 +145,10 @@ def write_and_attend(
     }
     if implementation != "pallas_tpu" or mosaic.tree_attention.is_flat(k):
         k, v = written(k, v, new)
-        return tree_attention(q, k, v, first, implementation=implementation, **given), k, v
+        return tree_attention(q, k, v, first, implementation=implementation, **options), k, v
     _check(implementation, k, None, None, blocks, interpret)
     return mosaic.tree_attention.tree_attention(
-        q, k, v, first, k_scale=None, v_scale=None, new=new, **_filled(given, q, first)
+        q, k, v, first, k_scale=None, v_scale=None, new=new, **_filled(options, q, first)
     )
 
 

@@ -105,16 +105,16 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
     if interpret is not None:
         flat = parts.reshape(parts.shape[0], 2, -1, LANES)
         return unpack(mosaic.topk_tpu.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
-    found = unpack(parts, k, axis=1)  # [W, ..., k] each
+    part_tops = unpack(parts, k, axis=1)  # [W, ..., k] each
     first = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
-    ids = found.ids + first.reshape((-1,) + (1,) * (found.ids.ndim - 1))
+    ids = part_tops.ids + first.reshape((-1,) + (1,) * (part_tops.ids.ndim - 1))
     # Parts are in the order of their ids, so ties still go to the smaller id.
     # [W, ..., k] -> [..., W, k] -> [..., W * k].
-    values, ids = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in (found.values, ids))
+    values, ids = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in (part_tops.values, ids))
     best, place = lax.top_k(values, k)
     ids = jnp.take_along_axis(ids, place, axis=-1, mode="promise_in_bounds")
     # The logsumexp of the vocabulary is the logsumexp of the parts' values, [W, ...].
-    return TopK(best, ids, jax.nn.logsumexp(found.logsumexp, axis=0))
+    return TopK(best, ids, jax.nn.logsumexp(part_tops.logsumexp, axis=0))
 
 
 def pack(found: TopK, k: int) -> Array:
@@ -180,8 +180,8 @@ def _xla(logits: Array, k: int) -> TopK:
     # At most k blocks contain the k largest entries, and each such block has one of the k largest maxima. i32[..., k].
     _, best = lax.top_k(jnp.max(blocks, axis=-1), k)
     best = jnp.sort(best, axis=-1)  # candidates in the order of their ids
-    found = jnp.take_along_axis(blocks, best[..., None], axis=-2, mode="promise_in_bounds")
-    values, place = lax.top_k(found.reshape(*found.shape[:-2], -1), k)
+    candidates = jnp.take_along_axis(blocks, best[..., None], axis=-2, mode="promise_in_bounds")
+    values, place = lax.top_k(candidates.reshape(*candidates.shape[:-2], -1), k)
     # Convert an index into the k * BLOCK candidates to a token id.
     block = jnp.take_along_axis(best, place // BLOCK, axis=-1, mode="promise_in_bounds")
     return TopK(values, block * BLOCK + place % BLOCK, jax.nn.logsumexp(z, axis=-1))

@@ -137,10 +137,10 @@ def walk(
     for depth in range(max_depth):
         # Algorithm 1 at the current node of each row: accept x = y, which is top1 at temperature 0, or x = top2 if the
         # margin is low. Otherwise the row stops, and y is emitted after the loop.
-        here = ids == node
+        is_node = ids == node
 
-        def at_node(values: Array, here: Array = here) -> Array:
-            return jnp.sum(jnp.where(here, values, 0), axis=1, keepdims=True, dtype=values.dtype)
+        def at_node(values: Array, is_node: Array = is_node) -> Array:
+            return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
         child = (parents == node) & going
         exact = child & real & (tokens == at_node(y))
@@ -148,10 +148,10 @@ def walk(
         relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
         # Exact children rank before all relaxed ones, so one minimum selects the child.
         rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
-        chosen = jnp.min(rank, axis=1, keepdims=True)
-        going = chosen < 2 * count
-        is_relaxed = (chosen >= count) & going
-        node = jnp.where(going, jnp.where(is_relaxed, chosen - count, chosen), node)
+        best_rank = jnp.min(rank, axis=1, keepdims=True)
+        going = best_rank < 2 * count
+        is_relaxed = (best_rank >= count) & going
+        node = jnp.where(going, jnp.where(is_relaxed, best_rank - count, best_rank), node)
         run = jnp.where(is_relaxed, run + 1, 0)
         accepted += going.astype(jnp.int32)
         path.append(node)
@@ -170,7 +170,7 @@ def decide(
     margin: str,
 ) -> Acceptance:
     """Run `walk` on arrays of the public shapes; see `margin_accept`."""
-    done = walk(
+    walked = walk(
         stats,
         tokens,
         parents,
@@ -183,8 +183,14 @@ def decide(
         margin=margin,
     )
     relaxed = (
-        jnp.concatenate(done.relaxed, axis=1) > 0 if done.relaxed else jnp.zeros((tokens.shape[0], 0), bool)
+        jnp.concatenate(walked.relaxed, axis=1) > 0
+        if walked.relaxed
+        else jnp.zeros((tokens.shape[0], 0), bool)
     )
     return Acceptance(
-        jnp.concatenate(done.path, axis=1), done.num_accepted[:, 0], done.next_token[:, 0], relaxed, stats
+        jnp.concatenate(walked.path, axis=1),
+        walked.num_accepted[:, 0],
+        walked.next_token[:, 0],
+        relaxed,
+        stats,
     )

@@ -44,9 +44,9 @@ def dense(first: Array, n: int, slots: int, inside: Array | None, after: Array |
     offset = slot[None] - first[:, None]  # i32[B, S]: the row that each slot holds
     if inside is None:
         # Query i is row i and sees slots up to its own, `first + i`.
-        seen = offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
+        sees_slot = offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
         # The queries are consecutive, so slot s holds the token at position s.
-        return seen if after is None else seen & (slot[None, None] > after[:, :, None])
+        return sees_slot if after is None else sees_slot & (slot[None, None] > after[:, :, None])
     # Multiply by a one-hot matrix instead of gathering: there are few queries, and products are fast on every platform.
     if inside.shape[2] == slots:  # then `first` is 0
         return jnp.broadcast_to(inside, (offset.shape[0], *inside.shape[1:]))

@@ -63,8 +63,8 @@ def decide(
             by_exact, by_relaxed = child & exact, child & relaxable & (run < max_run) & (depth >= strict)
             is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
             has_child = jnp.any(by_exact) | is_relaxed
-            chosen = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
-            node = jnp.where(has_child, chosen, node)
+            next_child = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
+            node = jnp.where(has_child, next_child, node)
             return (node, jnp.where(is_relaxed, run + 1, 0), ~has_child), (node, has_child, is_relaxed)
 
         start = jnp.int32(0), jnp.int32(0), jnp.zeros((), bool)

@@ -85,11 +85,11 @@ def _compiles(kernel: Callable[..., Any], operands: Any) -> bool:
     name = function.__name__.strip("_")
     if failure is not None and name not in _logged:
         _logged.add(name)
-        shown = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes[:1])
+        operand_text = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes[:1])
         _log.warning(
             "the kernel %s does not compile for %s on %s (%s): the XLA form runs in its place; %s=0 leaves all kernels "
             "out.",
-            *(name, shown, jax.local_devices()[0].device_kind, failure, SWITCH),
+            *(name, operand_text, jax.local_devices()[0].device_kind, failure, SWITCH),
         )
     return failure is None
 

@@ -53,11 +53,13 @@ def _stats_by_chunks(rows: Array) -> MarginStats:
     if size == count:
         return _stats(rows, logsumexp=True)
 
-    def step(i: Array, done: MarginStats) -> MarginStats:
+    def step(i: Array, partial_stats: MarginStats) -> MarginStats:
         # The last chunk has full size, so it overlaps the one before and recomputes some rows with the same result.
         start = jnp.minimum(i * size, count - size)
         part = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp=True)
-        return jax.tree.map(lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), done, part)
+        return jax.tree.map(
+            lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), partial_stats, part
+        )
 
     return lax.fori_loop(0, -(-count // size), step, empty((count,), logsumexp=True))
 
@@ -92,8 +94,8 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
     top1, id1 = jnp.max(z, axis=-1), jnp.argmax(z, axis=-1).astype(jnp.int32)
     # The second is the maximum without the first, which is excluded by its id because its value may occur twice.
-    others = jnp.where(ids == id1[..., None], -jnp.inf, z)
-    top2, id2 = jnp.max(others, axis=-1), jnp.argmax(others, axis=-1).astype(jnp.int32)
+    without_first = jnp.where(ids == id1[..., None], -jnp.inf, z)
+    top2, id2 = jnp.max(without_first, axis=-1), jnp.argmax(without_first, axis=-1).astype(jnp.int32)
     id1, id2 = close(top1, id1, top2, id2, z.shape[-1])
     total = None
     if logsumexp:

@@ -62,12 +62,12 @@ def attend_rows(
     Copies start in the order of use, across rows, so that no copy waits for a row to end.
     """
     arrived = refs[-1]  # semaphores [buffers, sources]
-    new: Any = ()
+    new_rows: Any = ()
     landed: Any = None
     if shape.writes:
         # New rows are written to the output caches, so read those. On a TPU they alias the arguments; in an
         # interpreter they are separate memory.
-        _, _, *new, out_ref, k_ref, v_ref = refs[:7]
+        _, _, *new_rows, out_ref, k_ref, v_ref = refs[:7]
         sources, landed, refs = (k_ref, v_ref), refs[-2], (out_ref, *refs[7:-2])
     else:
         sources, refs = refs[: arrived.shape[1]], refs[arrived.shape[1] : -1]
@@ -85,7 +85,7 @@ def attend_rows(
     def writing(i):
         """Yield the copies of the new rows of this core's row `i` into the caches."""
         row = core * rows_of_core + i
-        for kind, (rows, cache) in enumerate(zip(new, sources, strict=True)):
+        for kind, (rows, cache) in enumerate(zip(new_rows, sources, strict=True)):
             place = pl.ds(entry(WRITTEN, i * shape.tiles), rows.shape[1])
             yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], landed.at[kind])
 
@@ -131,9 +131,9 @@ def attend_rows(
 
             for copy in copies(row_of(item), start, lax.rem(state_ref[ISSUED], blocks.buffers)):
                 copy.start()
-            done = block + 1 == entry(COUNT, item)
-            state_ref[ITEM] = jnp.where(done, item + 1, item)
-            state_ref[BLOCK] = jnp.where(done, 0, block + 1)
+            row_done = block + 1 == entry(COUNT, item)
+            state_ref[ITEM] = jnp.where(row_done, item + 1, item)
+            state_ref[BLOCK] = jnp.where(row_done, 0, block + 1)
             state_ref[ISSUED] += 1
 
     @pl.when(item == 0)
@@ -171,9 +171,9 @@ def attend_rows(
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
             # Fold the softmax over blocks: a higher maximum rescales the earlier sums.
-            before = top_ref[head]
-            top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            weights, shrink = jnp.exp2(scores - _wide(top, scores.shape[1])), jnp.exp2(before - top)
+            previous_top = top_ref[head]
+            top = jnp.maximum(previous_top, jnp.max(scores, axis=1, keepdims=True))
+            weights, shrink = jnp.exp2(scores - _wide(top, scores.shape[1])), jnp.exp2(previous_top - top)
             top_ref[head] = top
             total_ref[head] = total_ref[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             if len(buffers) > 2:
@@ -184,20 +184,20 @@ def attend_rows(
 
     def step(block, _):
         copy_next()
-        start, own = start_of(item, block), base + block * size
+        start, own_start = start_of(item, block), base + block * size
         buffer = lax.rem(state_ref[USED], blocks.buffers)
         for copy in copies(row, start, buffer):
             copy.wait()
         # A block needs no mask if all its slots are committed, none repeats and no window hides any.
-        plain = (start + size <= first) & (start == own) & (start > recent)
+        needs_no_mask = (start + size <= first) & (start == own_start) & (start > recent)
 
-        @pl.when(plain)
+        @pl.when(needs_no_mask)
         def _():
             attend(buffer, None)
 
-        @pl.when(~plain)
+        @pl.when(~needs_no_mask)
         def _():
-            attend(buffer, _mask(known_ref[0, 0], first, start, own, size, causal=shape.causal))
+            attend(buffer, _mask(known_ref[0, 0], first, start, own_start, size, causal=shape.causal))
 
         state_ref[USED] += 1
         return 0
@@ -219,7 +219,7 @@ def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, ca
     slot = start + lax.broadcasted_iota(jnp.int32, (known.shape[0], size), 1)
     recent = slot > known[:, AFTER : AFTER + 1]
     if causal:
-        seen = (slot <= known[:, UPPER : UPPER + 1]) & recent
+        visible = (slot <= known[:, UPPER : UPPER + 1]) & recent
     else:
         # Bit r % 32 of word r // 32 is set if row r of the region is seen. Slots before the region have row < 0.
         row = slot - first
@@ -227,8 +227,8 @@ def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, ca
         for i in range(known.shape[1] - WORDS):
             word = jnp.where(row >> 5 == i, known[:, WORDS + i : WORDS + i + 1], word)
         inside = (word >> (row & 31)) & 1
-        seen = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
-    return seen & (slot >= own)  # the previous block covered slots before `own`
+        visible = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
+    return visible & (slot >= own)  # the previous block covered slots before `own`
 
 
 def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:
@@ -242,10 +242,10 @@ def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> A
     _, parts, size, heads, width = ref.shape
     packing = 4 // jnp.dtype(ref.dtype).itemsize
     words, place = heads // packing, head % packing
-    found = []
+    head_parts = []
     for part in range(parts):
         if simulated:  # JAX's simulation of TPU memory does not support reshaping references
-            found.append(ref[buffer, part, :, head].astype(dtype))
+            head_parts.append(ref[buffer, part, :, head].astype(dtype))
             continue
         rows = ref.at[buffer, part]
         rows = (rows if packing == 1 else rows.bitcast(jnp.uint32)).reshape(size * words, width)
@@ -255,5 +255,5 @@ def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> A
             rows = pltpu.bitcast(rows, jnp.float32)
         elif packing == 4:
             rows = (pltpu.bitcast(rows << (8 * (3 - place)), jnp.int32) >> 24).astype(jnp.float32)
-        found.append(rows.astype(dtype))
-    return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
+        head_parts.append(rows.astype(dtype))
+    return head_parts[0] if parts == 1 else jnp.concatenate(head_parts, axis=1)

@@ -31,8 +31,8 @@ def outer_block(outer: int, inner: int) -> int:
     >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
     (512, 768, 96)
     """
-    most = max(128, WEIGHT_BYTES // inner // 128 * 128)
-    return outer if outer <= most else next((w for w in range(most, 127, -128) if outer % w == 0), most)
+    limit = max(128, WEIGHT_BYTES // inner // 128 * 128)
+    return outer if outer <= limit else next((w for w in range(limit, 127, -128) if outer % w == 0), limit)
 
 
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
@@ -44,17 +44,17 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows [ends - size, ends). `until` counts the visits up to and including those of e.
+    # Expert e has the rows [ends - size, ends). `visit_ends` counts the visits up to and including those of e.
     ends = jnp.cumsum(sizes)
     first = (ends - sizes) // rows
-    took = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
-    until = jnp.cumsum(took)
+    visit_counts = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
+    visit_ends = jnp.cumsum(visit_counts)
     number = jnp.arange(tiles + sizes.shape[0] - 1)
     # Visit v belongs to the first expert with until > v. The clamps apply to visits that are not real.
-    expert = jnp.minimum(jnp.sum(until[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
-    tile = first[expert] + number - (until - took)[expert]
+    expert = jnp.minimum(jnp.sum(visit_ends[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
+    tile = first[expert] + number - (visit_ends - visit_counts)[expert]
     as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
-    return as_index(expert), as_index(jnp.clip(tile, 0, tiles - 1)), as_index(jnp.maximum(until[-1], 1))
+    return as_index(expert), as_index(jnp.clip(tile, 0, tiles - 1)), as_index(jnp.maximum(visit_ends[-1], 1))
 
 
 def dense_by_expert_int8(
@@ -76,17 +76,17 @@ def dense_by_expert_int8(
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
     by_columns = inner % 128 != 0 and outer % 128 == 0
-    block, at = (width, inner), lambda n: (n, 0)
+    block, block_index = (width, inner), lambda n: (n, 0)
     if by_columns:
-        values, block, at = values.swapaxes(1, 2), (inner, width), lambda n: (0, n)
-    made = pl.pallas_call(
+        values, block, block_index = values.swapaxes(1, 2), (inner, width), lambda n: (0, n)
+    padded_product = pl.pallas_call(
         functools.partial(_kernel, by_columns=by_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(pl.cdiv(outer, width), real),
             in_specs=[
                 pl.BlockSpec((rows, inner), lambda n, v, expert, tile, *_: (tile[v], 0)),
-                pl.BlockSpec((None, *block), lambda n, v, expert, *_: (expert[v], *at(n))),
+                pl.BlockSpec((None, *block), lambda n, v, expert, *_: (expert[v], *block_index(n))),
                 pl.BlockSpec((None, 1, width), lambda n, v, expert, *_: (expert[v], 0, n)),
             ],
             out_specs=pl.BlockSpec((rows, width), lambda n, v, expert, tile, *_: (tile[v], n)),
@@ -98,21 +98,21 @@ def dense_by_expert_int8(
         interpret=interpret,
         name="dense_by_expert_int8",
     )(expert, tile, ends - sizes, ends, x, values, scale[:, None])
-    return made[:count]
+    return padded_product[:count]
 
 
 def _kernel(expert, tile, begins, ends, x, w, scale, out, *, by_columns: bool) -> None:
     visit = pl.program_id(1)
-    of, at = expert[visit], tile[visit]
+    expert_id, tile_id = expert[visit], tile[visit]
     x = x[...]
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    made = lax.dot_general(
+    product = lax.dot_general(
         *(x, w[...].astype(x.dtype), (((1,), (0 if by_columns else 1,)), ((), ()))),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
-    row = at * x.shape[0] + lax.broadcasted_iota(jnp.int32, made.shape, 0)
-    mine = (row >= begins[of]) & (row < ends[of])
+    row = tile_id * x.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
+    in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
     # At a tile's first visit `out` is uninitialised. Every row has an expert, so each row is overwritten.
-    out[...] = jnp.where(mine, made * scale[...], out[...])
+    out[...] = jnp.where(in_expert, product * scale[...], out[...])

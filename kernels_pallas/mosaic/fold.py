@@ -103,8 +103,8 @@ def _each_strip(body, *refs) -> None:
 
             @pl.loop(0, rows // strip)
             def _(i):
-                at = pl.ds(pl.multiple_of(i * strip, strip), strip)
-                body(*(ref.at[at] for ref in refs))
+                strip_slice = pl.ds(pl.multiple_of(i * strip, strip), strip)
+                body(*(ref.at[strip_slice] for ref in refs))
 
     else:
         trees, nodes = refs[0].shape[:2]
@@ -112,8 +112,8 @@ def _each_strip(body, *refs) -> None:
         @pl.loop(0, trees)
         def _(tree):
             for start in range(0, nodes, 32):
-                at = pl.ds(start, min(32, nodes - start))
-                body(*(ref.at[tree, at] for ref in refs))
+                strip_slice = pl.ds(start, min(32, nodes - start))
+                body(*(ref.at[tree, strip_slice] for ref in refs))
 
 
 def per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:

@@ -73,13 +73,13 @@ def dense_int4(
         earlier chips compute only in float32.
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
-    each = CHUNK // size
-    by_group = each * count <= ROWS or each == 1
-    parts = each if by_group else 1
+    groups_per_chunk = CHUNK // size
+    by_group = groups_per_chunk * count <= ROWS or groups_per_chunk == 1
+    parts = groups_per_chunk if by_group else 1
     if parts > 1:
         # Split each row into one row per group of a chunk, 0 in the other groups.
-        k, group = (lax.broadcasted_iota(jnp.int32, (1, each, inputs), axis) for axis in (2, 1))
-        x = jnp.where(k // size % each == group, x[:, None], 0).reshape(-1, inputs)
+        k, group = (lax.broadcasted_iota(jnp.int32, (1, groups_per_chunk, inputs), axis) for axis in (2, 1))
+        x = jnp.where(k // size % groups_per_chunk == group, x[:, None], 0).reshape(-1, inputs)
     rows = -(-len(x) // 8) * 8
     x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     inner = _divisor(inputs, _INNER)
@@ -90,7 +90,7 @@ def dense_int4(
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
     column = lambda c, j, i: (0, c * turns + j)  # noqa: E731
-    made = pl.pallas_call(
+    padded_product = pl.pallas_call(
         functools.partial(_kernel, by_group=by_group, narrow=narrow),
         grid=(cores, turns, steps),
         in_specs=[
@@ -119,7 +119,7 @@ def dense_int4(
         interpret=interpret,
         name="dense_int4",
     )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic does not support float16
-    return made[:count]
+    return padded_product[:count]
 
 
 def _kernel(
@@ -145,7 +145,7 @@ def _kernel(
     turn, step = pl.program_id(1), pl.program_id(2)
     rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
     of_block, size, _ = values.shape
-    each = CHUNK // size
+    groups_per_chunk = CHUNK // size
     pairs = by_group or narrow
 
     @pl.when((turn == 0) & (step == 0))
@@ -165,28 +165,33 @@ def _kernel(
 
     @pl.when(step == 0)
     def _():
-        rest = offset[...]
+        offsets = offset[...]
         if by_group:
             scale = _float32(bits[...])
-            rest -= _BIAS * scale
+            offsets -= _BIAS * scale
             for i in range(steps):
                 of_step = scale[i * of_block : (i + 1) * of_block]
-                if each > 1:
-                    chunks = [of_step[first : first + each] for first in range(0, of_block, each)]
-                    of_step = jnp.concatenate([part for part in chunks for _ in range(8 // each)], axis=0)
+                if groups_per_chunk > 1:
+                    chunks = [
+                        of_step[first : first + groups_per_chunk]
+                        for first in range(0, of_block, groups_per_chunk)
+                    ]
+                    of_step = jnp.concatenate(
+                        [part for part in chunks for _ in range(8 // groups_per_chunk)], axis=0
+                    )
                 scales[i] = of_step
-        high, low = _split(rest)
+        high, low = _split(offsets)
         _put(total, _product(sums[...], jnp.concatenate([high, high, low], axis=0)))
 
-    made = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
+    product = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
         for c in range(inner // CHUNK):
             w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
             part = _product(ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
-            if each == 1:
-                made += part * scales[step, c : c + 1]
+            if groups_per_chunk == 1:
+                product += part * scales[step, c : c + 1]
             else:
-                made += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
+                product += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
     else:
         of_step = _float32(bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
         scale = _of_words(of_step, narrow)
@@ -196,8 +201,8 @@ def _kernel(
             last = min(first + deep, inner)
             chunks = range(first // CHUNK, last // CHUNK)
             w = jnp.concatenate([part for c in chunks for part in _scaled(values, scale, c, narrow)], axis=0)
-            made += _product(ordered[step, :, first:last], w.astype(jnp.bfloat16))
-    _put(total, made)
+            product += _product(ordered[step, :, first:last], w.astype(jnp.bfloat16))
+    _put(total, product)
 
     @pl.when(step == steps - 1)
     def _():
@@ -229,8 +234,8 @@ def _order(pairs: bool) -> Array:
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
-    taken = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
-    return (row == taken).astype(jnp.bfloat16)
+    input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
+    return (row == input_row).astype(jnp.bfloat16)
 
 
 def _members(inputs: int, size: int) -> Array:
@@ -262,8 +267,10 @@ def _of_words(scale: Array, narrow: bool) -> Array:
 
 def _words(values: Any, chunk: int) -> list[Array]:
     """Return the halves of a chunk as words i32[8, N]."""
-    each = CHUNK // values.shape[1]
-    of_chunk = values[chunk * each : (chunk + 1) * each].reshape(CHUNK, values.shape[2])
+    groups_per_chunk = CHUNK // values.shape[1]
+    of_chunk = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk].reshape(
+        CHUNK, values.shape[2]
+    )
     words = pltpu.bitcast(of_chunk, jnp.int32)
     return [words[:8], words[8:]]
 
@@ -276,13 +283,13 @@ def _biased(word: Array, k: int) -> Array:
 
 def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]:
     """Return the weights of a chunk, in parts: bf16[16, N] if `narrow`, otherwise f32[8, N]."""
-    parts, each, wide = [], 64 // values.shape[1], (8, values.shape[2])
+    parts, groups_per_half, wide = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
         # The 8 inputs of a word belong to one group.
-        groups = range(half * each, (half + 1) * each)
-        scale, *other = [jnp.broadcast_to(scales[g : g + 1], wide) for g in groups]
-        if other:
-            scale = jnp.where(lax.broadcasted_iota(jnp.int32, wide, 0) < 4, scale, *other)
+        groups = range(half * groups_per_half, (half + 1) * groups_per_half)
+        scale, *other_scales = [jnp.broadcast_to(scales[g : g + 1], wide) for g in groups]
+        if other_scales:
+            scale = jnp.where(lax.broadcasted_iota(jnp.int32, wide, 0) < 4, scale, *other_scales)
         if narrow:
             scale = pltpu.bitcast(scale, jnp.bfloat16)
             parts += [(_biased(word, k) - jnp.bfloat16(_BIAS)) * scale for k in range(4)]

@@ -147,7 +147,7 @@ def _accept_kernel(
         finish(state, packed_ref, vocab, logsumexp)
         stats = per_tree(packed_ref, tokens_ref.shape[0], nodes)
         per_row = per_row_ref[...]
-        done = walk(
+        walked = walk(
             stats,
             tokens_ref[...],
             parents_ref[...],
@@ -159,7 +159,7 @@ def _accept_kernel(
             max_depth=max_depth,
             margin=margin,
         )
-        columns = [*done.path, *done.relaxed, done.num_accepted, done.next_token]
+        columns = [*walked.path, *walked.relaxed, walked.num_accepted, walked.next_token]
         verdict_ref[...] = beside(columns, verdict_ref.shape)
 
 

@@ -80,11 +80,13 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
         def chunk(first: Array | int, carry: Carry) -> Carry:
-            at = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
-            z = logits_ref[:, pl.ds(at, LANES)].astype(jnp.float32)
-            ids = lane + at
+            offset = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
+            z = logits_ref[:, pl.ds(offset, LANES)].astype(jnp.float32)
+            ids = lane + offset
             # Memory past the end of the vocabulary is uninitialised.
-            return body(carry, z, ids, ids < vocab if isinstance(first, int) and at + LANES > vocab else True)
+            return body(
+                carry, z, ids, ids < vocab if isinstance(first, int) and offset + LANES > vocab else True
+            )
 
         def strip(i: Array, chains: list[Carry]) -> list[Carry]:
             for c in range(STRIP):
@@ -171,9 +173,9 @@ def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Arra
         return value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), ids)
 
     # Every entry comes after (inf, -1), so the first scan finds the largest. Lane i gets the i-th entry.
-    before = jnp.full((rows, LANES), jnp.inf, jnp.float32), jnp.full((rows, LANES), -1, jnp.int32)
+    initial_entry = jnp.full((rows, LANES), jnp.inf, jnp.float32), jnp.full((rows, LANES), -1, jnp.int32)
     nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.zeros((rows, LANES), jnp.int32)
-    _, _, values, ids = lax.fori_loop(0, k, body, (*before, *nothing))
+    _, _, values, ids = lax.fori_loop(0, k, body, (*initial_entry, *nothing))
     largest = jnp.max(jnp.where(lane == 0, values, -jnp.inf), axis=1, keepdims=True)
     packed_ref[0] = bits(jnp.where(lane == k, logsumexp(largest), values))
     packed_ref[1] = ids

@@ -52,16 +52,16 @@ def tree_attention(
         dtype=k.dtype,
         scaled=k_scale is not None,
     )
-    inside, after = region(seen, positions, seen_positions, window)
+    inside, hidden_until = region(seen, positions, seen_positions, window)
     rows = n if inside is None else inside.shape[2]
     # Products are in the dtype of the cache, or in that of the queries if the cache is int8.
     dtype = k.dtype if k_scale is None else q.dtype
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
     queries = _tiled(q.astype(dtype), tiles, per_tile)
     m = queries.shape[3]
-    known = _known(first, inside, after, n, tiles * per_tile).reshape(batch, tiles, per_tile, -1)
-    known = jnp.repeat(known, group, axis=2)
-    known = jnp.pad(known, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
+    visibility = _known(first, inside, hidden_until, n, tiles * per_tile).reshape(batch, tiles, per_tile, -1)
+    visibility = jnp.repeat(visibility, group, axis=2)
+    visibility = jnp.pad(visibility, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
     # With a causal mask each tile reads up to its last query; with any other mask it reads the whole region.
     parts = [(t * per_tile, min((t + 1) * per_tile, n)) for t in range(tiles)]
     table = jnp.concatenate(
@@ -69,7 +69,7 @@ def tree_attention(
             tile_table(
                 first + (begin if inside is None else 0),
                 end - begin if inside is None else rows,
-                None if after is None else after[:, begin:end],
+                None if hidden_until is None else hidden_until[:, begin:end],
                 slots=slots,
                 size=blocks.slots,
                 align=align,
@@ -85,7 +85,7 @@ def tree_attention(
     cores = 2 if batch % 2 == 0 else 1
     items = batch // cores * tiles
 
-    def of(c: Array, i: Array, _: Any) -> tuple[Array, Array, int, int, int]:
+    def query_block(c: Array, i: Array, _: Any) -> tuple[Array, Array, int, int, int]:
         return (c * (batch // cores) + lax.div(i, tiles), lax.rem(i, tiles), 0, 0, 0)
 
     shape = Shape(
@@ -99,19 +99,19 @@ def tree_attention(
         causal=inside is None,
         writes=new is not None,
     )
-    by_heads = pl.BlockSpec((1, 1, heads, m, dim), of)
+    by_heads = pl.BlockSpec((1, 1, heads, m, dim), query_block)
     sources, scratch = [k, v], []
     if is_flat(k):
         sources = [x.reshape(batch, slots, dim) for x in sources]
-        held = (blocks.slots, dim)
+        buffer_shape = (blocks.slots, dim)
     else:
         # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
         width = LANES if dim % LANES == 0 else dim
-        held = (dim // width, blocks.slots, heads, width)
+        buffer_shape = (dim // width, blocks.slots, heads, width)
     if not interpret:
         # Otherwise XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
         sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
-    scratch += [pltpu.VMEM((blocks.buffers, *held), k.dtype) for _ in sources]
+    scratch += [pltpu.VMEM((blocks.buffers, *buffer_shape), k.dtype) for _ in sources]
     if k_scale is not None and v_scale is not None:
         sources += [jnp.swapaxes(x, 1, 2) for x in (k_scale, v_scale)]
         scratch += [pltpu.VMEM((blocks.buffers, heads, blocks.slots), jnp.float32) for _ in range(2)]
@@ -135,7 +135,7 @@ def tree_attention(
             grid=(cores, items),
             in_specs=[
                 by_heads,
-                pl.BlockSpec((1, 1, m, known.shape[3]), lambda *at: of(*at)[:4]),
+                pl.BlockSpec((1, 1, m, visibility.shape[3]), lambda *index: query_block(*index)[:4]),
                 *[in_memory for _ in sources],
             ],
             out_specs=out_specs,
@@ -153,7 +153,7 @@ def tree_attention(
         cost_estimate=_cost(queries, k),
         interpret=interpret,
         name=f"tree_attention-bq{per_tile}-bkv{blocks.slots}",  # identifies the schedule
-    )(table, queries, known, *sources)
+    )(table, queries, visibility, *sources)
     out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
     out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
     return (out, *caches) if caches else out

@@ -58,12 +58,12 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
     >>> utf8(((97, 122), (0x7f, 0x80)))
     (((97, 122),), ((127, 127),), ((194, 194), (128, 128)))
     """
-    made: list[Bytes] = []
+    sequences: list[Bytes] = []
     for low, high in ranges:
         for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
             if max(low, first) <= min(high, last):
-                made += _split(chr(max(low, first)).encode(), chr(min(high, last)).encode())
-    return tuple(made)
+                sequences += _split(chr(max(low, first)).encode(), chr(min(high, last)).encode())
+    return tuple(sequences)
 
 
 def _split(low: bytes, high: bytes) -> list[Bytes]:
@@ -72,7 +72,7 @@ def _split(low: bytes, high: bytes) -> list[Bytes]:
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
-        return [((low[0], low[0]), *rest) for rest in _split(low[1:], high[1:])]
+        return [((low[0], low[0]), *following) for following in _split(low[1:], high[1:])]
     last = high[0] - 1 if low[1:] == lowest else low[0]
     return [*_split(low, bytes([last]) + highest), *_split(bytes([last + 1]) + lowest, high)]
 
@@ -136,12 +136,12 @@ class _Pieces:
         return end
 
     def _tail(self, sequence: Bytes, start: int, ends: dict[Bytes, int]) -> None:
-        rest = sequence[1:]
-        if rest not in ends:
-            ends[rest] = self.state()
-            self._tail(rest, ends[rest], ends)
+        remainder = sequence[1:]
+        if remainder not in ends:
+            ends[remainder] = self.state()
+            self._tail(remainder, ends[remainder], ends)
         low, high = sequence[0]
-        self.byte[start].append((low, high, ends[rest]))
+        self.byte[start].append((low, high, ends[remainder]))
 
 
 def _says_something(node: Node) -> bool:
@@ -193,18 +193,18 @@ def _subsets(
 
     def closed(states: frozenset[int]) -> frozenset[int]:
         """Return the epsilon closure of `states`, without states that have no byte steps and are not `last`."""
-        seen, todo = set(states), list(states)
+        reached_states, todo = set(states), list(states)
         while todo:
             for following in pieces.free[todo.pop()]:
-                if following not in seen:
-                    seen.add(following)
+                if following not in reached_states:
+                    reached_states.add(following)
                     todo.append(following)
-        budget.spend(len(seen))
-        return frozenset(s for s in seen if by_class[s] or s == last)
+        budget.spend(len(reached_states))
+        return frozenset(s for s in reached_states if by_class[s] or s == last)
 
     start = closed(frozenset([first]))
     ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
-    known: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
+    state_of: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
     todo = [start]
     rows = [[DEAD] * count, [DEAD] * count]
     accepting = [False, last in start]
@@ -216,11 +216,11 @@ def _subsets(
                 for kind in range(low, high):
                     to[kind].add(following)
         row = rows[ids[subset]]
-        for kind, found in enumerate(map(frozenset, to)):
-            if not found:
+        for kind, successors in enumerate(map(frozenset, to)):
+            if not successors:
                 continue
-            if found not in known:
-                reached = closed(found)
+            if successors not in state_of:
+                reached = closed(successors)
                 if reached not in ids:
                     if len(rows) >= MOST_STATES:
                         raise TooLarge(f"more than {MOST_STATES:,} states")
@@ -228,8 +228,8 @@ def _subsets(
                     rows.append([DEAD] * count)
                     accepting.append(last in reached)
                     todo.append(reached)
-                known[found] = ids[reached]
-            row[kind] = known[found]
+                state_of[successors] = ids[reached]
+            row[kind] = state_of[successors]
     return np.asarray(rows, np.int32), np.asarray(accepting, bool)
 
 
@@ -244,13 +244,13 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
     # The first state of each label represents it; states 0 and 1 keep their numbers.
     order, first = np.unique(label, return_index=True)
     ranked = [label[DEAD], label[FIRST]]
-    ranked += [one for one in order[np.argsort(first)].tolist() if one not in ranked]
+    ranked += [state_label for state_label in order[np.argsort(first)].tolist() if state_label not in ranked]
     number = np.zeros(int(order.max()) + 1, np.int32)
     number[ranked] = np.arange(len(ranked))
     representative = np.zeros(len(ranked), np.int64)
     representative[number[order]] = first
-    made = number[label[next[representative]]]
-    columns, kind = np.unique(made, axis=1, return_inverse=True)
+    merged = number[label[next[representative]]]
+    columns, kind = np.unique(merged, axis=1, return_inverse=True)
     return Automaton(
         next=columns.astype(np.int32),
         classes=kind.reshape(-1)[classes].astype(np.uint8),
@@ -286,7 +286,7 @@ def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.nda
         keys = np.concatenate([label[:, None], label[next]], axis=1).astype(np.int32)
         rows = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
         label = np.unique(rows, return_inverse=True)[1].reshape(-1)
-        if (found := int(label.max()) + 1) == count:
+        if (label_count := int(label.max()) + 1) == count:
             return label
-        count = found
+        count = label_count
     return states

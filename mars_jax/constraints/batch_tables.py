@@ -38,14 +38,14 @@ class Compiled(NamedTuple):
           chosen: for each row a constraint, or another key of `starts`; None: no constraint.
           after: for each row the state of its table to begin in; default: the first.
         """
-        found = []
-        for i, one in enumerate(chosen):
-            key = without_relax(one) if isinstance(one, Constraint) else one
+        row_starts = []
+        for i, row_key in enumerate(chosen):
+            key = without_relax(row_key) if isinstance(row_key, Constraint) else row_key
             state, group = (FREE, 0) if key is None else self.starts[key]
-            found.append((state + (0 if after is None or key is None else after[i] - FIRST), group))
+            row_starts.append((state + (0 if after is None or key is None else after[i] - FIRST), group))
         return Tracked(
-            start=jnp.asarray([state for state, _ in found], jnp.int32),
-            group=jnp.asarray([group for _, group in found], jnp.int32),
+            start=jnp.asarray([state for state, _ in row_starts], jnp.int32),
+            group=jnp.asarray([group for _, group in row_starts], jnp.int32),
         )
 
 
@@ -67,16 +67,21 @@ def compiled(
     >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
     [1, 0]
     """
-    different = dict.fromkeys(without_relax(one) for one in constraints if one is not None)
+    different = dict.fromkeys(
+        without_relax(constraint) for constraint in constraints if constraint is not None
+    )
     return _compiled(tuple(different), vocabulary, forced)
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary, forced: bool) -> Compiled:
-    found = {one: one.table(vocabulary) for one in constraints}
+    tables = {constraint: constraint.table(vocabulary) for constraint in constraints}
     if not forced:
-        found = {one: t._replace(forced=np.full_like(t.forced, NO_TOKEN)) for one, t in found.items()}
-    return joined(found, len(vocabulary.tokens))
+        tables = {
+            constraint: t._replace(forced=np.full_like(t.forced, NO_TOKEN))
+            for constraint, t in tables.items()
+        }
+    return joined(tables, len(vocabulary.tokens))
 
 
 def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
@@ -99,21 +104,25 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
     forced = np.full(size, NO_TOKEN, np.int32)
     accepting[FREE] = True
     bits = _Bits(vocab)
-    starts, at = {}, 2
+    starts, offset = {}, 2
     for group, (key, table) in enumerate(tables.items(), start=1):
         count, width = table.next.shape
-        own = slice(at, at + count - 1)
+        states_slice = slice(offset, offset + count - 1)
         # State s of the table becomes state s + at - 1.
-        moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + at - 1).astype(np.uint16)
-        next[own, :width] = moved[1:]
+        moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + offset - 1).astype(np.uint16)
+        next[states_slice, :width] = moved[1:]
         classes[group] = table.classes
-        accepting[own], strict[own], forced[own] = table.accepting[1:], table.strict[1:], table.forced[1:]
-        closed[own] = (table.accepting & ~table.allowed.any(axis=1))[1:]
+        accepting[states_slice], strict[states_slice], forced[states_slice] = (
+            table.accepting[1:],
+            table.strict[1:],
+            table.forced[1:],
+        )
+        closed[states_slice] = (table.accepting & ~table.allowed.any(axis=1))[1:]
         patterns, of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
         numbers = np.asarray([bits.add(pattern[table.classes]) for pattern in patterns], np.int32)
-        rows[own] = numbers[of_state.reshape(-1)]
-        starts[key] = (at - 1 + FIRST, group)
-        at += count - 1
+        rows[states_slice] = numbers[of_state.reshape(-1)]
+        starts[key] = (offset - 1 + FIRST, group)
+        offset += count - 1
     state = {"rows": rows, "forced": forced, "accepting": accepting, "closed": closed, "strict": strict}
     arrays = {"next": next, "classes": classes, "bits": bits.padded(), **state}
     return Compiled(Tables(**{name: jnp.asarray(value) for name, value in arrays.items()}), starts)
@@ -150,6 +159,6 @@ class _Bits:
         return self._known[key]
 
     def padded(self) -> np.ndarray:
-        made = np.zeros((_bucket(len(self._rows), 32), self._width), np.uint32)
-        made[: len(self._rows)] = self._rows
-        return made
+        padded_rows = np.zeros((_bucket(len(self._rows), 32), self._width), np.uint32)
+        padded_rows[: len(self._rows)] = self._rows
+        return padded_rows

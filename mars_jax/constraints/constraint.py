@@ -132,21 +132,21 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
     True
     """
     if not isinstance(schema, str | os.PathLike):
-        said = _written(schema)
+        schema_text = _written(schema)
     else:
-        said = os.fspath(schema)
-        if not said.lstrip().startswith("{") and said.strip() != "true":
+        schema_text = os.fspath(schema)
+        if not schema_text.lstrip().startswith("{") and schema_text.strip() != "true":
             try:
-                said = read_text(said, JSON_BYTES)
+                schema_text = read_text(schema_text, JSON_BYTES)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8"
                 raise MarsError(
-                    f"the schema '{said}' cannot be read ({reason}): give a file that holds JSON."
+                    f"the schema '{schema_text}' cannot be read ({reason}): give a file that holds JSON."
                 ) from None
-    found = parsed(said)
-    if not isinstance(found, dict) and found is not True:
-        raise MarsError(f"the schema is {short_repr(found)}: expected a JSON object.")
-    return _checked(Constraint("json_schema", _written(found), compact))
+    schema_value = parsed(schema_text)
+    if not isinstance(schema_value, dict) and schema_value is not True:
+        raise MarsError(f"the schema is {short_repr(schema_value)}: expected a JSON object.")
+    return _checked(Constraint("json_schema", _written(schema_value), compact))
 
 
 def _written(schema: Any) -> str:
@@ -176,12 +176,12 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    given = () if isinstance(texts, str) else _listed(texts)
-    if not given or not all(isinstance(one, str) and one for one in given):
+    listed_texts = () if isinstance(texts, str) else _listed(texts)
+    if not listed_texts or not all(isinstance(item, str) and item for item in listed_texts):
         raise MarsError(
             f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
         )
-    return _checked(Constraint("choice", tuple(dict.fromkeys(given))))
+    return _checked(Constraint("choice", tuple(dict.fromkeys(listed_texts))))
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
@@ -193,12 +193,12 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    given = () if isinstance(ids, bytes | Mapping) else _listed(ids)
-    if not given or not all(
-        isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in given
+    listed_ids = () if isinstance(ids, bytes | Mapping) else _listed(ids)
+    if not listed_ids or not all(
+        isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids
     ):
         raise MarsError(f"the tokens are {short_repr(ids)}: expected token ids, whole numbers of at least 0.")
-    return Constraint("tokens", tuple(sorted({int(i) for i in given})))
+    return Constraint("tokens", tuple(sorted({int(i) for i in listed_ids})))
 
 
 _FACTORIES: dict[str, Any] = {"regex": regex, "json_schema": json_schema, "choice": choice, "tokens": tokens}

@@ -91,7 +91,9 @@ def _same_length(low: str, high: str) -> Node:
             (first + 1, last - 1, zeros, nines),
             (last, last, zeros, high[1:]),
         ]
-    return Either(tuple(sequence(Chars(((a, b),)), _same_length(*rest)) for a, b, *rest in cases if a <= b))
+    return Either(
+        tuple(sequence(Chars(((a, b),)), _same_length(*bounds)) for a, b, *bounds in cases if a <= b)
+    )
 
 
 _SHORT = {0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t", 0x22: '"', 0x5C: "\\"}
@@ -113,8 +115,8 @@ def in_string(node: Node) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _char_in_string(ranges: Ranges) -> Node:
-    parts = [said for code, said in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
+    parts = [escape for code, escape in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
     if not parts:
         return Chars(ranges)
-    plain = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
-    return Either((*parts, Chars(plain))) if plain else Either(tuple(parts))
+    unescaped = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
+    return Either((*parts, Chars(unescaped))) if unescaped else Either(tuple(parts))

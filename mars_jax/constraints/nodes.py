@@ -75,13 +75,13 @@ def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
     >>> ranges_of([(98, 99), (97, 97), (120, 122)])
     ((97, 99), (120, 122))
     """
-    made: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for low, high in sorted(_without_surrogates(parts)):
-        if made and low <= made[-1][1] + 1:
-            made[-1] = (made[-1][0], max(made[-1][1], high))
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
         else:
-            made.append((low, high))
-    return tuple(made)
+            merged.append((low, high))
+    return tuple(merged)
 
 
 def _without_surrogates(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -112,9 +112,9 @@ class _Reader:
             _, add, drop, items = given
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, items = given
-            unlimited = most is _parser.MAXREPEAT or int(most) >= int(_parser.MAXREPEAT)
-            return Repeat(self.sequence(items), int(least), None if unlimited else int(most))
+            least, maximum, items = given
+            unlimited = maximum is _parser.MAXREPEAT or int(maximum) >= int(_parser.MAXREPEAT)
+            return Repeat(self.sequence(items), int(least), None if unlimited else int(maximum))
         if name == "FAILURE":
             return Either(())
         raise self._refuse(f"has {name.lower()}")
@@ -124,32 +124,32 @@ class _Reader:
         return Chars(ranges)
 
     def _members(self, items: list[Any]) -> Ranges:
-        negated, plain, named = False, [], []
-        for op, given in items:
+        negated, literals, named = False, [], []
+        for op, argument in items:
             name = str(op)
             if name == "NEGATE":
                 negated = True
             elif name == "LITERAL":
-                plain.append((given, given))
+                literals.append((argument, argument))
             elif name == "RANGE":
-                plain.append(tuple(given))
+                literals.append(tuple(argument))
             elif name == "CATEGORY":
-                named += _category(str(given), bool(self._flags & re.ASCII))
+                named += _category(str(argument), bool(self._flags & re.ASCII))
             else:
                 raise self._refuse(f"has {name.lower()} in a class")
-        found = ranges_of([*self._cased(plain), *named])
-        return complement(found) if negated else found
+        members = ranges_of([*self._cased(literals), *named])
+        return complement(members) if negated else members
 
     def _cased(self, ranges: list[tuple[int, int]]) -> Ranges:
         """Add the characters that differ only in case, if the pattern ignores case."""
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
-        made = list(ranges_of(ranges))
+        variants = list(ranges_of(ranges))
         codes, partners = _partners(bool(self._flags & re.ASCII))
-        for low, high in tuple(made):
+        for low, high in tuple(variants):
             for same in partners[bisect.bisect_left(codes, low) : bisect.bisect_right(codes, high)]:
-                made += same
-        return ranges_of(made)
+                variants += same
+        return ranges_of(variants)
 
 
 def _is_anchor(item: Any, *names: str) -> bool:
@@ -167,8 +167,8 @@ def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]
     """Return the cased code points, and for each the code points that `re` matches to it when it ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
     flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
-    found = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
-    return [code for code, _ in found], [same for _, same in found]
+    pairs = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
+    return [code for code, _ in pairs], [same for _, same in pairs]
 
 
 _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
@@ -178,6 +178,6 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 def _category(name: str, ascii_only: bool) -> list[tuple[int, int]]:
     """Return the code points that Python's `re` assigns to a category."""
     letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
-    found = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
-    made = ranges_of(found)
-    return list(complement(made) if "NOT_" in name else made)
+    singles = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
+    ranges = ranges_of(singles)
+    return list(complement(ranges) if "NOT_" in name else ranges)

@@ -73,7 +73,7 @@ def _types(value: Any) -> list[Any]:
 
 
 def _is_type(value: Any) -> bool:
-    return value != [] and all(isinstance(one, str) and one in _OF_TYPE for one in _types(value))
+    return value != [] and all(isinstance(kind, str) and kind in _OF_TYPE for kind in _types(value))
 
 
 def _is_list(value: Any) -> bool:
@@ -86,22 +86,22 @@ def _is_count(value: Any) -> bool:
 
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "$ref": (
-        lambda one: isinstance(one, str) and one.startswith("#"),
+        lambda value: isinstance(value, str) and value.startswith("#"),
         "one within the schema, such as #/$defs/name",
     ),
     "type": (_is_type, f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them"),
-    "enum": (lambda one: _is_list(one) and one != [], "a list of values"),
-    "properties": (lambda one: one is None or isinstance(one, Mapping), "an object of schemas"),
+    "enum": (lambda value: _is_list(value) and value != [], "a list of values"),
+    "properties": (lambda value: value is None or isinstance(value, Mapping), "an object of schemas"),
     "required": (_is_list, "a list of names"),
     "prefixItems": (_is_list, "a list of schemas"),
-    "pattern": (lambda one: isinstance(one, str), "a text"),
+    "pattern": (lambda value: isinstance(value, str), "a text"),
     "format": (
-        lambda one: isinstance(one, str) and one in FORMATS,
+        lambda value: isinstance(value, str) and value in FORMATS,
         f"one of {', '.join(FORMATS)}, or a pattern",
     ),
 }
 for _name in ("anyOf", "allOf"):
-    _VALUES[_name] = (lambda one: _is_list(one) and one != [], "a list of schemas")
+    _VALUES[_name] = (lambda value: _is_list(value) and value != [], "a list of schemas")
 for _name in ("minItems", "maxItems", "minLength", "maxLength"):
     _VALUES[_name] = (_is_count, "a whole number of at least 0")
 """Checks of the values of keywords, and the expected values for messages."""
@@ -117,21 +117,21 @@ def parsed(said: str) -> Any:
     {'type': 'null'}
     """
     try:
-        found = json.loads(said)
+        value = json.loads(said)
     except ValueError as error:
         raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None
-    level = [found]
+    level = [value]
     for _ in range(MOST_NESTED):
         level = [
             inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            if isinstance(container, dict | list)
+            for inner in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
-            return found
+            return value
     raise too_deep()
 
 
@@ -171,25 +171,32 @@ class _Writer:
                 f"the schema is deeper than {DEEPEST} at {where}, or refers to itself: write it out to the depth "
                 "that is wanted."
             )
-        given = _keywords(schema, where)
-        self._budget.spend(1 + sum(len(one) for one in given.values() if isinstance(one, dict | list)))
-        _only(given, _KNOWN, "", where)
-        if not given:
+        keywords = _keywords(schema, where)
+        self._budget.spend(
+            1 + sum(len(content) for content in keywords.values() if isinstance(content, dict | list))
+        )
+        _only(keywords, _KNOWN, "", where)
+        if not keywords:
             return self._any[ANY_DEPTH]
         for name in ("$ref", "allOf", "anyOf"):
-            if name in given:
-                meant = self._meant(name, given.pop(name), where)
-                return Either(tuple(self.value(_both(given, one, at), at, depth + 1) for at, one in meant))
-        if "const" in given or "enum" in given:
-            return self._one_of(given, where)
-        kinds = _types(given.pop("type")) if "type" in given else [_type_of(given, where)]
-        known = set().union(*(_OF_TYPE[kind] for kind in kinds))
-        _only(given, known, f" beside the type {' or '.join(kinds)}", where)
+            if name in keywords:
+                meant = self._meant(name, keywords.pop(name), where)
+                return Either(
+                    tuple(
+                        self.value(_both(keywords, content, location), location, depth + 1)
+                        for location, content in meant
+                    )
+                )
+        if "const" in keywords or "enum" in keywords:
+            return self._one_of(keywords, where)
+        kinds = _types(keywords.pop("type")) if "type" in keywords else [_type_of(keywords, where)]
+        allowed_names = set().union(*(_OF_TYPE[kind] for kind in kinds))
+        _only(keywords, allowed_names, f" beside the type {' or '.join(kinds)}", where)
         parts = []
         for kind in kinds:
             write: Callable[[dict, str, int], Node] = getattr(self, f"_{kind}")
-            own = {name: one for name, one in given.items() if name in _OF_TYPE[kind]}
-            parts.append(write(own, where, depth))
+            type_keywords = {name: content for name, content in keywords.items() if name in _OF_TYPE[kind]}
+            parts.append(write(type_keywords, where, depth))
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
 
     def _meant(self, name: str, value: Any, where: str) -> list[tuple[str, Any]]:
@@ -199,18 +206,18 @@ class _Writer:
             return [(_part(value), self._found(value, where))]
         if name == "allOf" and len(value) > 1:
             raise MarsError(f"the allOf at {where} has {len(value):,} schemas: write them as one.")
-        return [(f"{where}/{name}/{i}", one) for i, one in enumerate(value)]
+        return [(f"{where}/{name}/{i}", subschema) for i, subschema in enumerate(value)]
 
     def _found(self, reference: str, where: str) -> Any:
-        found = self._root
+        target = self._root
         for part in filter(None, reference[1:].split("/")):
             part = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or part not in found:
+            if not isinstance(target, Mapping) or part not in target:
                 raise MarsError(
                     f"the $ref at {where} is {short_repr(reference)}, and there is no such schema: correct it."
                 )
-            found = found[part]
-        return found
+            target = target[part]
+        return target
 
     def _one_of(self, given: dict, where: str) -> Node:
         """Return the node of listed values: those that const, enum and type all allow."""
@@ -218,8 +225,8 @@ class _Writer:
         _only(given, {"const", "enum", "type"}, f" beside {named}", where)
         values = given.get("enum", [given.get("const")])
         if "const" in given:
-            wanted = json.dumps(given["const"], sort_keys=True)
-            values = [value for value in values if json.dumps(value, sort_keys=True) == wanted]
+            const_json = json.dumps(given["const"], sort_keys=True)
+            values = [value for value in values if json.dumps(value, sort_keys=True) == const_json]
         if "type" in given:
             values = [value for value in values if any(_is(value, kind) for kind in _types(given["type"]))]
         if not values:
@@ -227,9 +234,9 @@ class _Writer:
         return Either(tuple(map(self._literal, values)))
 
     def _literal(self, value: Any) -> Node:
-        said = json.dumps(value, ensure_ascii=False, separators=self._separators)
-        self._budget.spend(len(said))
-        return text(said)
+        literal_json = json.dumps(value, ensure_ascii=False, separators=self._separators)
+        self._budget.spend(len(literal_json))
+        return text(literal_json)
 
     def _boolean(self, given: dict, where: str, depth: int) -> Node:
         return BOOLEAN
@@ -269,11 +276,14 @@ class _Writer:
         return POSITIVE_NUMBER if given else NUMBER
 
     def _array(self, given: dict, where: str, depth: int) -> Node:
-        least, most = _least_and_most(given, "Items", where)
+        least, maximum = _least_and_most(given, "Items", where)
         named = given.get("prefixItems", [])
         items = given.get("items", not named)
-        first = [self.value(one, f"{where}/prefixItems/{i}", depth + 1) for i, one in enumerate(named[:most])]
-        if items is False or most == len(first):
+        first = [
+            self.value(prefix_schema, f"{where}/prefixItems/{i}", depth + 1)
+            for i, prefix_schema in enumerate(named[:maximum])
+        ]
+        if items is False or maximum == len(first):
             if least > len(first):
                 raise MarsError(
                     f"minItems at {where} is {least}, and prefixItems and items describe {len(first)}: describe all."
@@ -281,8 +291,8 @@ class _Writer:
             return sequence(text("["), *self._separated(first), text("]"))
         item = self.value(items, f"{where}/items", depth + 1)
         begun = first or [item]
-        most = None if most is None else most - len(begun)
-        further = Repeat(self._after_comma(item), max(least - len(begun), 0), most)
+        maximum = None if maximum is None else maximum - len(begun)
+        further = Repeat(self._after_comma(item), max(least - len(begun), 0), maximum)
         inside = sequence(*self._separated(begun), further)
         return sequence(text("["), inside if first or least else optional(inside), text("]"))
 
@@ -303,8 +313,8 @@ class _Writer:
             return self._map(self.value(further, f"{where}/additionalProperties", depth + 1))
         needed = set(required)
         pairs = []
-        for name, one in properties.items():
-            value = self.value(one, f"{where}/{_part(name)}", depth + 1)
+        for name, property_schema in properties.items():
+            value = self.value(property_schema, f"{where}/{_part(name)}", depth + 1)
             pairs.append((sequence(self._literal(name), self._colon, value), name in needed))
         inside = self._members(pairs)
         return sequence(text("{"), inside if needed else optional(inside), text("}"))
@@ -318,8 +328,11 @@ class _Writer:
         if len(pairs) == 1:
             return pairs[0][0]
         first, second = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
-        after = [(self._after_comma(pair), needed) for pair, needed in second]
-        begun = sequence(self._members(first), *(one if needed else optional(one) for one, needed in after))
+        later_members = [(self._after_comma(pair), needed) for pair, needed in second]
+        begun = sequence(
+            self._members(first),
+            *(member if needed else optional(member) for member, needed in later_members),
+        )
         if any(needed for _, needed in first):
             return begun
         return Either((begun, self._members(second)))
@@ -353,12 +366,12 @@ def _keywords(schema: Any, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(schema, Mapping):
         raise MarsError(f"the schema at {where} is {short_repr(schema)}: expected an object.")
-    given = {name: one for name, one in schema.items() if name not in _NOTES}
-    for name in given.keys() & _VALUES.keys():
+    keywords = {name: content for name, content in schema.items() if name not in _NOTES}
+    for name in keywords.keys() & _VALUES.keys():
         holds, expected = _VALUES[name]
-        if not holds(given[name]):
-            raise _unexpected(name, given[name], where, expected)
-    return given
+        if not holds(keywords[name]):
+            raise _unexpected(name, keywords[name], where, expected)
+    return keywords
 
 
 def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
@@ -367,22 +380,22 @@ def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
 
 def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
     """Merge a schema with the keywords `beside` its reference or list: values must satisfy both."""
-    given = _keywords(schema, where)
-    for one, other in [(name, name) for name in given] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
-        if one in given and other in beside and one != "type":
+    keywords = _keywords(schema, where)
+    for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
+        if key in keywords and partner in beside and key != "type":
             raise MarsError(
-                f"the schema at {where} has {one!r} beside {other!r} of the schema around it: write them as one."
+                f"the schema at {where} has {key!r} beside {partner!r} of the schema around it: write them as one."
             )
-    if "type" in given and "type" in beside:
-        kinds, others = _types(given["type"]), _types(beside["type"])
-        both = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, others)]
+    if "type" in keywords and "type" in beside:
+        kinds, outer = _types(keywords["type"]), _types(beside["type"])
+        both = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
         if not both:
             raise MarsError(
-                f"the schema at {where} has the type {' or '.join(kinds)} beside the type {' or '.join(others)} of "
+                f"the schema at {where} has the type {' or '.join(kinds)} beside the type {' or '.join(outer)} of "
                 "the schema around it, and no value is of both: correct one of them."
             )
-        given["type"] = both
-    return {**beside, **given}
+        keywords["type"] = both
+    return {**beside, **keywords}
 
 
 def _within(kind: str, kinds: list[str]) -> bool:
@@ -425,7 +438,7 @@ def _part(name: Any) -> str:
 
 
 def _least_and_most(given: Mapping[str, Any], what: str, where: str) -> tuple[int, int | None]:
-    least, most = given.get(f"min{what}") or 0, given.get(f"max{what}")
-    if most is not None and most < least:
-        raise MarsError(f"max{what} at {where} is {most}, less than min{what}: correct it.")
-    return least, most
+    least, maximum = given.get(f"min{what}") or 0, given.get(f"max{what}")
+    if maximum is not None and maximum < least:
+        raise MarsError(f"max{what} at {where} is {maximum}, less than min{what}: correct it.")
+    return least, maximum

@@ -41,9 +41,11 @@ class _Tags:
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
         inside, read = state
         awaited = self.closing if inside else self.opening
-        said = awaited[:read] + bytes([byte])
+        read_bytes = awaited[:read] + bytes([byte])
         # Length of the longest suffix of the bytes read that is a prefix of the awaited string.
-        read = next(n for n in range(len(said), -1, -1) if awaited.startswith(said[len(said) - n :]))
+        read = next(
+            n for n in range(len(read_bytes), -1, -1) if awaited.startswith(read_bytes[len(read_bytes) - n :])
+        )
         return (1 - inside, 0) if read == len(awaited) else (inside, read)
 
 
@@ -90,11 +92,11 @@ def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
     (('think',), ('<a>...</a>', 'json'))
     """
     check_type("the span", given, (str, list, tuple), "a text, or a list of texts")
-    found = (given,) if isinstance(given, str) else tuple(given)
-    for name in found:
+    span_names = (given,) if isinstance(given, str) else tuple(given)
+    for name in span_names:
         check_text("the span", name)
         _tracker(name)
-    return found
+    return span_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +111,15 @@ class Spans:
         """The automaton over bytes, which accepts every text, and bool[S], its strict states."""
         names = (*self.relax_in, *self.strict_in)
         trackers = [_tracker(name) for name in names]
-        told = sorted(set(b"".join(t.bytes for t in trackers)))
+        tag_bytes = sorted(set(b"".join(t.bytes for t in trackers)))
         classes = np.zeros(256, np.uint8)
-        classes[told] = np.arange(1, len(told) + 1)
-        other = next(b for b in range(256) if b not in told)
+        classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
+        other_byte = next(b for b in range(256) if b not in tag_bytes)
         start = ((0, 0),) * len(trackers)
-        ids, todo, rows = {start: FIRST}, [start], [[0] * (len(told) + 1)]
+        ids, todo, rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:
             row = []
-            for byte in (other, *told):
+            for byte in (other_byte, *tag_bytes):
                 to = tuple(t.step(s, byte) for t, s in zip(trackers, states, strict=True))
                 if to not in ids:
                     ids[to] = len(ids) + 1
@@ -138,10 +140,10 @@ class Spans:
 @functools.lru_cache(maxsize=16)
 def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
     automaton, strict = spans.followed
-    made = token_table(automaton, vocabulary.with_marks())
-    next = made.next.copy()
+    byte_table = token_table(automaton, vocabulary.with_marks())
+    next = byte_table.next.copy()
     next[:, 0] = np.arange(len(next))  # a token without text keeps the state
-    return made._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))
+    return byte_table._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))
 
 
 def state_after(spans: Spans, vocabulary: Vocabulary, tokens: Sequence[int]) -> int:

@@ -76,37 +76,37 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
     states, kinds = automaton.next.shape
     step = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
     data, lengths = vocabulary.bytes_and_lengths
-    found: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
     maps: list[np.ndarray] = []
 
     def number(to: np.ndarray) -> int:
         key = to.tobytes()
-        if key not in found:
+        if key not in numbers:
             if (len(maps) + 1) * states > MOST_ENTRIES:
                 raise TooLarge(f"{states:,} states and more than {len(maps):,} classes of tokens")
-            found[key] = len(maps)
+            numbers[key] = len(maps)
             maps.append(to)
-        return found[key]
+        return numbers[key]
 
     nowhere = number(np.zeros(states, np.uint16))
     same = number(np.arange(states, dtype=np.uint16))
-    at = np.full(len(lengths), same, np.int64)
+    current = np.full(len(lengths), same, np.int64)
     composed: dict[int, int] = {}
     for place in range(data.shape[1]):
-        going = np.flatnonzero((lengths > place) & (at != nowhere))
+        going = np.flatnonzero((lengths > place) & (current != nowhere))
         if not len(going):
             break
-        pairs = at[going] * kinds + automaton.classes[data[going, place]]
+        pairs = current[going] * kinds + automaton.classes[data[going, place]]
         unique, inverse = np.unique(pairs, return_inverse=True)
         to = np.empty(len(unique), np.int64)
         for i, pair in enumerate(unique.tolist()):
             if pair not in composed:
-                before, kind = divmod(pair, kinds)
-                composed[pair] = number(step[kind][maps[before]])
+                previous, kind = divmod(pair, kinds)
+                composed[pair] = number(step[kind][maps[previous]])
             to[i] = composed[pair]
-        at[going] = to[inverse.reshape(-1)]
-    at[lengths == 0] = nowhere
-    used, classes = np.unique(np.concatenate([[nowhere], at]), return_inverse=True)
+        current[going] = to[inverse.reshape(-1)]
+    current[lengths == 0] = nowhere
+    used, classes = np.unique(np.concatenate([[nowhere], current]), return_inverse=True)
     # `nowhere` has number 0, so it is class 0.
     next = np.stack([maps[i] for i in used.tolist()], axis=1)
     return next, classes.reshape(-1)[1:].astype(np.uint16)
@@ -122,18 +122,18 @@ def _forced(
     byte_of = np.zeros(automaton.next.shape[1], np.int64)
     byte_of[automaton.classes] = np.arange(256)
     kind = np.argmax(open_, axis=1)
-    made = np.full(len(next), NO_TOKEN, np.int32)
-    known: dict[bytes, int] = {}
+    forced_tokens = np.full(len(next), NO_TOKEN, np.int32)
+    first_tokens: dict[bytes, int] = {}
     for first in np.flatnonzero(single).tolist():
-        state, said = first, bytearray()
-        while single[state] and len(said) < MOST_FORCED:
-            said.append(int(byte_of[kind[state]]))
+        state, forced_bytes = first, bytearray()
+        while single[state] and len(forced_bytes) < MOST_FORCED:
+            forced_bytes.append(int(byte_of[kind[state]]))
             state = int(automaton.next[state, kind[state]])
-        key = bytes(said)
-        if key not in known:
+        key = bytes(forced_bytes)
+        if key not in first_tokens:
             ids = vocabulary.spell(key)
-            known[key] = ids[0] if ids else NO_TOKEN
-        token = known[key]
+            first_tokens[key] = ids[0] if ids else NO_TOKEN
+        token = first_tokens[key]
         if token != NO_TOKEN and next[first, classes[token]] != DEAD:
-            made[first] = token
-    return made
+            forced_tokens[first] = token
+    return forced_tokens

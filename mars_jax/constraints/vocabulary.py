@@ -52,19 +52,19 @@ class Vocabulary:
             # Drop an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")
             ids = [int(i) for i in self.encode(text)] if text else []
-            said = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
-            if said == text.encode():
+            spelled = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
+            if spelled == text.encode():
                 return ids
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
-        ids, at = [], 0
-        while at < len(data):
-            for end in range(min(len(data), at + self._most), at, -1):
-                found = self._by_bytes.get(data[at:end])
-                if found is not None:
-                    ids.append(found)
-                    at = end
+        ids, position = [], 0
+        while position < len(data):
+            for end in range(min(len(data), position + self._most), position, -1):
+                token_id = self._by_bytes.get(data[position:end])
+                if token_id is not None:
+                    ids.append(token_id)
+                    position = end
                     break
             else:
                 break
@@ -82,10 +82,14 @@ class Vocabulary:
 @functools.cache
 def _alphabet() -> dict[str, int]:
     """Return GPT-2's map from the characters of a byte-level vocabulary to bytes."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    made = {chr(byte): byte for byte in plain}
-    others = [byte for byte in range(256) if byte not in plain]
-    return made | {chr(256 + i): byte for i, byte in enumerate(others)}
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    alphabet = {chr(byte): byte for byte in printable}
+    remaining = [byte for byte in range(256) if byte not in printable]
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(remaining)}
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
@@ -153,8 +157,8 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _piece(piece: str) -> bytes:
-    found = _BYTE.fullmatch(piece)
-    return bytes([int(found[1], 16)]) if found else piece.replace(_SPACE, " ").encode()
+    byte_match = _BYTE.fullmatch(piece)
+    return bytes([int(byte_match[1], 16)]) if byte_match else piece.replace(_SPACE, " ").encode()
 
 
 def _inside(tokenizer: Any) -> Any:
@@ -164,10 +168,10 @@ def _inside(tokenizer: Any) -> Any:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     # Put a line break in front, because no tokenizer of these families merges it with the text that follows.
-    before = ids("\n")
+    line_break_ids = ids("\n")
 
     def encode(text: str) -> list[int]:
         both = ids("\n" + text)
-        return both[len(before) :] if both[: len(before)] == before else ids(text)
+        return both[len(line_break_ids) :] if both[: len(line_break_ids)] == line_break_ids else ids(text)
 
     return encode

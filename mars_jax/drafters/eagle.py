@@ -121,9 +121,9 @@ def _eagle(
 
     def propose(params: Params, state: EagleState, inputs: DraftInput) -> tuple[DraftTree, EagleState]:
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
-            cache, above = carry
+            cache, parent_hidden = carry
             # [B, W, E]: each node continues from the head's own output at its parent.
-            feature = pick(above, level.parents)
+            feature = pick(parent_hidden, level.parents)
             hidden, cache = head.forward(config, target, params, feature, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
             return head.unembed(config, target, params, hidden), (cache, hidden)
@@ -150,8 +150,8 @@ def _eagle(
         output: ForwardOutput,
         length: Array,
     ) -> EagleState:
-        along = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
-        output = ForwardOutput(hidden=along[0], features=along[1], cache=output.cache)
+        on_path = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
+        output = ForwardOutput(hidden=on_path[0], features=on_path[1], cache=output.cache)
         # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
         # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
         first = length - 1

@@ -218,12 +218,12 @@ def _static(
     states = steering.first
     # The root has been fed, so level 1 is drafted from `growth.logits`, and node r + 1 goes to row r: R = N - 1.
     levels = [root, children(growth.logits, 0, jnp.ones((batch, 1), bool), growth.carry, states)]
-    seen, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
+    seen_rows, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
     next_parents, width = np.zeros(shape.branching[0], np.int32), shape.branching[0]
     for depth in range(1, shape.depth):
         level_parents = jnp.broadcast_to(jnp.asarray(next_parents), (batch, width))
-        seen = _seen(seen, level_parents, row)
-        level = Level(levels[-1], level_parents, _visible(growth, seen, depth, row, depths[1:]))
+        seen_rows = _seen(seen_rows, level_parents, row)
+        level = Level(levels[-1], level_parents, _visible(growth, seen_rows, depth, row, depths[1:]))
         with jax.named_scope("level"):
             logits, carry = growth.extend(carry, level)
         states = steering.moved(states, levels[-1])
@@ -325,21 +325,21 @@ def _dynamic(
     def body(carry, depth):
         carry, nodes, states, ids, level_parents, seen_rows = carry
         row = (depth - 1) * k
-        seen = _seen(seen_rows, level_parents, row)
-        level = Level(nodes.tokens, level_parents, _visible(growth, seen, depth, row, row_depths))
+        level_seen = _seen(seen_rows, level_parents, row)
+        level = Level(nodes.tokens, level_parents, _visible(growth, level_seen, depth, row, row_depths))
         with jax.named_scope("level"):
             logits, carry = growth.extend(carry, level)
-        new, new_q = children(logits, nodes.rank, nodes.path, depth, carry, states)
+        new_children, new_q = children(logits, nodes.rank, nodes.path, depth, carry, states)
         # i32[B, k * k]: new candidates i * k .. i * k + k - 1 are children of node i of the level.
         parents = jnp.repeat(ids, k, axis=1)
-        best_ranks, best = lax.top_k(new.rank, k)
-        chosen = _Children(pick(new.tokens, best), best_ranks, pick(new.path, best))
+        best_ranks, best = lax.top_k(new_children.rank, k)
+        best_children = _Children(pick(new_children.tokens, best), best_ranks, pick(new_children.path, best))
         parent_states = None if states is None else pick(states, best // k)
-        states = steering.moved(parent_states, chosen.tokens)
+        states = steering.moved(parent_states, best_children.tokens)
         # Level 1 has k candidates and each later level k * k, so the numbers of the new ones start at
         # k + (depth - 1) * k * k = k + row * k.
-        following = (carry, chosen, states, k + row * k + best, best // k, seen)
-        return following, _Extended(new.tokens, new.rank, parents, ids, new_q)
+        following = (carry, best_children, states, k + row * k + best, best // k, level_seen)
+        return following, _Extended(new_children.tokens, new_children.rank, parents, ids, new_q)
 
     carry = (growth.carry, top, steering.moved(steering.first, top.tokens), ids, no_parents, seen_rows)
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)

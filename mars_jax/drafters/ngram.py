@@ -121,11 +121,11 @@ def longest_match(
     end = jnp.arange(size, dtype=jnp.int32)[None]
     matched = jnp.zeros(past.shape, jnp.int32)
     alive = (end >= 1) & (end < until[:, None])
-    for back in range(1, max_ngram + 1):
-        # Compare past[end - back] with tokens[length - back]; a candidate lives while the two suffixes agree.
-        shifted = jnp.pad(past, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :size]
-        suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - back, 0)[:, None], axis=1)
-        alive &= (shifted == suffix_token) & (end >= back) & (length >= back)[:, None]
+    for steps_back in range(1, max_ngram + 1):
+        # Compare past[end - steps_back] with tokens[length - steps_back]; a candidate lives while the suffixes agree.
+        shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :size]
+        suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)
+        alive &= (shifted == suffix_token) & (end >= steps_back) & (length >= steps_back)[:, None]
         matched += alive.astype(jnp.int32)
     # The longest match wins, then the latest.
     score = jnp.where(matched >= min_ngram, matched * size + end, -1)

@@ -106,7 +106,9 @@ def _attend_by_mask(
     flash: bool = False,
 ) -> tuple[Array, Rows, Rows]:
     if new is not None:
-        k, v = (hold_heads(kv_cache.write(old, rows, slot)) for old, rows in zip((k, v), new, strict=True))
+        k, v = (
+            hold_heads(kv_cache.write(cached, rows, slot)) for cached, rows in zip((k, v), new, strict=True)
+        )
     return attend(q, k, v, mask, live, scale=scale, cap=cap, flash=flash), k, v
 
 
@@ -139,8 +141,8 @@ def _attend_by_kernel(
 
     # The kernel divides rows over the cores of a chip. One row leaves a core idle, which is slower for a single query.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
-    few = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
-    if form == "auto" and few:
+    few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
+    if form == "auto" and few_rows:
         return by_mask(q, k, v, new, visible)
 
     def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
@@ -149,8 +151,8 @@ def _attend_by_kernel(
         if form == "interpret":
             return kernel(q, k, v, new, visible)
         # The automatic choice falls back to XLA if the kernel does not compile.
-        whole = kernel_or(kernel, by_mask, platform="tpu") if form == "auto" else kernel
-        tpu = whole_or_partitioned(whole, by_mask)
+        unpartitioned = kernel_or(kernel, by_mask, platform="tpu") if form == "auto" else kernel
+        tpu = whole_or_partitioned(unpartitioned, by_mask)
         return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)
 
     if form == "auto":
@@ -178,7 +180,7 @@ def _kernel(
 ) -> tuple[Array, Rows, Rows]:
     if (reason := _unreadable(q, k)) is not None:
         raise MarsError(f'{reason} Or load the model with attention="xla".')
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "seen": visible.seen,
         "positions": visible.positions,
         "seen_positions": visible.seen_positions,
@@ -193,13 +195,13 @@ def _kernel(
         and new is not None
         and q.shape[1] <= KERNEL_NODES
     ):
-        return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
+        return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **options)
     # Int8 rows need scales, which are computed here and stored separately. XLA also writes the rows of a prompt's
     # chunk: in the last layer it then drops the attention, whose result is unused.
     if new is not None:
-        k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
+        k, v = (kv_cache.write(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True))
     (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
-    out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **given)
+    out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **options)
     return out, k, v
 
 
@@ -430,23 +432,23 @@ def _attend_blocks(
     size = min(block, slots)
 
     def body(i, carry):
-        top, whole, mixed = carry
+        top, denominator, mixed = carry
         # The last block slides back to stay inside the buffer; slots that it would count twice are masked.
         first = jnp.minimum(i * size, slots - size)
         fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
-        seen = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
-        scores = _scores(q, _slice(k, first, size), seen, scale, cap)
+        block_mask = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
+        scores = _scores(q, _slice(k, first, size), block_mask, scale, cap)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         mixed = mixed * shrink[..., None] + _mix(weights, _slice(v, first, size), q.dtype)
-        return higher, whole * shrink + total(weights), mixed
+        return higher, denominator * shrink + total(weights), mixed
 
     rows = (batch, heads, n, group)
     zeros = jnp.zeros(rows, jnp.float32)
     carry = (jnp.full(rows, _LOWEST, jnp.float32), zeros, jnp.zeros((*rows, dim), jnp.float32))
     count = -(-slots // size) if live is None else (live.astype(jnp.int32) + size - 1) // size
-    _, whole, mixed = lax.fori_loop(0, count, body, carry)
-    return _finish(mixed, whole, q.dtype)
+    _, denominator, mixed = lax.fori_loop(0, count, body, carry)
+    return _finish(mixed, denominator, q.dtype)
 
 
 @_attend_blocks.defjvp

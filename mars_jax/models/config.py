@@ -51,8 +51,8 @@ class Rope:
             )
         if not (LEAST < self.theta < math.inf and LEAST < self.factor < math.inf):
             raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
-        others = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-        if wrong := [name for name in others if not math.isfinite(getattr(self, name))]:
+        finite_fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+        if wrong := [name for name in finite_fields if not math.isfinite(getattr(self, name))]:
             raise MarsError(f"rope {wrong[0]} is {getattr(self, wrong[0])}: expected a number.")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise MarsError(
@@ -128,11 +128,11 @@ class ModelConfig:
                 raise MarsError(f"{name} is {getattr(self, name)!r}: expected a whole number.")
         check_parts(self.num_layers, self.num_experts)
         for name in (*sizes, *_COUNTS):
-            most = POSITIONS if name == "max_positions" else DIMENSION
-            if getattr(self, name) > most:
+            limit = POSITIONS if name == "max_positions" else DIMENSION
+            if getattr(self, name) > limit:
                 raise MarsError(
-                    f"{name} is {getattr(self, name):,}: expected at most {most:,}; use the config the checkpoint came "
-                    "with."
+                    f"{name} is {getattr(self, name):,}: expected at most {limit:,}; use the config the checkpoint "
+                    "came with."
                 )
         if not 0 <= self.norm_eps < math.inf:  # NaN would make every logit NaN
             raise MarsError(f"norm_eps is {self.norm_eps}: expected a number of at least 0, such as 1e-6.")
@@ -179,11 +179,11 @@ def check_parts(layers: int, experts: int = 0) -> None:
       layers: number of layers.
       experts: experts per layer; 0 for a dense model.
     """
-    for name, value, most in (
+    for name, value, limit in (
         ("num_layers", layers, LAYERS),
         ("num_layers times num_experts", layers * experts, EXPERTS),
     ):
-        if value > most:
+        if value > limit:
             raise MarsError(
-                f"{name} is {value:,}: expected at most {most:,}; use the config the checkpoint came with."
+                f"{name} is {value:,}: expected at most {limit:,}; use the config the checkpoint came with."
             )

@@ -108,15 +108,18 @@ class EagleConfig(LayeredHead):
             rows.append(Weight(("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
         if c.input_norm:
             rows.append(Weight(("input_norm",), "input_norm.weight", (features,), "ones"))
-        plain = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
+        plain_layer = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
         # The first layer reads an embedding and a feature. Version 3 normalises each; version 1 joins them with `fc`.
-        norm, *others = layer_rows(plain, width=2 * e if c.version == 3 else e)
+        norm, *layer_weights = layer_rows(plain_layer, width=2 * e if c.version == 3 else e)
         if c.version == 3:
             norms = {"embed_norm": norm.name, "hidden_norm": "hidden_norm.weight"}
-            others = [*(norm._replace(path=(key,), name=name) for key, name in norms.items()), *others]
-        rows += [row.below(("layer",), first) for row in others]
+            layer_weights = [
+                *(norm._replace(path=(key,), name=name) for key, name in norms.items()),
+                *layer_weights,
+            ]
+        rows += [row.below(("layer",), first) for row in layer_weights]
         for i in range(1, layer.num_layers):
-            rows += [row.below(("more", i - 1), f"layers.{i}") for row in layer_rows(plain)]
+            rows += [row.below(("more", i - 1), f"layers.{i}") for row in layer_rows(plain_layer)]
         if c.version == 3:
             rows.append(Weight(("norm",), "norm.weight", (e,), "ones"))
         if c.own_unembed:

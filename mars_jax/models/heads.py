@@ -167,9 +167,9 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
         "rope",
     )
     same += ("activation", "bos_token_id", "eos_token_ids")
-    kept = {name: getattr(target, name) for name in same}
-    kept["intermediate_size"] = intermediate_size or target.intermediate_size
-    return ModelConfig(**{"num_layers": 1, **kept, **changes})
+    inherited = {name: getattr(target, name) for name in same}
+    inherited["intermediate_size"] = intermediate_size or target.intermediate_size
+    return ModelConfig(**{"num_layers": 1, **inherited, **changes})
 
 
 def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:

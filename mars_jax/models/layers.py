@@ -111,17 +111,20 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
     parts = mesh.devices_of(*things) if things else 1
     if inputs and len(w.values) % parts:
         axes, parts = (), 1  # the matrix is replicated, see `Int4.leaves`
-    out, inner = (size // parts if of else size for size, of in zip(w.shape, (outputs, inputs), strict=True))
+    out, inner = (
+        size // parts if dimension_things else size
+        for size, dimension_things in zip(w.shape, (outputs, inputs), strict=True)
+    )
     fits = int4.fits(x.shape[0], inner, out, w.values.shape[1])
     if not fits or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
         return _dense_int4(x, w)
     kernel = functools.partial(int4.dense_int4, chip=mesh.device_kind())
 
-    def plain(x: Array, values: Array, scale: Array, offset: Array) -> Array:
+    def without_kernel(x: Array, values: Array, scale: Array, offset: Array) -> Array:
         return _dense_int4(x, Int4(values, scale, offset, w.dtype))
 
-    on_device = whole_or_partitioned(kernel_or(kernel, plain, platform="tpu"), plain)
-    by_out, by_in = (axes or None if of else None for of in (outputs, inputs))
+    on_device = whole_or_partitioned(kernel_or(kernel, without_kernel, platform="tpu"), without_kernel)
+    by_out, by_in = (axes or None if dimension_things else None for dimension_things in (outputs, inputs))
 
     def part(*operands: Array) -> Array:
         y = on_device(*operands)
@@ -130,7 +133,7 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
     specs = (P(None, by_in), P(by_in, None, by_out), *[P(by_in, by_out)] * 2)
     tpu = jax.custom_jvp(on_device if axes is None else mesh.map_devices(part, specs, P(None, by_out)))
     # The kernel has no gradient, so differentiate the plain form, which has the same value.
-    tpu.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    tpu.defjvp(lambda primals, tangents: jax.jvp(without_kernel, primals, tangents))
     return tpu(x, w.values, w.scale, w.offset)
 
 
@@ -166,18 +169,18 @@ def dense(
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
-    whole = mesh.size_of("model", mesh.current()) == 1
+    unsharded = mesh.size_of("model", mesh.current()) == 1
     # With a sharded matrix, bfloat16 halves the bytes of the partial sums that devices exchange. Each device still
     # accumulates in float32. Few rows stay in float32: their sums are small, and XLA splits such products on a TPU.
     narrow = x.dtype if bias is None and (dtype or x.dtype) == x.dtype else jnp.float32
-    narrow = jnp.float32 if whole or rows.shape[0] < _FEW else narrow
+    narrow = jnp.float32 if unsharded or rows.shape[0] < _FEW else narrow
     if isinstance(w, Int4):
-        cpu = _dense_int4_cpu if whole else _dense_int4
+        cpu = _dense_int4_cpu if unsharded else _dense_int4
         tpu = functools.partial(_dense_int4_tpu, outputs=outputs, inputs=inputs, dtype=narrow)
         y = lax.platform_dependent(rows, w, cpu=cpu, tpu=tpu, default=_dense_int4)
     elif isinstance(w, Int8):
         forms = (_dense_int8_cpu, _dense_int8)
-        if not whole:
+        if not unsharded:
             forms = [
                 functools.partial(form, dtype=narrow) for form in (_dense_int8_mesh_cpu, _dense_int8_mesh)
             ]

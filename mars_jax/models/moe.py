@@ -63,9 +63,9 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
         # XLA widens bfloat16 to slice it. The barrier ties w to i, so that this stays in the loop, on one matrix.
         tied, _ = lax.optimization_barrier((w, i))
-        made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert].astype(x.dtype))
+        product = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert].astype(x.dtype))
         # The last block of an expert may overlap the rows of later experts, which later iterations overwrite.
-        return lax.dynamic_update_slice_in_dim(y, made, begin, 0)
+        return lax.dynamic_update_slice_in_dim(y, product, begin, 0)
 
     y = jnp.zeros((rows + size, w.shape[1]), jnp.float32)
     return lax.fori_loop(0, ends[-1], body, y)[:rows]
@@ -112,7 +112,7 @@ def _kernel_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
 
 # Loops of dynamic length and kernels have no derivative, so differentiate the plain form, which has the same value.
 for _form, _plain in ((_blocks, _ragged), (_megablox, _ragged), (_kernel_int8, _ragged_int8)):
-    _form.defjvp(lambda primals, tangents, plain=_plain: jax.jvp(plain, primals, tangents))
+    _form.defjvp(lambda primals, tangents, without_kernel=_plain: jax.jvp(without_kernel, primals, tangents))
 
 
 def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
@@ -150,23 +150,23 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
     probabilities = jax.nn.softmax(dense(tokens, layer["router"], dtype=jnp.float32), axis=-1)
-    share, chosen = lax.top_k(probabilities, count)
+    share, expert_ids = lax.top_k(probabilities, count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     matrices = {name: layer[name] for name in ("expert_gate", "expert_up", "expert_down")}
 
-    def local(matrices: dict[str, Array], tokens: Array, share: Array, chosen: Array) -> Array:
+    def local(matrices: dict[str, Array], tokens: Array, share: Array, expert_ids: Array) -> Array:
         first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0] if by_expert else None
-        return lax.psum(_mix(matrices, tokens, share, chosen, activation, first), (*by_expert, *by_unit))
+        return lax.psum(_mix(matrices, tokens, share, expert_ids, activation, first), (*by_expert, *by_unit))
 
     if by_expert or by_unit:
         specs = {"expert_down": P(by_expert, None, by_unit)}
         specs |= dict.fromkeys(("expert_gate", "expert_up"), P(by_expert, by_unit, None))
         # The scales of int8 matrices have no last axis.
         specs = {k: jax.tree.map(lambda x, k=k: P(*specs[k][: x.ndim]), w) for k, w in matrices.items()}
-        mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, chosen)
+        mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, expert_ids)
     else:
-        mixed = _mix(matrices, tokens, share, chosen, activation, None)
+        mixed = _mix(matrices, tokens, share, expert_ids, activation, None)
     return mixed.astype(x.dtype).reshape(x.shape)
 
 
@@ -185,10 +185,10 @@ def _mix(
       chosen: i32[T, C]; expert numbers. Experts without matrices here contribute nothing.
     """
     experts, count = matrices["expert_gate"].shape[0], chosen.shape[1]
-    here = None
+    is_local = None
     if first is not None:
-        here = (chosen >= first) & (chosen < first + experts)
-        chosen = jnp.where(here, chosen - first, experts)  # sorted after the last row that is multiplied
+        is_local = (chosen >= first) & (chosen < first + experts)
+        chosen = jnp.where(is_local, chosen - first, experts)  # sorted after the last row that is multiplied
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
     rows = tokens[order // count]
@@ -196,5 +196,5 @@ def _mix(
     up = dense_by_expert(rows, matrices["expert_up"], sizes)
     inner = (ACTIVATIONS[activation](gate) * up).astype(tokens.dtype)
     down = dense_by_expert(inner, matrices["expert_down"], sizes)
-    back = down[jnp.argsort(order)].reshape(-1, count, tokens.shape[-1]) * share[..., None]
-    return jnp.sum(back if here is None else jnp.where(here[..., None], back, 0.0), axis=1)
+    weighted = down[jnp.argsort(order)].reshape(-1, count, tokens.shape[-1]) * share[..., None]
+    return jnp.sum(weighted if is_local is None else jnp.where(is_local[..., None], weighted, 0.0), axis=1)

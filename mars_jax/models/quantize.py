@@ -102,11 +102,11 @@ class Int4:
             names = () if inner is None else (inner,) if isinstance(inner, str) else inner
             if groups % math.prod(sharding.mesh.shape[name] for name in names):
                 inner = None
-        values, rest = _at(sharding, (inner, None, out)), _at(sharding, (inner, out))
+        values, scale_sharding = _at(sharding, (inner, None, out)), _at(sharding, (inner, out))
         return [
             Leaf((groups, size, outputs), "int4" if is_packed(sharding) else "int8", values),
-            Leaf((groups, outputs), "float16", rest),
-            Leaf((groups, outputs), "float32", rest),
+            Leaf((groups, outputs), "float16", scale_sharding),
+            Leaf((groups, outputs), "float32", scale_sharding),
         ]
 
 

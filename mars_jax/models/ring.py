@@ -53,9 +53,9 @@ def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
     A part is called just before it is added, and sums are sent in its dtype.
     """
     # A sum starts at a neighbour of the device that owns it, and the owner adds the last part.
-    first, *rest = (*parts[1:], parts[0])
+    first, *remaining = (*parts[1:], parts[0])
     total = first()
-    for part in rest:
+    for part in remaining:
         total = part() + _passed(axes, total)
     return total
 

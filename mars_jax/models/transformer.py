@@ -151,10 +151,10 @@ def _ring_layer(
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
             for (_, *new_rows), piece_halves in zip(projections, halves, strict=True):
-                for half, seen in enumerate(piece_halves):
+                for half, visible in enumerate(piece_halves):
                     rows = [
-                        kv_cache.write(old, jnp.split(part, 2, axis=1)[half], seen.slot)
-                        for old, part in zip(rows, new_rows, strict=True)
+                        kv_cache.write(cached, jnp.split(part, 2, axis=1)[half], visible.slot)
+                        for cached, part in zip(rows, new_rows, strict=True)
                     ]
 
             k, v = rows
@@ -162,8 +162,8 @@ def _ring_layer(
             def mixed(q: Array, piece_halves: list[Visible]) -> Array:
                 """Attend with the queries of a piece; all keys that they see are already in the cache."""
                 outputs = [
-                    attending(form, seen, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
-                    for part, seen in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True)
+                    attending(form, visible, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
+                    for part, visible in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True)
                 ]
                 return _out(config, layer, jnp.concatenate(outputs, axis=1))
 
@@ -217,7 +217,8 @@ def _ring_layers(
             for piece_halves in ring.starts(axes, n)
         ]
         positions = [
-            jnp.concatenate([seen.positions for seen in piece_halves], axis=1) for piece_halves in halves
+            jnp.concatenate([half_visible.positions for half_visible in piece_halves], axis=1)
+            for piece_halves in halves
         ]
         ropes = _ropes(config)
         rotations = {

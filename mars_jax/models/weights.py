@@ -116,12 +116,12 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}
     for row in weights(config):
         stacks.setdefault(row.path[:-1] if isinstance(row.path[-1], int) else row.path, []).append(row)
-    made: dict[Weight, tuple[Weight, ...]] = {}
+    rows_by_leaf: dict[Weight, tuple[Weight, ...]] = {}
     for path, rows in stacks.items():
         stacked = rows[0].path != path
         shape = (len(rows), *rows[0].shape) if stacked else rows[0].shape
-        made[rows[0]._replace(path=path, shape=shape)] = tuple(rows)
-    return made
+        rows_by_leaf[rows[0]._replace(path=path, shape=shape)] = tuple(rows)
+    return rows_by_leaf
 
 
 def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
@@ -167,8 +167,8 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
     def tuples(tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        made = {key: tuples(value) for key, value in tree.items()}
-        return tuple(made[i] for i in range(len(made))) if made and 0 in made else made
+        children = {key: tuples(value) for key, value in tree.items()}
+        return tuple(children[i] for i in range(len(children))) if children and 0 in children else children
 
     return tuples(params)
 

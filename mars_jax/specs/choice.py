@@ -74,8 +74,10 @@ class RuleChoice:
         {'verify': 'rejection', 'settings': {'block': False}}
         """
         settings = {name: value for name, value in self.settled().items() if name not in but}
-        plain = {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}
-        return {"verify": self.spec, "settings": plain}
+        json_settings = {
+            k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()
+        }
+        return {"verify": self.spec, "settings": json_settings}
 
     def but(self, **settings: Any) -> RuleChoice:
         """Return the same rule with other settings.
@@ -83,9 +85,9 @@ class RuleChoice:
         Raises:
           MarsError: as for `RuleRow.settle`.
         """
-        made = RuleChoice(self.spec, {**self.settings, **settings})
-        made.settled()
-        return made
+        changed = RuleChoice(self.spec, {**self.settings, **settings})
+        changed.settled()
+        return changed
 
     def setting(self, name: str) -> tuple[Setting, dict[str, Any]]:
         """Return a setting and the structural choices that determine its range.
@@ -97,8 +99,8 @@ class RuleChoice:
         return self.row.setting(name, **structure), structure
 
     def _structure(self) -> dict[str, Any]:
-        chosen = {name: s.default for name, s in self.row.settings.items() if s.choices}
-        return chosen | {name: self.settings[name] for name in chosen.keys() & self.settings.keys()}
+        defaults = {name: s.default for name, s in self.row.settings.items() if s.choices}
+        return defaults | {name: self.settings[name] for name in defaults.keys() & self.settings.keys()}
 
 
 def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
@@ -115,17 +117,17 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     {'theta': 0.8}
     """
     row = find(spec)
-    chosen: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     # Read choices first, because they determine the other settings and their ranges.
     for name in sorted(given, key=lambda name: not (name in row.settings and row.settings[name].choices)):
-        choice = RuleChoice(spec, chosen)
-        text, shown = given[name]
+        choice = RuleChoice(spec, settings)
+        text, label = given[name]
         if name not in choice.options:
-            near = did_you_mean(name, choice.options)
-            raise MarsError(f"{shown}{near} does not apply to {not_in(choice, name)}.")
+            suggestion = did_you_mean(name, choice.options)
+            raise MarsError(f"{label}{suggestion} does not apply to {not_in(choice, name)}.")
         setting, structure = choice.setting(name)
-        chosen[name] = setting.from_text(text, shown=shown, **structure)
-    return RuleChoice(spec, chosen)
+        settings[name] = setting.from_text(text, shown=label, **structure)
+    return RuleChoice(spec, settings)
 
 
 def not_in(choice: RuleChoice, name: str) -> str:
@@ -134,10 +136,12 @@ def not_in(choice: RuleChoice, name: str) -> str:
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'
     """
-    has = ", ".join(choice.options)
-    others = [row.name for row in RULES.values() if name in row.settings]
-    based = [b for b in others if "base" in choice.row.settings and b in choice.row.settings["base"].choices]
-    cure = f", or verify with {' or '.join(based or others[:3])}" if others else ""
+    option_names = ", ".join(choice.options)
+    rules_with_it = [row.name for row in RULES.values() if name in row.settings]
+    based = [
+        b for b in rules_with_it if "base" in choice.row.settings and b in choice.row.settings["base"].choices
+    ]
+    cure = f", or verify with {' or '.join(based or rules_with_it[:3])}" if rules_with_it else ""
     if based:
         cure += f", or set base to {based[0]}"
-    return f"the rule {choice.name}, which has {has or 'no settings'}: leave it out{cure}"
+    return f"the rule {choice.name}, which has {option_names or 'no settings'}: leave it out{cure}"

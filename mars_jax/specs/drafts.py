@@ -198,8 +198,8 @@ def draft_words(names: Iterable[str] = DRAFTERS) -> str:
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
     """
-    *most, last = (DRAFTERS[name].spec for name in names)
-    return f"{', '.join(most)} or {last}" if most else last
+    *earlier, last = (DRAFTERS[name].spec for name in names)
+    return f"{', '.join(earlier)} or {last}" if earlier else last
 
 
 def drafters_that(what: str) -> str:
@@ -226,8 +226,8 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
         raise MarsError(f"{shown} is of type {type(spec).__name__}: expected {draft_words(among)}.")
     kind, colon, path = spec.partition(":")
     if kind not in among or DRAFTERS[kind].path != bool(path) or (colon and not path):
-        near = did_you_mean(kind, among)
-        raise MarsError(f"{shown} is {spec}{near}: expected {draft_words(among)}.")
+        suggestion = did_you_mean(kind, among)
+        raise MarsError(f"{shown} is {spec}{suggestion}: expected {draft_words(among)}.")
     check_path(path, shown)
     return DraftSpec(kind, path)
 
@@ -245,12 +245,12 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
         return Dynamic()
     dynamic = text.startswith("dynamic:")
     parts = text.removeprefix("dynamic:").split("-")
-    whole = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
-    if not whole or (dynamic and len(parts) != 3):
-        near = did_you_mean(text.partition(":")[0], ("dynamic",))
+    are_counts = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
+    if not are_counts or (dynamic and len(parts) != 3):
+        suggestion = did_you_mean(text.partition(":")[0], ("dynamic",))
         raise MarsError(
-            f"{shown} is {text}{near}: expected the children per node at each depth, such as 4-2-2-1, or dynamic, or "
-            "its children, depth and nodes, such as dynamic:8-6-40."
+            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1, or "
+            "dynamic, or its children, depth and nodes, such as dynamic:8-6-40."
         )
     sizes = tuple(int(part) for part in parts)
     if dynamic:

@@ -32,13 +32,13 @@ class ModelRow:
 
     def is_called(self, name: str) -> bool:
         """Return whether `name` is its name, its repository, or a path that ends in one of them or in a file of it."""
-        path, own = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
+        path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
         last = (cached[0] if cached else path.name).lower()
         if last.endswith(".gguf"):
-            return bool(own) and last.startswith((f"{own}-", f"{own}."))
-        return name == self.name or last in {self.name, own or self.name, f"{own}-gguf"}
+            return bool(base_name) and last.startswith((f"{base_name}-", f"{base_name}."))
+        return name == self.name or last in {self.name, base_name or self.name, f"{base_name}-gguf"}
 
 
 class Head(NamedTuple):
@@ -138,8 +138,8 @@ _GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text"}
 
 
 def _heads(eagle: tuple[str, ...], block: tuple[str, ...] = (), model: str = "") -> tuple[str, ...]:
-    found = *(f"eagle:{name}" for name in eagle), *(f"dflash:{name}" for name in block)
-    return (*found, f"model:{model}") if model else found
+    head_drafts = *(f"eagle:{name}" for name in eagle), *(f"dflash:{name}" for name in block)
+    return (*head_drafts, f"model:{model}") if model else head_drafts
 
 
 MODELS = {
@@ -352,8 +352,8 @@ def drafts_for(name: str) -> tuple[str, ...]:
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
-    found = _of_target(name)
-    return tuple(filter(_ships, found.drafts)) if found else ()
+    model_row = _of_target(name)
+    return tuple(filter(_ships, model_row.drafts)) if model_row else ()
 
 
 def _ships(draft: str) -> bool:
@@ -371,7 +371,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
     """
-    if (found := _of_target(target)) and found.copies_pay:
+    if (model_row := _of_target(target)) and model_row.copies_pay:
         return "ngram"
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
 
@@ -385,8 +385,8 @@ def template_of(name: str) -> str | None:
     >>> template_of("lmsys/vicuna-13b-v1.3")[:25], template_of("tiny/target")
     ('A chat between a curious ', None)
     """
-    found = _of_target(name)
-    return (found.template or None) if found else None
+    model_row = _of_target(name)
+    return (model_row.template or None) if model_row else None
 
 
 class Pair(NamedTuple):
@@ -415,7 +415,7 @@ def _pair(row: ModelRow, draft: str) -> Pair:
     path = draft.partition(":")[2]
     small = MODELS.get(path)
     layout, loads = HEADS[path] if small is None else ("GGUF" if small.file else "safetensors", "alike")
-    own = TESTS.get(row.name)
-    test = own or next(test for word, test in TESTS.items() if layout.startswith(word))
+    own_test = TESTS.get(row.name)
+    test = own_test or next(test for word, test in TESTS.items() if layout.startswith(word))
     figure = FIGURES.get((row.name, draft), "")
-    return Pair(row.name, draft, layout, row.vocabulary, "runs" if own else loads, figure, test)
+    return Pair(row.name, draft, layout, row.vocabulary, "runs" if own_test else loads, figure, test)

@@ -81,9 +81,9 @@ def find(spec: str) -> RuleRow:
         if ":" in spec and not (path and "weights" in row.needs):
             raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
         return row
-    made = factory(spec)
-    doc = (inspect.getdoc(made) or "").partition("\n")[0].strip().rstrip(".")
-    settings = {s.name: s for s in _settings(spec, made)}
+    make_rule = factory(spec)
+    doc = (inspect.getdoc(make_rule) or "").partition("\n")[0].strip().rstrip(".")
+    settings = {s.name: s for s in _settings(spec, make_rule)}
     name = spec.rpartition(":")[2]
     return RuleRow(
         name=name, factory=spec, help=doc or "a rule of your own", lossless=False, settings=settings
@@ -98,11 +98,11 @@ def factory(spec: str, kind: str = "rule") -> Callable[..., Any]:
     """
     where, _, name = spec.rpartition(":")
     module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
-    made = getattr(module, name, None)
-    if not callable(made):
-        has = "is nothing that can be called" if hasattr(module, name) else "is not in it"
-        raise MarsError(f"the {kind} is {spec}: {name} {has}; name a function {PURPOSES[kind]}.")
-    return made
+    target = getattr(module, name, None)
+    if not callable(target):
+        problem = "is nothing that can be called" if hasattr(module, name) else "is not in it"
+        raise MarsError(f"the {kind} is {spec}: {name} {problem}; name a function {PURPOSES[kind]}.")
+    return target
 
 
 def source_digest(spec: str) -> str | None:
@@ -172,16 +172,16 @@ def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
 
 def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
     try:
-        found = inspect.signature(made)
+        signature = inspect.signature(made)
         # Evaluation fails if an annotation exists only for type checkers.
         with contextlib.suppress(Exception):
-            found = inspect.signature(made, eval_str=True)
+            signature = inspect.signature(made, eval_str=True)
     except (TypeError, ValueError):
         raise MarsError(
             f"the rule is {spec}: it has no signature; name a function that makes a rule."
         ) from None
     settings = []
-    for parameter in found.parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         setting = None if parameter.kind is parameter.POSITIONAL_ONLY else _setting(parameter)

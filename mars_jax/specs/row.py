@@ -57,11 +57,11 @@ class RuleRow:
         >>> list(specs.rule("mars").options(base="rejection"))
         ['base', 'margin', 'theta', 'max_relaxed_run', 'exact_prefix', 'block']
         """
-        made = dict(self.settings)
+        merged = dict(self.settings)
         for base in self.bases:
-            if base.name == chosen.get("base", made["base"].default):
-                made |= {k: v for k, v in base.settings.items() if k not in made}
-        return made
+            if base.name == chosen.get("base", merged["base"].default):
+                merged |= {k: v for k, v in base.settings.items() if k not in merged}
+        return merged
 
     def setting(self, name: str, **chosen: Any) -> Setting:
         """Return one of `options`.
@@ -71,8 +71,8 @@ class RuleRow:
         """
         options = self.options(**chosen)
         if name not in options:
-            has = f"it has {', '.join(options)}" if options else "it has none"
-            raise MarsError(f"the rule {self.name} has no setting '{name}': {has}.")
+            available = f"it has {', '.join(options)}" if options else "it has none"
+            raise MarsError(f"the rule {self.name} has no setting '{name}': {available}.")
         return options[name]
 
     def check(self, name: str, value: Any, **chosen: Any) -> None:
@@ -101,16 +101,16 @@ class RuleRow:
         'ratio'
         """
         # Check choices first, because they determine the other settings and their ranges.
-        chosen = {name: given[name] for name, s in self.settings.items() if s.choices and name in given}
-        for name, value in chosen.items():
+        choices = {name: given[name] for name, s in self.settings.items() if s.choices and name in given}
+        for name, value in choices.items():
             self.settings[name].check(value)
         for name, value in given.items():
-            self.check(name, value, **chosen)
-        settled = {name: s.default for name, s in self.options(**chosen).items()} | dict(given)
+            self.check(name, value, **choices)
+        settled = {name: s.default for name, s in self.options(**choices).items()} | dict(given)
         for name, value in settled.items():
-            setting = self.setting(name, **chosen)
+            setting = self.setting(name, **choices)
             if value is None and not setting.optional:
-                expected = setting.expected(**self._structure(chosen))
+                expected = setting.expected(**self._structure(choices))
                 raise MarsError(f"the rule {self.name} needs a {name}: give {expected}.")
         return settled
 

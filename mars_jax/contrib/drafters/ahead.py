@@ -103,8 +103,8 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
 def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
     """Make a drafter that proposes its state, i32[B, K], which the caller sets."""
 
-    def propose(params: Params, state: Array, given: DraftInput) -> tuple[DraftTree, Array]:
-        return chain(jnp.concatenate([last_token(given), state], axis=1)), state
+    def propose(params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
+        return chain(jnp.concatenate([last_token(inputs), state], axis=1)), state
 
     return Drafter(
         init=lambda params, tokens, length_: jnp.full((tokens.shape[0], length), NO_TOKEN, jnp.int32),
@@ -204,14 +204,14 @@ def stream(
     while not finished:
         columns = slice(1, None) if first_known else slice(-1)
         handed = jax.device_put(remote.part(drafted, columns), sharding)
-        state, info, text, done = _verify(made.decoder, target_params, state, handed)
+        state, info, text, done_rows = _verify(made.decoder, target_params, state, handed)
         # Start the next draft before the verdict is known.
         following, next_guessed = remote.draft(guessed)
         if first_known:
             guess = jax.device_put(remote.part(following, slice(1)), sharding)
         else:
             guess = jax.device_put(remote.part(drafted, slice(-1, None)), sharding)
-        is_right, all_done = _flags(info, done, (handed, guess))
+        is_right, all_done = _flags(info, done_rows, (handed, guess))
         guesses.steps += 1
         yield state, info
         finished = bool(all_done)
@@ -222,9 +222,9 @@ def stream(
         if not finished:
             drafted, guessed = remote.draft(text)
         if pre_verify and not finished:
-            state, info, text, done = _verify(made.decoder, target_params, state, no_draft)
+            state, info, text, done_rows = _verify(made.decoder, target_params, state, no_draft)
             first_token = jax.device_put(remote.part(drafted, slice(1)), sharding)
-            is_right, all_done = _flags(info, done, (first_token,))
+            is_right, all_done = _flags(info, done_rows, (first_token,))
             guesses.steps += 1
             yield state, info
             finished, first_known = bool(all_done), bool(is_right)

@@ -169,7 +169,7 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
     A node is a path: the rank of its prefix among `prefixes` prefixes, then the ranks of the tokens below it.
     """
 
-    def below(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
+    def descendants(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes below `path`.
 
         `width` nodes of its depth, itself included, and `num_likelier` nodes in total are at least as likely.
@@ -180,11 +180,11 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
                 return
             yield (*path, j)
             if begin + len(path) < end:
-                yield from below((*path, j), width * (j + 1), count)
+                yield from descendants((*path, j), width * (j + 1), count)
 
     if not begin:
-        yield from below((0,), 1, 0)
+        yield from descendants((0,), 1, 0)
         return
     for r in range(min(m, prefixes)):
         # At least r + 1 nodes of the prefix's depth, and one node of each depth above.
-        yield from below((r,), r + 1, r + begin)
+        yield from descendants((r,), r + 1, r + begin)

@@ -199,7 +199,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
             waits=jnp.zeros((batch,), bool),
             state=state,
         )
-        final = lax.while_loop(lambda at: ~jnp.all(at.waits), play_round, start)
+        final = lax.while_loop(lambda current: ~jnp.all(current.waits), play_round, start)
         tree = chain(jnp.concatenate([last_token(inputs), final.drafted], axis=1))
         trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
         return dataclasses.replace(tree, trusted=trusted), final.state

@@ -210,27 +210,31 @@ def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> D
     """Grow a draft level by level from the marginals of each depth and, with a Markov head, the parent's token."""
     params, first = block.params, block.inputs.length - 1
 
-    def broadcast_level(depth: Any, values: Array, above: Array) -> Array:
-        """Return values [B, D, ...] at one depth, repeated for each parent in `above` i32[B, W]."""
+    def broadcast_level(depth: Any, values: Array, parent_tokens: Array) -> Array:
+        """Return values [B, D, ...] at one depth, repeated for each parent in `parent_tokens` i32[B, W]."""
         level_values = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
-        return jnp.broadcast_to(level_values, (above.shape[0], above.shape[1], *values.shape[2:]))
+        return jnp.broadcast_to(
+            level_values, (parent_tokens.shape[0], parent_tokens.shape[1], *values.shape[2:])
+        )
 
-    def after(depth: Any, above: Array) -> tuple[Array, Array]:
-        logits = broadcast_level(depth, block.marginals, above)
+    def logits_and_doubt(depth: Any, parent_tokens: Array) -> tuple[Array, Array]:
+        logits = broadcast_level(depth, block.marginals, parent_tokens)
         if config.markov_rank:
-            logits = logits + head.markov(config, params.draft, above)
+            logits = logits + head.markov(config, params.draft, parent_tokens)
         if not config.confidence:
-            return logits, jnp.zeros(above.shape, jnp.float32)
-        return logits, _doubt(config, block, broadcast_level(depth, block.hidden, above), above)
+            return logits, jnp.zeros(parent_tokens.shape, jnp.float32)
+        return logits, _doubt(
+            config, block, broadcast_level(depth, block.hidden, parent_tokens), parent_tokens
+        )
 
     def extend(carry: Array, level: Level) -> tuple[Array, Array]:
         # Nodes of depth d have position `first + d - 1`; see `Growth.first`.
-        return after(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
+        return logits_and_doubt(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
 
     def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
         return doubt[:, : logits.shape[1]] > controls.draft_stop[:, None]
 
-    logits, doubt = after(0, block.root)
+    logits, doubt = logits_and_doubt(0, block.root)
     growth = Growth(
         logits=logits,
         carry=jnp.repeat(doubt, shape.top_k, axis=1),

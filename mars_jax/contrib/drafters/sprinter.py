@@ -109,8 +109,10 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
             return sample_processed(keys, jnp.zeros((batch, 1), jnp.int32), processed), processed
 
-        def put(values: Array, new: Array, index: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(values, new, index, axis=1) if values.shape[1] else values
+        def put(values: Array, entry: Array, index: Array) -> Array:
+            return (
+                lax.dynamic_update_slice_in_dim(values, entry, index, axis=1) if values.shape[1] else values
+            )
 
         def should_continue(run: _Run) -> Array:
             return (run.depth < most) & jnp.any(run.last != NO_TOKEN)

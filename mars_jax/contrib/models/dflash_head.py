@@ -169,8 +169,8 @@ def absorb(
         v = dense(fused, layer["v"], layer.get("v_bias")).reshape(shape)
         if layer_config.qk_norm:
             k = rms_norm(k, layer["k_norm"], layer_config.norm_eps)
-        for written, old, new in ((ks, cache.k[i], rotate(k, cos, sin)), (vs, cache.v[i], v)):
-            written.append(hold_heads(kv_cache.write(old, new, slot)))
+        for written, cached, computed in ((ks, cache.k[i], rotate(k, cos, sin)), (vs, cache.v[i], v)):
+            written.append(hold_heads(kv_cache.write(cached, computed, slot)))
     return KVCache(k=tuple(ks), v=tuple(vs))
 
 
@@ -211,8 +211,8 @@ def forward(
     for i, layer in enumerate(head["layers"]):
         with jax.named_scope("attention"):
             normed = rms_norm(x, layer["attention_norm"], c.norm_eps)
-            attend, old = attends[kinds[i]], (cache.k[i], cache.v[i])
-            mixed, k, v = attention(c, layer, normed, rotation, attend, *old)
+            attend, cached = attends[kinds[i]], (cache.k[i], cache.v[i])
+            mixed, k, v = attention(c, layer, normed, rotation, attend, *cached)
             x = x + mixed
         with jax.named_scope("mlp"):
             x = x + gated_mlp(layer, rms_norm(x, layer["mlp_norm"], c.norm_eps), c.activation)
@@ -226,13 +226,13 @@ def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -
     """Return the attention of a layer. A window hides tokens in both directions (z-lab/dflash, `_attention_mask`)."""
     positions = visible.positions[:, :, None]
     seen_positions = visible.positions if visible.seen_positions is None else visible.seen_positions
-    seen = visible.seen
-    assert seen is not None  # `propose` always passes a mask for a block
+    seen_mask = visible.seen
+    assert seen_mask is not None  # `propose` always passes a mask for a block
     if causal:
-        seen = seen & (seen_positions[:, None, :] <= positions)
+        seen_mask = seen_mask & (seen_positions[:, None, :] <= positions)
     elif window is not None:
-        seen = seen & (seen_positions[:, None, :] < positions + window)
-    return attending("xla", dataclasses.replace(visible, seen=seen), slots, window)
+        seen_mask = seen_mask & (seen_positions[:, None, :] < positions + window)
+    return attending("xla", dataclasses.replace(visible, seen=seen_mask), slots, window)
 
 
 @jax.named_scope("unembed")

@@ -187,9 +187,9 @@ def token_classes(texts: Sequence[str]) -> bytes:
     [0, 1, 2, 1, 0]
     """
 
-    def of(text: str) -> int:
+    def class_of(text: str) -> int:
         if any(c.isdigit() for c in text):
             return 1
         return 2 if text.strip() and not any(c.isalpha() for c in text) else 0
 
-    return bytes(of(text) for text in texts)
+    return bytes(class_of(text) for text in texts)

@@ -68,8 +68,8 @@ class Mentored(Retargeted):
             if_within, if_not = (low, middle, b_of_middle), (middle, high, b)
             return jax.tree.map(lambda yes, no: jnp.where(is_within, yes, no), if_within, if_not)
 
-        one = jnp.ones_like(excluded)
-        _, a, b = jax.lax.fori_loop(0, HALVINGS, halve, (jnp.zeros_like(one), one, one))
+        ones = jnp.ones_like(excluded)
+        _, a, b = jax.lax.fori_loop(0, HALVINGS, halve, (jnp.zeros_like(ones), ones, ones))
         excluded_scale = jnp.maximum(-excess_mass(a), 0.0) / jnp.where(excluded > 0, excluded, 1.0)
         clipped = jnp.clip(log_q, log_p + jnp.log(a), log_p + jnp.log(b))
         log_v = jnp.where(possible, clipped, log_q + jnp.log(excluded_scale))

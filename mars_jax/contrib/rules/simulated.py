@@ -51,10 +51,10 @@ class Simulated(Lossy):
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
                 "with a model or a head."
             )
-        most = drafter.max_depth + 1
-        if np.max(np.asarray(self.tau)) > most:
+        limit = drafter.max_depth + 1
+        if np.max(np.asarray(self.tau)) > limit:
             raise MarsError(
-                f"tau is {np.max(np.asarray(self.tau)):g}, and this draft gives {most} tokens a step at most: ask for "
+                f"tau is {np.max(np.asarray(self.tau)):g}, and this draft gives {limit} tokens a step at most: ask for "
                 "less, or draft deeper."
             )
 
