@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def call(capsys, *argv):
-    """(exit code, stdout, stderr) of a command line."""
+    """Return (exit code, stdout, stderr) of a command line."""
     capsys.readouterr()
     try:
         code = commands.main(list(argv))

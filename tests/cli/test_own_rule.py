@@ -85,7 +85,7 @@ def test_a_file_of_ones_own_decodes(run, pair, gates):
 
 @pytest.mark.slow
 def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
-    """A row alone has the tokens that it has beside others, in whatever batch."""
+    """A row has the same tokens in a batch of one as in any other batch."""
     file = tmp_path / "p.jsonl"
     entropies = [ALWAYS, NEVER, None, 5.3, ALWAYS]
     lines = [{"prompt": "a story of", "seed": i % 2} for i in range(5)]

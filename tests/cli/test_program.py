@@ -118,7 +118,7 @@ def test_libtpu_says_nothing_where_there_is_no_tpu(monkeypatch):
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without_platform())
     # But for the lines of a slow compilation, which are ours.
     assert found.returncode == 0 and [s for s in found.stderr.splitlines() if "compiling" not in s] == []
-    # Whoever wants to see it says so.
+    # A user can enable the output again.
     asked = without_platform() | {"TPU_STDERR_LOG_LEVEL": "0"}
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=asked)
     assert found.returncode == 0 and "TPU" in found.stderr

@@ -1,4 +1,4 @@
-"""Prompts files: what they may hold, and the line of what they may not."""
+"""Prompts files: valid contents, and the line number in the error for invalid ones."""
 
 from __future__ import annotations
 

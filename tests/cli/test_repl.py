@@ -38,7 +38,7 @@ def chatty(target, tmp_path_factory):
 
 @pytest.fixture
 def talk(monkeypatch, target):
-    """A session of these lines: (stdout, stderr). What is asked at their end is Ctrl-D; None is Ctrl-C."""
+    """Run a session over these lines and return (stdout, stderr). The end of the lines is Ctrl-D; None is Ctrl-C."""
 
     def told(*flags, lines, target=target):
         waiting = list(lines)
@@ -161,7 +161,7 @@ def test_help_lists_every_command(talk):
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch):
-    """What was said is a turn like another one."""
+    """The stopped answer is a turn like any other."""
     write, calls = TextPrinter.piece, []
     stoppable, events = signals.stoppable, []
 

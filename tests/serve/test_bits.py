@@ -1,6 +1,6 @@
-"""In bfloat16 a chain under `exact` gives plain decoding's tokens and log-probabilities to the bit, on a CPU.
+"""In bfloat16, a chain under `exact` gives plain decoding's exact tokens and log-probabilities, on a CPU.
 
-Oracle: plain decoding of each prompt alone. scripts/bits.py of 5336526 measured the same over more prompts.
+Oracle: plain decoding of each prompt in a batch of one. scripts/bits.py of 5336526 measured the same over more prompts.
 """
 
 from __future__ import annotations

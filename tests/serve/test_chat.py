@@ -1,4 +1,4 @@
-"""Conversations: the ids of transformers' own template, in Python, prompts files and the command."""
+"""Conversations in Python, prompts files and the command, compared with the ids of transformers' own template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURNS = [
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """The embedded target with a template that reads roles and a variable of its own."""
+    """Return the embedded target with a template that reads roles and a custom variable."""
     path = tmp_path_factory.mktemp("chatty") / "target"
     shutil.copytree(hub.outline("tiny/target").path, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -37,7 +37,7 @@ def chatty(tmp_path_factory):
 
 
 def test_a_conversation_has_the_ids_of_transformers(chatty):
-    """System prompts, several turns, variables, and an answer to be continued."""
+    """Compare system prompts, several turns, template variables, and an answer that the model continues."""
     target = hub.outline(str(chatty))
 
     def theirs(turns, **more):
@@ -162,7 +162,7 @@ def test_a_content_that_is_not_text_is_refused_by_name(name, chatty, tmp_path):
     ):
         with pytest.raises(mj.MarsError, match=sentence):
             call()
-    if "half" not in name:  # which a file cannot hold
+    if "half" not in name:  # a file cannot hold half a character
         path = tmp_path / "prompts.jsonl"
         path.write_text(json.dumps({"messages": turns}))
         with pytest.raises(mj.MarsError, match=f"line 1: {sentence}"):

@@ -18,7 +18,7 @@ WORDS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_tur
 WORDS += ["An", "answer"]
 TURNS = [{"role": "user", "content": "A question"}]
 CONFIGURED = WORDS.index("?")
-"""The one stop token of the model's config."""
+"""The only stop token of the model's config."""
 TEMPLATES = {
     "chatml": ("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", "<|im_end|>"),
     "llama 3": ("{{ m.role }}\n\n{{ m.content | trim }}<|eot_id|>", "<|eot_id|>"),
@@ -33,7 +33,7 @@ TEMPLATES = {
 
 
 def chatty(template, eos="</s>"):
-    """A model whose tokenizer has a chat template, and its ends of text and turn in no config."""
+    """Return a model whose tokenizer has a chat template, and whose config lacks the ends of text and turn."""
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))

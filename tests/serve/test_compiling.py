@@ -1,4 +1,4 @@
-"""A start compiles each of its programs once, side by side, and what cannot be drawn is not in them."""
+"""A start compiles each program once, in parallel, and greedy programs contain no sampling code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import slow_but
 
 @pytest.fixture
 def compiled():
-    """How often each program was compiled, by name."""
+    """Count how often each program is compiled, by name."""
     counts = collections.Counter()
 
     def listen(event, seconds, fun_name="", **_):
@@ -32,7 +32,7 @@ def compiled():
 
 
 def session(vocab, rows=2):
-    """A pair that no other test has, so that nothing of it is compiled."""
+    """Return a pair that no other test uses, so that none of its programs is compiled yet."""
     target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=vocab), (), max_positions=256)
     rule = LoadedRule(verify.mars())
     return Session(target=target, drafter=drafters.load("ngram", target), rule=rule, batch_size=rows)
@@ -47,12 +47,12 @@ def test_each_program_is_compiled_once(compiled, loop):
     name = {"run": "run", "stream": "jitted_step", "queue": "advance"}[loop]
     new = {k: n - before.get(k, 0) for k, n in compiled.items()}
     assert new[f"jit({name})"] == 1, new
-    assert new["jit(_start)"] <= 2, new  # of all rows, and of one that comes later
+    assert new["jit(_start)"] <= 2, new  # one for all rows, and one for a row that starts later
     assert done
 
 
 def test_a_queue_is_compiled_when_it_is_asked_for_and_not_while_it_runs(compiled):
-    """As many requests as rows, more of them, and samples of one prompt: each compiles what the others did not."""
+    """Run a request per row, then more requests than rows, then several samples of a prompt. Each compiles more."""
     made = session(43)
     for prompts, samples in (([[1, 2, 3], [1, 2, 4]], 1), ([[1, 2], [4], [5, 6]], 1), ([[1, 2, 3], [2]], 2)):
         requests = mj.make_requests(made.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4)
@@ -65,7 +65,7 @@ def test_a_queue_is_compiled_when_it_is_asked_for_and_not_while_it_runs(compiled
 
 @pytest.mark.slow
 def test_greedy_requests_compile_nothing_of_drawing():
-    """And give the tokens of a program that can draw."""
+    """The greedy program also gives the tokens of a program that can sample."""
     made = session(41)
 
     def program(temperature):

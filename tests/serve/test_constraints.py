@@ -1,4 +1,4 @@
-"""Constraints from requests to texts: against transformers with a processor that masks, `re` and `jsonschema`."""
+"""Constraints from requests to completions. Oracles: transformers with a masking processor, `re` and `jsonschema`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target():
 
 
 def by_transformers(target, constraint, count):
-    """Greedy tokens of PyTorch, each masked by what the texts of the constraint may begin with."""
+    """Return greedy tokens of PyTorch, masked to the tokens that keep a prefix valid under the constraint."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
     ids = torch.tensor([target.encode(TEXT)])
@@ -57,7 +57,7 @@ def by_transformers(target, constraint, count):
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_path):
-    """Mixed with free rows, by drafts of each kind, refilled, and by the command; every text is what it is to be."""
+    """Mix constrained and free rows with each kind of draft, with refilled rows, and in the command."""
     jsonschema = pytest.importorskip("jsonschema")
     free = mj.generate(target, "none", TEXT, **OPTIONS).tokens[0]
     schema, pattern = constraints.json_schema(SCHEMA), constraints.regex(PATTERN)
@@ -80,7 +80,7 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
     cut = mj.generate(target, "ngram", TEXT, json_schema=SCHEMA, max_new_tokens=12).completions[0]
     assert cut.finish_reason == "length" and cut.tokens == wanted[0][:12]
     assert schema.automaton.begins(cut.text.encode()) and not schema.automaton.matches(cut.text)
-    # Forced text is drafted, so an n-gram draft is taken where there is nothing to look up.
+    # Forced text is drafted, so an n-gram draft is accepted even if no n-gram matches.
     assert found.completions[0].metrics.steps < len(wanted[0])
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
@@ -112,8 +112,11 @@ def test_texts_end_where_nothing_may_follow_also_without_a_stop_token(target):
 
 @pytest.mark.slow
 def test_a_stream_says_the_same_and_log_probs_are_of_which_law_they_say(target):
-    """Streamed while rows refill, the pieces are the text; `log_prob` is the raw target's, `processed_log_prob` that of
-    what may follow: of two choices one token decides, and what is certain has the probability 1."""
+    """Streamed pieces join to the completion while rows refill, and log-probabilities belong to the documented laws.
+
+    `log_prob` is the raw target's; `processed_log_prob` is that of the constrained law. One token decides between
+    the two choices, and tokens after it have probability 1.
+    """
     options = {"constraint": [constraints.choice(["a cat", "a dog"]), None], "temperature": 1.0, **OPTIONS}
     found = mj.generate(target, "ngram", [TEXT] * 2, log_probs=True, **options).completions
     said = ["", ""]
@@ -135,7 +138,7 @@ def test_a_stream_says_the_same_and_log_probs_are_of_which_law_they_say(target):
 
 @pytest.mark.slow
 def test_a_head_that_drafts_from_a_vocabulary_of_its_own_changes_no_text():
-    """The embedded EAGLE-3 head: greedy texts are those without a draft, and some of what it drafts is taken."""
+    """With the embedded EAGLE-3 head, greedy text equals decoding without a draft, and some drafts are accepted."""
     target = mj.load("tiny/target", dtype="float32")
     options = {"constraint": [constraints.json_schema(SCHEMA), None], **OPTIONS}
     want = mj.generate(target, "none", [TEXT] * 2, **options).tokens
@@ -148,7 +151,7 @@ def test_a_head_that_drafts_from_a_vocabulary_of_its_own_changes_no_text():
 
 @pytest.mark.slow
 def test_a_mesh_changes_nothing(target):
-    """Rows and vocabulary divided."""
+    """Both rows and vocabulary are sharded."""
     options = {"constraint": [constraints.json_schema(SCHEMA), None] * 2, **OPTIONS}
     want = mj.generate(target, "ngram", [TEXT] * 4, **options).tokens
     divided = mj.load("tiny/draft", dtype="float32", mesh=parse_mesh("data=2,model=2"))

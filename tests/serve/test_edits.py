@@ -1,4 +1,4 @@
-"""Biases, bans and penalties from requests to tokens, against transformers."""
+"""Biases, bans and penalties from requests to tokens, compared with transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "Once upon a time"
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
-    """With a bias, a ban and a repetition penalty; side by side with a row that has none, refilled, by the command."""
+    """Apply a bias, a ban and a repetition penalty, next to a row without edits, in refilled rows, and in the CLI."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     target = mj.load("tiny/draft", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")

@@ -1,4 +1,4 @@
-"""The fingerprint of weights: theirs wherever they are, and another one where they or what they mean differ."""
+"""Fingerprints of weights: independent of the mesh, and different if the weights or their config differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_does_not_depend_on_the_mesh(kind):
 @pytest.mark.parametrize("expert", range(4))
 def test_every_one_of_a_few_experts_counts(expert):
     experts = WEIGHTS["experts"].copy()
-    experts[expert] *= 1.01  # training changes all rows of what it changes
+    experts[expert] *= 1.01  # training changes every row of an array
     assert fingerprint(WEIGHTS | {"experts": experts}) != fingerprint(WEIGHTS)
 
 

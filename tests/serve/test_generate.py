@@ -1,4 +1,4 @@
-"""Text to text, against PyTorch transformers with the same checkpoint."""
+"""`generate`, compared with PyTorch transformers on the same checkpoint."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A random checkpoint without a tokenizer."""
+    """Save a random checkpoint without a tokenizer, and load it."""
     path = tmp_path_factory.mktemp("api") / "target"
     hub.save(path, CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
     return mj.load(str(path))
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_those_of_transformers(target):
 @pytest.mark.parametrize("rule", ["exact", "mars"])
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, rule):
-    """Raw, after temperature, and after the filters, at every new token of a ragged batch."""
+    """Compare values before and after temperature, and after the filters, at every new token of a ragged batch."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path)
@@ -104,7 +104,7 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
 
 @pytest.mark.slow
 def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
-    """Over several batches, each prompt decodes as it would with its own number alone."""
+    """Over several batches, each prompt decodes as in a call with only its own number."""
     options = {"max_new_tokens": 24, "ignore_eos": True, "batch_size": 2}
     thetas = [0.2, 0.9, np.inf]
     together = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=thetas), **options)
@@ -196,7 +196,7 @@ def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
 
 @pytest.mark.slow
 def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch):
-    """And what the host fetches of a step, it fetches when that many later ones are on their way."""
+    """The host fetches the result of a step once `ahead` later steps are dispatched."""
     options = {"max_new_tokens": [24, 3, 17], "temperature": [0.0, 1.0, 0.7], "ignore_eos": True}
     requests = mj.make_requests(target, PROMPTS, **options)
     given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, serving.fetch
@@ -216,7 +216,7 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
             Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=len(requests)).stream(requests)
         )
         timeless = lambda done: done and dataclasses.replace(done, seconds=0.0)  # noqa: E731
-        # As text, in which NaN is itself.
+        # Compare strings, since NaN does not equal NaN as a float.
         return repr([dataclasses.replace(e, completion=timeless(e.completion)) for e in made]), len(given)
 
     monkeypatch.setattr(decode, "jitted_step", step)
@@ -228,7 +228,7 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
         found, taken = events(ahead)
         assert found == plain
         assert taken == steps + ahead
-        # One look at the first state, then one at each step, and one more where rows end.
+        # One fetch of the first state, one per step, and one more when rows end.
         assert sorted(set(fetched)) == [0, *range(1 + ahead, steps + ahead + 1)]
 
 
@@ -317,14 +317,14 @@ def test_stories260k_in_every_rule_equals_transformers_at_temperature_zero(stori
 
 @pytest.fixture(params=["tiny/target", pytest.param("stories260k", marks=pytest.mark.slow)])
 def words(request):
-    """A tokenizer of bytes, and one of sentencepiece that falls back to them."""
+    """Load a target with a byte-level tokenizer, and one with a sentencepiece tokenizer that falls back to bytes."""
     if request.param == "stories260k":
         return request.getfixturevalue("stories")
     return mj.load(request.param)
 
 
 def test_a_character_cut_in_two_reads_the_same_streamed_and_whole(words):
-    """Bytes of an emoji, and then of half an emoji."""
+    """Feed the bytes of an emoji, then those of half an emoji."""
     emoji = words.encode("the \N{GRINNING FACE}")[-4:]
     assert len(emoji) == 4 and words.decode(emoji).strip() == "\N{GRINNING FACE}"
     detokenizer = Detokenizer(words, words.encode("Once upon a time"))
@@ -333,7 +333,7 @@ def test_a_character_cut_in_two_reads_the_same_streamed_and_whole(words):
 
 
 def test_detokenized_pieces_join_to_the_text(words):
-    """Multi-byte characters, spaces at joints, and tokens of one byte each."""
+    """The text has multi-byte characters, spaces at joints, and tokens of one byte each."""
     whole = "Once upon a time, a café in Tōkyō \N{SNOWMAN} had  two   spaces.\nThe end"
     ids = words.encode(whole)
     for cut in (1, 3, len(ids) - 1):

@@ -1,4 +1,4 @@
-"""The typed options of `generate` are the fields of `Request`, what the docstring names, and what is taken."""
+"""The typed options of `generate` equal the fields of `Request`, the documented names, and the accepted arguments."""
 
 import dataclasses
 import inspect
@@ -10,15 +10,15 @@ from mars_jax.serve.options import CallOptions, Options
 from mars_jax.serve.requests import make_requests
 
 GIVEN = {"prompt", "messages", "prompt_tokens", "id"}
-"""Fields of `Request` that say what is asked, and are no options."""
+"""Fields of `Request` that hold its input and are not options."""
 MAKE = {"banned_tokens": "logit_bias", "relax_constrained": "constraint"} | dict.fromkeys(
     ("regex", "json_schema", "choice", "allowed_tokens"), "constraint"
 )
-"""Options without a field of their own, and the field that each becomes."""
+"""Options without a field of the same name, and the field that each sets."""
 
 
 def keywords(function):
-    """Names of the arguments that are given by name, without `**options`."""
+    """Return the names of the keyword-only arguments, without `**options`."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
 

@@ -1,4 +1,4 @@
-"""Requests through a few rows: each gets what it would get alone, and no row waits."""
+"""Queues: requests that share a few rows decode as in separate batches, and no row idles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draft(target):
 
 @pytest.mark.slow
 def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
-    """As many as rows are free begin at once and the others later; each is what its request gets alone."""
+    """Some samples begin at once, as rows are free, and others later; each equals its request in a batch of one."""
     options = {
         "samples": 4,
         "temperature": 1.0,
@@ -49,7 +49,7 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
 
     monkeypatch.setattr(decode, "start", counted)
     found = mj.generate(target, draft, WORDS[:3], batch_size=3, **options)
-    assert read == [3, 1, 1, 1]  # rows that only fill the batch, which read nothing, and each prompt
+    assert read == [3, 1, 1, 1]  # first the filler rows, which read nothing, then each prompt
     assert len({tuple(tokens) for tokens in found.tokens[4:8]}) == 4
     requests = [completion.request for completion in found.completions]
     assert [request.seed for request in requests] == list(range(5, 17))
@@ -59,7 +59,7 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
     thetas = verify.mars(theta=[0.1, 0.5, np.inf])
     rowwise = mj.generate(target, draft, WORDS[:3], batch_size=3, **options | {"verify": thetas})
     assert rowwise.tokens[8:] == found.tokens[8:] and rowwise.tokens != found.tokens
-    # No two share a seed, given or not.
+    # All seeds differ, with or without a given seed.
     for seed in ({}, {"seed": 0}):
         made = mj.make_requests(target, WORDS, samples=2, temperature=1.0, max_new_tokens=4, **seed)
         assert [one.seed for one in made] == list(range(2 * len(WORDS)))
@@ -81,8 +81,10 @@ PAIRS = {
 
 @pytest.mark.parametrize("pair", slow_but(PAIRS, "hash, ngram"))
 def test_what_prompts_begin_with_is_read_once(pair, monkeypatch):
-    """Two beginnings by turns, as of two system prompts: each is read once, and every request gets what it would
-    alone, up to rounding in the log-probabilities."""
+    """Prompts alternate between two beginnings, like two system prompts. Each beginning is read once.
+
+    Every request gives the result of a separate batch, up to rounding in the log-probabilities.
+    """
     make, draft = PAIRS[pair]
     target = make()
     rng = np.random.default_rng(0)
@@ -91,7 +93,7 @@ def test_what_prompts_begin_with_is_read_once(pair, monkeypatch):
     read, start, extend = [], decode.start, decode.extend
 
     def began(decoder, params, given):
-        if len(given.length) == 1:  # others only fill the batch
+        if len(given.length) == 1:  # larger batches only hold filler rows
             read.append(int(given.length[0]))
         return start(decoder, params, given)
 
@@ -116,7 +118,7 @@ def test_what_prompts_begin_with_is_read_once(pair, monkeypatch):
 
 
 def test_a_prompt_that_spoils_its_row_spoils_no_other(target):
-    """What is read next does not go on from a row whose caches hold what is no number."""
+    """The next prompt does not reuse a row whose caches hold non-finite values."""
     bad = 50
     params = {**target.params, "embed": target.params["embed"].at[bad].set(np.nan)}
     params["unembed"] = target.params["embed"]
@@ -143,7 +145,7 @@ def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch
         room = weights + rows * memory.row_bytes(made)
         monkeypatch.setattr(memory, "_bytes_of", lambda device, room=room: room)
         assert memory.default_rows(made) == max(int(rows), 1)
-    # The gate and the product of a wide layer, for a prompt that is read at once.
+    # The gate and the product of a wide layer, for a prompt that is read in one forward.
     width, length = 2**20, state.tokens.shape[1]
     wide = dataclasses.replace(target, config=dataclasses.replace(target.config, intermediate_size=width))
     assert memory.row_bytes(dataclasses.replace(made, target=wide)) > 2 * 4 * length * width
@@ -151,7 +153,7 @@ def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch
 
 
 def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
-    """One token's embedding is no number, and the prompt that has it is the first of its row."""
+    """The embedding of one token is NaN, and the prompt that contains it is the first in its row."""
     ids = [target.encode(text) for text in WORDS[:3]]
     bad = next(i for i in range(50, 400) if not any(i in row for row in ids))
     params = {**target.params, "embed": target.params["embed"].at[bad].set(np.nan)}
@@ -169,11 +171,11 @@ def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
 
 
 def test_eight_samples_of_a_long_prompt_read_it_about_once():
-    """Tokens that the target reads, counted where they go in: at most 1.3 of one reading of a prompt of 512."""
+    """Count the tokens of the target's forwards: at most 1.3 times one reading of a prompt of 512."""
     model, read = fake.hash_model(vocab_size=11, agree=0.9), []
 
     def forward(params, tokens, visible, cache):
-        # A chunk of prefill; a step has two nodes.
+        # Count only chunks of prefill; a step has two nodes.
         if tokens.shape[1] > 8:
             jax.debug.callback(lambda: read.append(tokens.shape[0] * tokens.shape[1]))
         return model.forward(params, tokens, visible, cache)

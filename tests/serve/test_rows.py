@@ -35,7 +35,7 @@ def write(path, *numbers, **options):
 
 
 def refusal(path, **options):
-    """The sentence that refuses the file, which stays as it was."""
+    """Return the message of the error that rejects the file, and check that the file is unchanged."""
     before = path.read_bytes()
     with pytest.raises(MarsError) as caught:
         open_file(path, **options)
@@ -47,7 +47,7 @@ def test_each_row_is_synced_before_the_next(path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes().count(b"\n")))
     write(path, 0, 1, 2)
-    # The settings and the name of their file come before any row.
+    # The settings and their file's name are synced before any row.
     assert synced == [0, 0, 1, 2, 3]
 
 

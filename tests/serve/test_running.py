@@ -1,4 +1,7 @@
-"""One row that goes on: every request and every turn says what it says afresh, and reads only what is new."""
+"""`Running`, one row that is kept between requests.
+
+Every request and every turn gives the tokens of a fresh state, and only new tokens are read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ DRAFTS = {
     "dflash:tiny/dflash": {},
 }
 SAID = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]
-# A turn is forgotten but for its first word when the next one comes, as templates forget thoughts.
+# When the next turn arrives, the template keeps only the first word of earlier turns, as templates drop thoughts.
 FORGETFUL = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content.split()[0] }}
 {% endfor %}[assistant]"""
@@ -42,7 +45,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def forgetful(tmp_path_factory):
-    """The embedded target with a template that writes earlier turns differently."""
+    """Load the embedded target with a template that writes earlier turns differently."""
     path = tmp_path_factory.mktemp("forgetful") / "target"
     shutil.copytree(hub.outline("tiny/target").path, path)
     (path / "chat_template.jinja").write_text(FORGETFUL)
@@ -51,12 +54,12 @@ def forgetful(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """A buffer as wide as that of the fresh runs, which then share what is compiled."""
+    """Set the buffer to the width of the fresh runs, so that both share compiled programs."""
     monkeypatch.setattr(runnings, "WIDTH", 64)
 
 
 def afresh(target, drafter, prompts, rule=None, **options):
-    """The completion of a state that has read the whole prompt."""
+    """Return the completion of a state that has read the whole prompt."""
     events = Session.of(target, drafter, rule).stream(make_requests(target, prompts, **options))
     return list(events)[-1].completion
 
@@ -87,7 +90,7 @@ def test_a_conversation_says_what_it_says_afresh(target, draft):
         assert answer.tokens == fresh.tokens and answer.text.strip() == chat.messages[-1]["content"]
         prompt = answer.request.prompt_tokens
         assert prompt == fresh.request.prompt_tokens and len(prompt) < 56
-        # One more of a head that reads the target, and the last token of what was said is in no cache.
+        # A head that reads the target reads one more token, and the last token of an answer is in no cache.
         new = len(prompt) - common(prompt, held)
         assert new - 1 <= chat.read <= new + 1 and (turn == 0 or chat.read < len(prompt) - len(held) // 2)
         held = [*prompt, *answer.tokens]
@@ -107,7 +110,7 @@ def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
         assert chat.read == len(prompt) - 1 - same
         held = [*prompt, *answer.tokens]
         reads.append((same, chat.read))
-    assert reads[1][0] < reads[2][0]  # what has been cut once stays
+    assert reads[1][0] < reads[2][0]  # a turn that has been shortened stays so
 
 
 @pytest.mark.slow
@@ -168,7 +171,7 @@ def test_a_buffer_that_is_full_grows(target):
 
 @pytest.mark.slow
 def test_requests_of_all_kinds_take_turns(target):
-    """Sampled and greedy, with stop strings and without, of one token and of many, by one rule and by another."""
+    """Mix sampled and greedy requests, with and without stop strings, short and long, under two rules."""
     running = Running(session(target, "eagle:tiny/eagle3", verify.mars(theta=0.9)))
     asked = [
         {"prompts": "Once upon a time", "temperature": 0.8, "seed": 3},
@@ -188,7 +191,7 @@ def test_requests_of_all_kinds_take_turns(target):
 
 @pytest.mark.slow
 def test_a_request_that_needs_another_program_goes_on_over_the_same_caches(target):
-    """Penalties and constraints, which a state without them has no room for."""
+    """Penalties and constraints need fields that a state without them lacks."""
     running = Running(session(target))
     for options in ({}, {"repetition_penalty": 1.3}, {"regex": " there[a-z ]*"}, {}):
         options |= {"prompts": "Once upon a time", "max_new_tokens": 10}
@@ -220,7 +223,7 @@ def test_a_conversation_refuses_what_generate_refuses(target):
 
 
 class Scripted:
-    """A stand-in for `Running` that answers each turn with the words "one two three", an event each."""
+    """Stand-in for `Running` that answers each turn with the words "one two three", one event per word."""
 
     def __init__(self):
         self.session = SimpleNamespace(
@@ -275,7 +278,7 @@ def test_a_stream_that_its_caller_drops_is_kept_as_far_as_it_was_read():
         break
     assert contents(chat) == ["a", "one"]
     events = chat.stream("b")
-    chat.say("c")  # nothing of the turn "b" was read
+    chat.say("c")  # no event of the turn "b" was read
     events.close()
     assert contents(chat) == ["a", "one", "c", "one two three"]
 

@@ -1,4 +1,4 @@
-"""A session: what it compiles once, and that its batches are what `generate` gives."""
+"""Sessions: they compile each shape once, and their batches equal `generate`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WORDS = ("the sea", "a story", "of the sun")
 
 @pytest.fixture
 def pair():
-    target = target_of("float32", None, None)  # whose one layer compiles soon
+    target = target_of("float32", None, None)  # its single layer compiles quickly
     return Session(target=target, drafter=drafters.load("ngram", target, num_draft_tokens=3), batch_size=2)
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The batches that are compiled, as they are."""
+    """Record the batches that are compiled."""
     found = []
 
     def counting(session, requests, stream, compiled=sessions.Session._compile):
@@ -71,7 +71,7 @@ def test_each_shape_is_compiled_once(pair, compiled):
         with_theta = pair.using(verify.load("mars", theta=theta))
         for batch in with_theta.batches(asked):
             batch.session.run(batch.requests)
-    assert len(compiled) == 1  # thresholds and batches of one width share it
+    assert len(compiled) == 1  # thresholds and batches of one width share a program
     pair.run(asked[:2])
     assert len(compiled) == 2  # another rule
     assert list(pair.stream(asked[:2])) and compiled[-1]["stream"]
@@ -135,7 +135,7 @@ def test_a_loaded_drafter_knows_its_trained_length(tmp_path, spec):
         "sprinter",
         "trispec",
         "via_sd",
-    ):  # they name a small model, and prefer one in their own directory
+    ):  # these name a small model, and prefer one in their own directory
         small = shutil.copytree(tiny / "draft", directory / "tiny" / "draft")
     fields = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 100}))

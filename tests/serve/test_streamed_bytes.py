@@ -1,4 +1,4 @@
-"""Streamed text of arbitrary bytes against the text of all tokens at once, for both ways to write bytes as tokens."""
+"""Streamed text of arbitrary bytes, for both ways to write bytes as tokens. Oracle: the text of all tokens at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHARACTERS = ["é", "€", "🙂", "\N{REPLACEMENT CHARACTER}", "a"]
 
 
 def byte_level():
-    """A tokenizer whose tokens are bytes, written as printable characters, as for GPT-2, Llama 3 and Qwen."""
+    """Return a tokenizer whose tokens are bytes, written as printable characters, as for GPT-2, Llama 3 and Qwen."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     names = dict(zip([*visible, *hidden], map(chr, [*visible, *range(256, 256 + len(hidden))]), strict=True))
@@ -36,7 +36,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """A tokenizer with words, and bytes for the characters that it lacks, as for Llama 2 and Gemma."""
+    """Return a tokenizer of words, with bytes for missing characters, as for Llama 2 and Gemma."""
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581cat", "dog", SPECIAL]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     made = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -61,7 +61,7 @@ def pretrained(kind):
 
 
 def bytes_of(text):
-    """Byte tokens of a text: in both vocabularies the number of a byte is its token id."""
+    """Return the byte tokens of a text. In both vocabularies the token id of a byte is its value."""
     return list(text.encode())
 
 
@@ -97,7 +97,7 @@ def test_the_pieces_join_to_the_text_of_all_tokens(kind, prompt):
                 chunk = []
         pieces.append(detokenizer.feed(chunk, last=True))
         before, whole = target.decode(prompt), target.decode([*prompt, *tokens])
-        # Where an invalid byte follows a prompt that ends in bytes, `tokenizers` would replace the prompt's characters.
+        # If an invalid byte follows a prompt that ends in bytes, `tokenizers` would replace the prompt's characters.
         expected = whole.removeprefix(before) if whole.startswith(before) else target.decode(tokens)
         assert "".join(pieces) == expected
 

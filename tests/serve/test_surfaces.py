@@ -1,7 +1,7 @@
-"""Every way to ask for texts gives what a loop over the target in PyTorch gives, one token at a time.
+"""Every entry point gives the completions of a loop over the target in PyTorch that decodes one token at a time.
 
-Each request has settings of its own: limits, stop tokens and strings, biases, bans, penalties, constraints, and
-filters that leave one token to draw. The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
+Each request has its own limits, stop tokens and strings, biases, bans, penalties, constraints, and filters that leave
+one token to draw. The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROWS: tuple[dict[str, Any], ...] = (
 
 
 class Wanted(NamedTuple):
-    """What a request is to get."""
+    """Expected result of a request."""
 
     tokens: list[int]
     text: str
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
 
 @functools.cache
 def asked() -> tuple[list[str], dict[str, list[Any]]]:
-    """The prompts, and options of one value for each."""
+    """Return the prompts, and options with one value per prompt."""
     free = [by_hand({**row, "max_new_tokens": 20}) for row in ROWS]
     rows = [dict(row) for row in ROWS]
     for row, found in zip(rows, free, strict=True):
@@ -82,7 +82,7 @@ def asked() -> tuple[list[str], dict[str, list[Any]]]:
     }
     names = dict.fromkeys(name for row in rows for name in row)
     options = {name: [row.get(name, usual.get(name)) for row in rows] for name in names}
-    # What is constrained is strict by itself.
+    # Constrained rows are strict by default.
     options["strict"] = [not (row.get("regex") or row.get("choice")) for row in rows]
     return prompts, options
 
@@ -96,14 +96,14 @@ def wanted() -> list[Wanted]:
 
 @functools.cache
 def model() -> tuple[Any, Any, list[str]]:
-    """PyTorch's target, its tokenizer, and the text of each token."""
+    """Return PyTorch's target, its tokenizer, and the text of each token."""
     made = transformers.AutoModelForCausalLM.from_pretrained(world().target, dtype="float32")
     words = transformers.AutoTokenizer.from_pretrained(world().target)
     return made, words, [words.decode([i]) for i in range(made.config.vocab_size)]
 
 
 def by_hand(row: Mapping[str, Any]) -> Wanted:
-    """The text of one request: the target's best token that may follow, as often as there may be one more."""
+    """Decode one request: append the target's best allowed token until the request ends."""
     target, words, texts = model()
     prompt = words(row["prompt"])["input_ids"]
     said: list[int] = []
@@ -133,7 +133,7 @@ def by_hand(row: Mapping[str, Any]) -> Wanted:
 
 
 def edited(raw: np.ndarray, row: Mapping[str, Any], prompt: list[int], said: list[int]) -> np.ndarray:
-    """Biases and bans, the repetition penalty of transformers, and OpenAI's penalties of what was said."""
+    """Apply biases, bans, transformers' repetition penalty, and OpenAI's penalties of generated tokens."""
     z = raw.copy()
     for token, value in (row.get("logit_bias") or {}).items():
         z[token] += value
@@ -270,7 +270,7 @@ def test_texts_are_those_of_a_loop_over_the_target(surface):
 
 
 def test_the_requests_meet_what_they_are_for():
-    """Texts that end by each reason, settings that change a text, and words that are cut."""
+    """Some completions end by each reason, some settings change a completion, and some stop strings cut words."""
     prompts, options = asked()
     free = [by_hand({"prompt": prompt, "max_new_tokens": 20}) for prompt in prompts]
     for row, (one, plain) in enumerate(zip(wanted(), free, strict=True)):

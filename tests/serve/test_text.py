@@ -1,4 +1,4 @@
-"""Stop strings: the tokens of transformers, the text before them, and the same however a text is decoded."""
+"""Stop strings: the tokens of transformers, and the text before the stop string, for every way of decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mars_jax.serve.session import Session
 from mars_jax.serve.text import RowText
 
 PROMPTS = ("Once upon a time", "The cat", "A big dog ran to", "One day, Tim")
-# In the middle of words, over several tokens, and at their ends; the last one never comes.
+# They occur inside words, over several tokens, and at the ends of words; the last one never occurs.
 STOPS = [["ily."], [" the ", "and"], [". He"], ["xyzzy"]]
 
 
@@ -25,7 +25,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def want(target):
-    """(new tokens, text of them) of transformers."""
+    """Return the new tokens of each prompt, from transformers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
     found = []
@@ -55,7 +55,7 @@ def test_the_tokens_are_those_of_transformers(target, want):
 
 @pytest.mark.slow
 def test_however_it_is_decoded_the_text_ends_before(target, want, capsys):
-    """Side by side, refilled, streamed, and by the command."""
+    """Decode in a batch, in refilled rows, as a stream, and with the command."""
     draft = drafters.load("ngram", target, num_draft_tokens=3)
     options = {"max_new_tokens": 60, "stop_strings": STOPS}
     wide = mj.generate(target, draft, PROMPTS, **options)
@@ -70,7 +70,8 @@ def test_however_it_is_decoded_the_text_ends_before(target, want, capsys):
             assert found.finish_reason == ("stop" if i < 3 else "length")
             assert not any(stop in found.text for stop in stops)
         assert texts[i] == wide.text[i] == narrow.text[i]
-        # A space at the joint is the tokenizer's own affair; up to the first stop string it is the text of the tokens.
+        # The space at the joint depends on the tokenizer. Up to the first stop string, the text is that of the
+        # tokens.
         whole = target.decode(tokens)
         cut = min([whole.index(stop) for stop in stops if stop in whole], default=len(whole))
         assert texts[i].strip() == whole[:cut].strip()
@@ -80,7 +81,7 @@ def test_however_it_is_decoded_the_text_ends_before(target, want, capsys):
 
 @pytest.mark.slow
 def test_a_row_that_has_said_a_stop_string_makes_room(target):
-    """The steps that are taken are few, and log-probabilities end with the tokens."""
+    """It takes few steps, and log-probabilities end with the tokens."""
     long = {"max_new_tokens": 200, "ignore_eos": True, "batch_size": 2, "log_probs": True}
     free = mj.generate(target, "none", PROMPTS * 2, **long)
     stopped = mj.generate(target, "none", PROMPTS * 2, stop_strings=" the ", **long)
