@@ -1,4 +1,4 @@
-"""Chat templates whose work is bounded: they give the text of Jinja's sandbox, and hostile ones are refused at once."""
+"""Bounded chat templates: they render the same text as Jinja's sandbox, and hostile ones are refused quickly."""
 
 from __future__ import annotations
 

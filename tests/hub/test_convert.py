@@ -1,4 +1,4 @@
-"""A conversion loads as its source onto any mesh, appears complete or not at all, and is refused when damaged."""
+"""Conversions: they load like their source onto any mesh, appear complete or not at all, and are refused if damaged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Without a dtype, loaded weights equal the file's dequantised ones up to the rounding of bfloat16.
+"""The default dtype: loaded weights equal the dequantised weights of the file up to bfloat16 rounding.
 
-Oracles: numpy for packed numbers, the package gguf for its blocks, PyTorch for float8.
+Oracles: numpy for packed integers, the package gguf for its blocks, PyTorch for float8.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_packed(
     folder, method, *, config=CONFIG, plain=(), packs=("proj",), permuted="-", tiny="-", scales=np.float16,
     settings=None, extra=(),
 ):  # fmt: skip
-    """Write a checkpoint with packed matrices. Return its weights, and the names of those to keep in 4 bits."""
+    """Write a checkpoint with packed matrices. Return its weights and the names of those that stay in 4 bits."""
     save(folder, config, init_params(config, jax.random.key(0), scale=0.3))
     draw, stored, meant, exact = np.random.default_rng(0), {}, {}, set()
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -94,7 +94,7 @@ def write_packed(
 
 
 def write_gguf(path):
-    """Write a file with a matrix of every kind. Return its weights, and the names of those in 4 bits."""
+    """Write a GGUF file with a matrix of every type in `KINDS`. Return its weights and the names of the 4-bit ones."""
     draw = np.random.default_rng(0)
 
     def data(name, shape):
@@ -120,7 +120,7 @@ def write_gguf(path):
 
 
 def write(name, folder):
-    """Write the checkpoint of a case. Return its path, its weights and the names of those to keep in 4 bits."""
+    """Write the checkpoint of a case. Return its path, its weights and the names of those that stay in 4 bits."""
     if name == "GGUF":
         return folder / "model.gguf", write_gguf(folder / "model.gguf")[0], set()
     if name in scaled_files.HOW:
@@ -130,7 +130,7 @@ def write(name, folder):
 
 
 def check(params, config, meant, exact):
-    """Compare every array with the weights it stands for, and its form with the names to keep in 4 bits."""
+    """Assert that every array equals its expected weights, and that exactly the weights in `exact` are `Int4`."""
     for leaf, rows in leaves(config).items():
         weight = get(params, leaf.path)
         assert isinstance(weight, Int4) == (leaf.name in exact), leaf.name

@@ -1,4 +1,4 @@
-"""Checkpoints by name from a server that speaks the hub's protocol, through huggingface_hub itself."""
+"""Checkpoints fetched by name with huggingface_hub, from a local server that implements the hub's protocol."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(server, tmp_path, monkeypatch):
-    """A row of the table whose GGUF file is on the server."""
+    """Add a row to `MODELS` whose GGUF file is on the server, and return it."""
     content = write(tmp_path / FILE, "llama").read_bytes()
     server.repositories[REPOSITORY] = {FILE: content, "README.md": b"read me"}
     row = ModelRow(
@@ -62,7 +62,7 @@ def test_a_short_name_is_downloaded_once_and_needs_no_network_afterwards(server,
     assert not any("README" in path for _, path, _ in server.asked)
     assert is_here("small") and is_here(REPOSITORY)
     server.asked.clear()
-    monkeypatch.setattr(hashlib, "file_digest", None)  # it is compared once
+    monkeypatch.setattr(hashlib, "file_digest", None)  # the digest is compared only once
     assert resolve(REPOSITORY) == resolve("small", weights=False)
     assert digest_of(resolve("small").read_bytes()) == small.sha256
     assert server.asked == []
@@ -86,7 +86,7 @@ def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monk
         resolve("small")
     assert not is_here("small")
     assert not [f for f in Path(constants.HF_HUB_CACHE).rglob("*") if f.is_file() and f.stat().st_size > 4096]
-    monkeypatch.setitem(MODELS, "small", small)  # as it is mended, it is fetched again
+    monkeypatch.setitem(MODELS, "small", small)  # with the correct digest, the file is downloaded again
     assert digest_of(resolve("small").read_bytes()) == small.sha256
 
 
@@ -174,7 +174,7 @@ def test_a_mistyped_short_name_is_told_from_a_path():
 
 @pytest.mark.slow
 def test_a_pair_is_downloaded_decoded_and_decoded_again_offline(server, tmp_path):
-    """By the command, whose process reads HF_ENDPOINT. The text is that of the same checkpoints by their paths."""
+    """Run the command in a subprocess, which reads HF_ENDPOINT. Oracle: the output for the same checkpoints by path."""
     for name in ("target", "draft"):
         server.repositories[f"owner/{name}"] = of_directory(assets.path(f"tiny/{name}"))
 

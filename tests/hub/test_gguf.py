@@ -1,4 +1,4 @@
-"""GGUF files against transformers, which reads the same ones into PyTorch."""
+"""GGUF files. Oracle: transformers, which loads the same files into PyTorch."""
 
 import shutil
 import subprocess
@@ -33,7 +33,7 @@ def their_logits(path):
     transformers.utils.logging.set_verbosity_error()
     how = {"gguf_file": path.name}
     config = transformers.AutoConfig.from_pretrained(str(path.parent), **how)
-    # It leaves both at their values in the published sizes, whatever the file says.
+    # transformers keeps both at the values of the published sizes and ignores those of the file.
     config.head_dim = WIDTH
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = WIDTH
@@ -63,7 +63,7 @@ def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):
 
 @pytest.mark.parametrize("times", [None, 1.0, 0.5])
 def test_yarns_attention_is_scaled_as_llama_cpp_scales_it(tmp_path, monkeypatch, times):
-    """Its attn_factor multiplies what YaRN has by itself, 1 + 0.1 ln(factor), and does not stand in its place."""
+    """attn_factor multiplies YaRN's own attention factor, 1 + 0.1 ln(factor), instead of replacing it."""
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
     scaling |= {} if times is None else {"attn_factor": times}
     monkeypatch.setitem(OWN, "llama", {f"rope.scaling.{key}": value for key, value in scaling.items()})
@@ -95,8 +95,7 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
 
 
 def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
-    """As Q4_K_M has it: values and half of the rest in Q6_K. The package has no quantiser for either, so the bytes are
-    random."""
+    """Mix Q4_K and Q6_K as Q4_K_M does. The package gguf cannot quantise to either type, so the bytes are random."""
     draw = np.random.default_rng(0)
 
     def data(name, shape):
@@ -118,7 +117,7 @@ def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
     assert isinstance(ours.params["embed"], Int8)
     want = our_logits(whole)
     moved, in_8 = (np.abs(our_logits(t) - want).mean() for t in (ours, mj.load(str(path), dtype="int8")))
-    assert moved < in_8 < 0.03 * want.std()  # channels in 8 bits are what it loses at all
+    assert moved < in_8 < 0.03 * want.std()  # all of the loss comes from the 8-bit channels
 
 
 _MEASURE = """
@@ -140,7 +139,7 @@ print(stay, (largest() - before) / stay)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_little_more_than_the_weights_that_stay():
-    """The peak excludes imports. Mapping the file, or reading it whole, took 1.9 times the weights."""
+    """Measure peak memory without imports. Mapping the file, or reading it whole, took 1.9 times the weights."""
     program = [sys.executable, "-c", _MEASURE, str(smollm2())]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     stay, ratio = map(float, done.stdout.split())
@@ -190,7 +189,7 @@ def test_a_truncated_file_is_named(tmp_path, size):
 
 
 def test_a_count_beyond_the_end_of_the_file_is_refused(tmp_path):
-    """The reader of the package gguf continues past the end of the file."""
+    """The reader of the package gguf would continue past the end of the file."""
     path = write(tmp_path / "model.gguf", "llama")
     data = path.read_bytes()
     path.write_bytes(data[:8] + (2**60).to_bytes(8, "little") + data[16:])
@@ -233,9 +232,9 @@ class TestSmolLM2:
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")
     def test_logits_and_greedy_tokens_are_those_of_transformers(self):
-        """A ragged batch by autoregression, n-grams, and chains and trees of a head that was not trained.
+        """Decode a ragged batch by autoregression, with n-grams, and with chains and trees of an untrained head.
 
-        `scripts/smollm2/parity.py` does it for a hundred.
+        `scripts/smollm2/parity.py` does the same for a hundred prompts.
         """
         torch = pytest.importorskip("torch")
         pytest.importorskip("accelerate")
@@ -271,7 +270,7 @@ class TestSmolLM2:
         out = jax.jit(target.model.forward)(
             target.params, tokens, seen, target.model.init_cache(*tokens.shape)
         )
-        # Sums of float32 over 30 layers in another order, of logits up to 30.
+        # The tolerance covers another order of float32 sums over 30 layers; logits reach 30.
         np.testing.assert_allclose(
             target.model.unembed(target.params, out.hidden)[0], logits, atol=2e-3, rtol=0
         )
@@ -290,7 +289,7 @@ class TestSmolLM2:
 
     @pytest.mark.slow
     def test_the_head_that_ships_drafts_and_changes_nothing(self):
-        smollm2()  # skips where it is not installed
+        smollm2()  # skips the test if the package is not installed
         target = mj.load("smollm2", dtype="float32")
         prompts = ["Write a short story about a fox.", "What is the capital of France?"]
         plain = mj.generate(target, "none", prompts, chat=True, max_new_tokens=40)

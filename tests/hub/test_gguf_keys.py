@@ -1,4 +1,4 @@
-"""Metadata of GGUF files that changes the forward pass: computed with, or refused by name.
+"""GGUF metadata that changes the forward pass: each key is either supported or refused by name.
 
 Meanings and defaults: `llama_model::load_hparams` in ggml-org/llama.cpp, src/llama-model.cpp.
 """
@@ -11,7 +11,7 @@ from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from tests.helpers.gguf_files import WIDTH, write
 
-# Architecture, key, a value that changes nothing, and one that changes the forward pass.
+# Architecture, key, a neutral value, and a value that changes the forward pass.
 KEYS = [
     ("llama", "attention.causal", True, False),
     ("llama", "attention.scale", WIDTH**-0.5, 0.125),

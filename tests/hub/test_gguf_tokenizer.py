@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against those that their metadata was written from: ids, texts, vocabularies."""
+"""Tokenizers of GGUF files. Oracle: the tokenizers that the metadata was written from (ids, text, vocabulary)."""
 
 import io
 import json
@@ -41,7 +41,7 @@ TEXTS = (*HARD, *(story.strip() for story in stories()[:40]))
 
 
 def tokens_of(path, model, tokens, types, **more):
-    """A file that holds a tokenizer and no tensor."""
+    """Write a GGUF file with a tokenizer and no tensors, and return its path."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -56,7 +56,7 @@ def tokens_of(path, model, tokens, types, **more):
 
 
 def byte_level(path, tokenizer, pre, **more):
-    """A file with the metadata that llama.cpp's converter writes for a tokenizer.json, an unused row at its end."""
+    """Write the metadata that llama.cpp's converter writes for a tokenizer.json, with an unused row at the end."""
     data = json.loads(tokenizer.to_str())
     added = {token["id"]: 3 if token["special"] else 4 for token in data["added_tokens"]}
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
@@ -67,7 +67,7 @@ def byte_level(path, tokenizer, pre, **more):
 
 
 def pieces(path, processor, **more):
-    """A file with the metadata that llama.cpp's converter writes for a sentencepiece model."""
+    """Write the metadata that llama.cpp's converter writes for a sentencepiece model, and return the path."""
     every = range(processor.get_piece_size())
     types = [
         2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
@@ -108,7 +108,7 @@ def test_the_packages_own_tokenizer_comes_back(tmp_path):
     assert [getattr(made, name) for name in named[:3]] == [getattr(theirs, name) for name in named[:3]]
 
 
-# As the tokenizer.json of each family has them.
+# The patterns in the tokenizer.json of each family.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 ORIGINAL = {
@@ -123,7 +123,7 @@ ORIGINAL["deepseek-r1-qwen"] = ORIGINAL["qwen2"]
 
 
 def divider(pre):
-    """What a family's tokenizer.json has as its pre-tokenizer."""
+    """Return the pre-tokenizer of a family's tokenizer.json."""
     if pre in ORIGINAL:
         parts = [pre_tokenizers.Split(Regex(ORIGINAL[pre]), "isolated")]
     elif pre == "deepseek-coder":
@@ -139,7 +139,7 @@ def divider(pre):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Merges that were learned without a division into words, so that every division shows."""
+    """Return a vocabulary and merges trained across word boundaries, so that any wrong split changes the ids."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     anything = pre_tokenizers.Split(Regex(r".{1,12}|\s+"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -157,7 +157,7 @@ def trained():
 def test_every_division_into_words_is_that_of_its_family(tmp_path, trained, pre):
     vocab, merges = trained
     whole = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
-    # Without the last merges their tokens are found as whole words alone, where a family looks for these.
+    # Tokens of the dropped merges can only match as whole words, in the families that look up whole words first.
     own = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=whole))
     own.pre_tokenizer, own.decoder = divider(pre), decoders.ByteLevel()
     if pre == "qwen2":
@@ -192,14 +192,14 @@ def test_a_sentencepiece_model_comes_back(tmp_path):
     file = Path(shared) / "checkpoints" / "stories260k" / "tokenizer.model"
     own = sentencepiece.SentencePieceProcessor(model_file=str(file))
     made = read_tokenizer(pieces(tmp_path / "model.gguf", own))
-    # The model drops spaces next to others, which neither the metadata nor llama.cpp knows of.
+    # The model collapses runs of spaces. The metadata does not record this, and llama.cpp does not do it.
     texts = [re.sub(" +", " ", text).strip(" ") for text in TEXTS]
     assert_equal(made, lambda text: [1, *own.encode(text)], lambda ids: own.decode(ids[1:]), texts)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_pieces_merge_by_score_as_in_sentencepiece(tmp_path, prefix):
-    """With a space in front, as Llama 2 has it, and without, as Gemma, whose runs of spaces are tokens of their own."""
+    """Test with a leading space (Llama 2) and without one (Gemma, which has tokens for runs of spaces)."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for story in stories()[:60] for line in story.splitlines()]),
@@ -225,7 +225,7 @@ def test_pieces_merge_by_score_as_in_sentencepiece(tmp_path, prefix):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2s_ids_are_those_of_transformers_reader(tmp_path):
-    """But for the pre-tokenizer, where it takes GPT-2's, and SmolLM2's own tokenizer.json has single digits as well."""
+    """Replace the pre-tokenizer: transformers uses GPT-2's, but SmolLM2's tokenizer.json also splits single digits."""
     pytest.importorskip("torch")
     import transformers
 

@@ -1,4 +1,4 @@
-"""Every published layout of an EAGLE head loads alike, and what is wrong with one is said in one sentence."""
+"""EAGLE heads: every published layout loads, and a malformed head gets a one-sentence error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from mars_jax.models.weights import build_rows
 V, W, E, INNER = 61, 20, 32, 44
 TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_layers=9, num_heads=4)
 RNG = np.random.default_rng(0)
-# All that a loader asks of a target's weights.
+# The only target weights that the loader reads.
 TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
-NEAR = np.asarray(TARGET_PARAMS["embed"]) * 1.01  # the target's, but for more than the rounding of any dtype
+NEAR = (
+    np.asarray(TARGET_PARAMS["embed"]) * 1.01
+)  # the target's embedding, off by more than the rounding of any dtype
 IDS = np.sort(RNG.permutation(V)[:W])
 
 FIELDS_1 = {
@@ -56,13 +58,13 @@ def layer(name: str, inner: int) -> dict[str, np.ndarray]:
 
 
 def eagle_1() -> dict[str, np.ndarray]:
-    """The tensors of yuhuili's EAGLE heads."""
+    """Return random tensors in the layout of yuhuili's EAGLE heads."""
     own = {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]), "fc.weight": random(E, 2 * E)}
     return own | layer("layers.0", E) | {"fc.bias": random(E)}
 
 
 def eagle_3() -> dict[str, np.ndarray]:
-    """The tensors of yuhuili's EAGLE-3 heads."""
+    """Return random tensors in the layout of yuhuili's EAGLE-3 heads."""
     tensors = layer("midlayer", 2 * E) | {"fc.weight": random(E, 3 * E), "lm_head.weight": random(W, E)}
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
         tensors[f"{name}.weight"] = random(E)
@@ -86,7 +88,7 @@ def load(directory, **kwargs):
 
 
 def assert_layer(ours, tensors, name) -> None:
-    """Every tensor of the layer is where `models.eagle` looks for it."""
+    """Assert that every tensor of the layer is where `models.eagle` looks for it."""
     short = {"input_layernorm": "embed_norm", "post_attention_layernorm": "mlp_norm"}
     for key, value in tensors.items():
         if key.startswith(f"{name}."):
@@ -270,7 +272,7 @@ def test_float16_becomes_bfloat16_and_a_rounded_copy_is_a_copy(tmp_path, kind):
     assert hub.load_eagle(tmp_path, TARGET, large)[0].own_embed
 
 
-# What bad input gets.
+# Bad input.
 
 
 def message(call, *args, **kwargs) -> str:
@@ -334,7 +336,7 @@ def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):
     assert "of a target of at least 5, not of 4" in text
 
 
-# The layout of the speculators library, of which RedHatAI's heads are.
+# The layout of the speculators library, used by RedHatAI's heads.
 
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
@@ -357,7 +359,7 @@ def speculators():
 
 @pytest.mark.parametrize("states", [None, [2, 4, 6], [1, 5, 9]])
 def test_a_head_of_speculators_loads(tmp_path, states):
-    """Its layers are numbered by what they read, so that the usual ones are EAGLE's own."""
+    """Its layer ids count hidden states, so each is one above EAGLE's layer number. The default layers are the same."""
     norm = {"input_norm.weight": random(3 * E)} if states else {}
     tensors, said = speculators() | norm, {"norm_before_fc": True, "norm_output": True} if states else {}
     config, params = load(publish(tmp_path, tensors, SPECULATORS | said | {LAYERS: states}))

@@ -1,4 +1,4 @@
-"""Checkpoints that contradict themselves, lead elsewhere or hold no numbers: one sentence that names what is wrong."""
+"""Hostile checkpoints: contradictions, paths out of the directory and non-numeric values get a one-sentence error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_index_that_leads_out_of_its_directory_is_refused_by_its_entry(saved,
     file = shard(saved, kind)[1]
     index = next(saved.glob("*.index.json"))
     entry = where.format(file, parent=saved.parent)
-    (saved / file).rename(saved.parent / file)  # it would load
+    (saved / file).rename(saved.parent / file)  # without the check it would load
     (saved / "sub").mkdir()
     data = json.loads(index.read_text())
     data["weight_map"] = {name: entry if f == file else f for name, f in data["weight_map"].items()}

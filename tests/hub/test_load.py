@@ -1,4 +1,4 @@
-"""Every layout of a checkpoint loads alike, and what is wrong with one is said in one sentence."""
+"""Checkpoints: every layout loads alike, and a malformed checkpoint gets a one-sentence error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_dtype_none_is_the_checkpoints_own(saved, tmp_path, params):
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
     checkpoint = hub.load(hub.save(tmp_path / "low", CONFIG, low))
     assert_equal(checkpoint.params, low)
-    # The suite runs on CPU, where caches are float32 whatever the weights are.
+    # The suite runs on CPU, where caches are always float32.
     assert checkpoint.model.init_cache(1, 4).k[0].dtype == jnp.float32
 
 
@@ -212,7 +212,7 @@ def test_what_a_family_cannot_express_names_the_value(tmp_path, data, fields, ex
     assert expected in message(hub.read_config, tmp_path)
 
 
-# What bad input gets.
+# Bad input.
 
 
 def test_a_missing_path_and_a_file_are_named(tmp_path, saved):

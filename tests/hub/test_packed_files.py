@@ -1,6 +1,6 @@
-"""Checkpoints in 4 bits as AWQ, GPTQ and compressed-tensors pack them.
+"""Checkpoints packed in 4 bits by AWQ, GPTQ and compressed-tensors.
 
-`packed_by_others.npz` is what the packages themselves made of random matrices [32, 64] in groups of 32: AutoAWQ 0.2.9
+Oracle: `packed_by_others.npz`, which these packages wrote from random matrices [32, 64] in groups of 32: AutoAWQ 0.2.9
 (`dequantize_gemm` of random bits), AutoGPTQ 0.7.1 (`QuantLinear.pack`), compressed-tensors 0.20.0 (`pack_to_int32`).
 """
 
@@ -56,7 +56,7 @@ def test_groups_that_are_no_neighbours_are_dequantised():
     plain = read(pieces, "gptq")
     tensor = read(pieces | {"model.up.g_idx": on_disk(group)}, "gptq")
     assert tensor.blocks is None and tensor.group is None
-    # Inputs that keep their group keep their weights.
+    # Weights of inputs that stay in their group do not change.
     same = group == np.arange(64) // 32
     np.testing.assert_array_equal(tensor.read()[:, same], weight[:, same])
     assert not np.array_equal(tensor.read(), plain.read())
@@ -88,10 +88,10 @@ def test_other_forms_are_refused(tmp_path, change):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_pieces_of_no_one_matrix_are_refused(method):
-    """Each of them cut, emptied or flattened: where it is found, or where it is read."""
+    """Cut, empty or flatten each piece. The error is raised when the piece is found or when it is read."""
     for cut in (lambda x: x[:1], lambda x: x[:0], lambda x: x.reshape(-1), lambda x: x[..., :1]):
         for name in by_others(method)[0]:
-            if name.endswith("weight_shape"):  # which nothing needs
+            if name.endswith("weight_shape"):  # not needed to read the weights
                 continue
             pieces, weight = by_others(method)
             array = cut(pieces[name].read())
@@ -99,7 +99,7 @@ def test_pieces_of_no_one_matrix_are_refused(method):
                 continue
             try:
                 tensor = read(pieces | {name: on_disk(array)}, method)
-                if tensor.shape == weight.shape:  # else the table of weights refuses it
+                if tensor.shape == weight.shape:  # a wrong shape is refused later, by the table of weights
                     tensor.read()
                     raise AssertionError((name, array.shape))
             except MarsError as error:

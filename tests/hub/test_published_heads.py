@@ -1,7 +1,7 @@
-"""The heads that docs/heads.md says load: their config.json, and their tensors by name and full-size shape.
+"""Heads that docs/heads.md lists as loadable: their config.json, and the names and full-size shapes of their tensors.
 
-No weight is there; what is compared is every shape that the published layouts have with every shape that the head of
-that target is to have. Sources of the layouts: SafeAILab/EAGLE `cnets.py`, sgl-project/SpecForge and
+The tests use no weights. They compare every shape of the published layout with the shape that the loader expects for
+the head's target. Sources of the layouts: SafeAILab/EAGLE `cnets.py`, sgl-project/SpecForge and
 vllm-project/speculators.
 """
 
@@ -21,8 +21,8 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 class Head(NamedTuple):
     target: str
     layout: str
-    inner: int  # of the MLP
-    heads: tuple[int, int]  # of queries, and of keys and values; 128 wide
+    inner: int  # width of the MLP
+    heads: tuple[int, int]  # query heads, key-value heads; each 128 wide
     drafted: int = 32000
     layer: str = "llama"
 
@@ -46,7 +46,7 @@ HEADS = {
 
 
 def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a layout, as its own code makes them."""
+    """Return the tensor shapes of a head's layout, as the code of that layout defines them."""
     new = head.layout != "eagle1"
     queries, groups = (128 * n for n in head.heads)
     layer = {
@@ -74,7 +74,7 @@ def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
 
 
 def said(head: Head, wide: int, vocab: int) -> dict[str, Any]:
-    """config.json."""
+    """Return the fields of the head's config.json."""
     layer = {
         "hidden_size": wide,
         "intermediate_size": head.inner,

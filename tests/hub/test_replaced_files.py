@@ -1,4 +1,4 @@
-"""Files that change at their paths: a process reads what a new process would read, and never mixes two versions."""
+"""Files that are replaced while a process runs: it reads the current version and never mixes two versions."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_a_replaced_gguf_file_is_read_again(tmp_path):
 
 
 def swap_tokens(path):
-    """Exchange the ids of two tokens, which leaves the size of the file."""
+    """Return the file with the ids of two tokens swapped, which keeps its size."""
     data = json.loads(path.read_text())
     vocab = data["model"]["vocab"]
     first, second = "\u0120upon", "\u0120time"

@@ -1,4 +1,4 @@
-"""RoPE settings of published configs are read as transformers reads them; contradictory settings are refused."""
+"""RoPE settings of published configs. Oracle: transformers. Contradictory settings are refused."""
 
 from __future__ import annotations
 

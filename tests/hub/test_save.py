@@ -1,4 +1,4 @@
-"""A saved model is what transformers loads, and saving is all or nothing."""
+"""Saved models: transformers loads them, and saving is all or nothing."""
 
 from __future__ import annotations
 
@@ -89,11 +89,13 @@ def test_a_config_that_the_family_cannot_express_is_refused(tmp_path):
         hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0)))
 
 
-OTHER = dataclasses.replace(BASE, rope=Rope(theta=500.0))  # the same shapes, so a mixture would load
+OTHER = dataclasses.replace(
+    BASE, rope=Rope(theta=500.0)
+)  # the same shapes as BASE, so mixed files would load
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """An exception that simulates the death of the process."""
 
 
 @pytest.mark.parametrize("completed", [0, 1])

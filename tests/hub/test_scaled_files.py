@@ -1,4 +1,4 @@
-"""Checkpoints in 8 bits beside their scales are the models of the weights that PyTorch makes of them."""
+"""8-bit checkpoints with separate scales. Oracle: the weights as PyTorch dequantises them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_block_far_larger_than_its_matrix_takes_no_memory(tmp_path):
 
 @pytest.mark.parametrize("plain", ["mlp.up_proj", "input_layernorm"])
 def test_scales_beside_what_is_in_no_8_bits_are_refused(plain, tmp_path):
-    """Weights that were dequantised already would be scaled twice."""
+    """Refuse scales of unquantised weights: weights that are already dequantised would be scaled twice."""
     write(tmp_path / "scaled", "whole")
     name = f"model.layers.1.{plain}"
     for file in (tmp_path / "scaled").glob("*.safetensors"):

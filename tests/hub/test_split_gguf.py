@@ -1,4 +1,4 @@
-"""GGUF files that llama.cpp's gguf-split divided. Oracle: the whole file of the same weights, from the package gguf."""
+"""GGUF files split by llama.cpp's gguf-split. Oracle: one file with the same weights, from the package gguf."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ def part(folder, number, count=3):
 
 
 def write_parts(folder, **options):
-    """Three parts of 8, 8 and 5 tensors."""
+    """Write three parts of 8, 8 and 5 tensors."""
     write(folder / "model.gguf", "llama", split_max_tensors=8, **options)
     assert sorted(file.name for file in folder.iterdir()) == [part(folder, i).name for i in (1, 2, 3)]
 
@@ -56,7 +56,7 @@ def swap(folder):
 
 
 def mix(folder):
-    """Replace the second part by one of another division, which repeats tensors of the first."""
+    """Replace the second part with one of a different split, which repeats tensors of the first part."""
     (folder / "others").mkdir()
     write(folder / "others" / "model.gguf", "llama", split_max_tensors=10)
     shutil.copy(part(folder / "others", 2), part(folder, 2))

@@ -1,4 +1,4 @@
-"""Weights go straight to their devices: the same as read whole, and nothing is read that no device here needs."""
+"""Streamed loading: shards equal those of a whole read, and only rows that local devices need are read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_shards_equal_those_of_the_model_read_whole(saved, monkeypatch, dtype, a
 
 
 def test_without_shardings_params_stay_where_jit_puts_them(saved):
-    """Committed to a device, they could not be used beside arrays on a mesh."""
+    """Params committed to one device could not be combined with arrays on a mesh."""
     assert not hub.load(saved).params["embed"]._committed
     device = SingleDeviceSharding(jax.devices()[3])
     shardings = jax.tree.map(lambda _: device, hub.load(saved).params)
@@ -54,7 +54,7 @@ def test_without_shardings_params_stay_where_jit_puts_them(saved):
 
 
 class Here:
-    """A sharding of which this process has only some parts, as on several hosts."""
+    """A sharding with only some parts on this process, as on several hosts."""
 
     def __init__(self, *indices):
         self.indices = indices
@@ -85,7 +85,7 @@ def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, bits):
     index = slice(1, 2), slice(3, 8), slice(2, 4)
     made = stream.read_array(parts, (3, 10, 4), "float32", sharding=Here(index), bits=bits)
     assert asked == [(1, 3, 5), (1, 5, 7), (1, 7, 8)]
-    # The scale of a channel is of all its weights, wherever they are stored.
+    # The scale of a channel covers all its weights, including those stored on other hosts.
     expected = [quantize(whole).values[index], quantize(whole).scale[index[:-1]]] if bits else [whole[index]]
     for array, want in zip(made, expected, strict=True):
         [part] = array.parts.values()
