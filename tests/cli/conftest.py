@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with a tokenizer, and the command line called in the test's process."""
+"""Fixtures: tiny random checkpoints with a tokenizer, and the command line called in the test's process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_tokenizer(directory: Path, corpus: str, merges: int) -> int:
 def write_checkpoint(
     directory: Path, *, seed: int, corpus: str = "a story of the sea and the sun", merges: int = 12
 ):
-    """Write a random llama of one layer."""
+    """Write a random one-layer llama checkpoint and return its directory."""
     vocab_size = write_tokenizer(directory, corpus, merges)
     config = ModelConfig(
         vocab_size=vocab_size,
@@ -72,7 +72,7 @@ def draft(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def foreign(tmp_path_factory):
-    """Write a checkpoint with another tokenizer."""
+    """Return a checkpoint with another tokenizer."""
     return write_checkpoint(
         tmp_path_factory.mktemp("cli") / "foreign", seed=0, corpus="numbers 0123456789", merges=9
     )
@@ -80,7 +80,7 @@ def foreign(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def eagle(target, tmp_path_factory):
-    """Write a random EAGLE head of the target."""
+    """Return a random EAGLE head for the target."""
     layer = hub.read_config(target)
     head = EagleConfig(
         version=1,
@@ -95,7 +95,7 @@ def eagle(target, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def medusa(target, tmp_path_factory):
-    """Write three random Medusa heads of the target."""
+    """Return three random Medusa heads for the target."""
     of = hub.read_config(target)
     heads = MedusaConfig(num_heads=3, num_layers=1, hidden_size=of.hidden_size, vocab_size=of.vocab_size)
     params = medusa_layers.init_params(heads, jax.random.key(3), scale=0.3)

@@ -1,4 +1,4 @@
-"""A flag that the others make pointless is refused, by name and with the cure."""
+"""Flags without effect: they are refused by name, with the fix."""
 
 from __future__ import annotations
 

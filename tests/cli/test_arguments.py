@@ -1,4 +1,4 @@
-"""Flags: their values, their defaults and a help that does not load jax."""
+"""Flags: values, defaults, and help that does not load jax."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_trees_are_static_or_dynamic():
 
 @pytest.fixture
 def printed(capsys, monkeypatch):
-    """What flags print that end the program, in a terminal of 80 columns."""
+    """Return a function that returns the output of a flag that exits, such as --help, at 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def printed(*flags):
@@ -110,7 +110,7 @@ def test_the_short_help_fits_one_screen(printed):
     assert len(lines) <= 60 and max(map(len, lines)) <= 80 and len(flags_in(text)) <= 30
     titles = [line for line in lines if re.fullmatch(r"\w+:", line)]
     assert titles == ["models:", "rule:", "sampling:", "input:", "output:", "examples:"]
-    assert text.count("(") == text.count(")")  # cut where a sentence ends
+    assert text.count("(") == text.count(")")  # help is cut only at sentence ends
     assert "--help-all explains all" in lines[-1]
 
 

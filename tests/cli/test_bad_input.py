@@ -1,4 +1,4 @@
-"""Checkpoints and prompts that cannot work: one sentence, exit code 2, and no file written."""
+"""Invalid checkpoints and prompts: a one-sentence error, exit code 2, and no file written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def edit_weights(directory, change):
 
 @pytest.fixture
 def refused_unwritten(refused, tmp_path):
-    """`refused` with an --output, which must not appear."""
+    """Return `refused` with an --output flag added; the output file must not be created."""
 
     def call(*argv):
         output = tmp_path / "rows.jsonl"
@@ -152,7 +152,7 @@ def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tm
     made = hub.convert(target, tmp_path / "made")
     file = max(made.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1  # the last bit of some weight, which changes no text
+    data[len(data) // 2] ^= 1  # lowest bit of a weight; the output text does not change
     file.write_bytes(data)
     assert "is damaged, its checksum differs" in refused_unwritten("--target", made, "hello")
     assert run("--target", made, "--no-check", *FEW, "hello").code == 0
@@ -188,7 +188,7 @@ def test_an_output_that_exists(refused, target, tmp_path):
 
 
 CLEAR = "\x1b[2J\x9b31m\u202e"
-"""Clears a terminal, colours it and turns its text round."""
+"""Control characters that clear the terminal, set a colour and reverse the text direction."""
 
 
 @pytest.mark.parametrize("where", ["path", "tensor", "key", "template", "command"])

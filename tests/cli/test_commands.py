@@ -1,4 +1,4 @@
-"""`python -m mars_jax` and `mars-jax`: the commands by name."""
+"""The commands of `python -m mars_jax` and `mars-jax`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_command_says_its_version(capsys, name):
 def test_generate_alone_is_a_module_of_its_own_too():
     found = {name: importlib.util.find_spec(f"mars_jax.{name}") for name in commands.COMMANDS}
     modules = [name for name, one in found.items() if one and not one.submodule_search_locations]
-    assert modules == ["generate"]  # mars_jax.models is a package, which does not run
+    assert modules == ["generate"]  # mars_jax.models is a package and cannot be run
 
 
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])
@@ -114,7 +114,7 @@ def test_the_table_of_drafters(capsys):
     assert code == 0 and [row["name"] for row in json.loads(out)] == list(specs.DRAFTERS)
 
 
-# Values that are not there.
+# Empty values.
 
 
 def _flags_with_values():
@@ -131,7 +131,7 @@ def _flags_with_values():
 
 @pytest.mark.parametrize("form", ["two words", "one word"])
 def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form):
-    """As `--target "$UNSET"`."""
+    """Test the arguments that `--target "$UNSET"` passes."""
     for command, flag in _flags_with_values():
         given = [flag, ""] if form == "two words" else [f"{flag}="]
         code, out, err = call(capsys, *command, *given)
@@ -142,7 +142,7 @@ def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form)
         )
 
 
-# Names that are nearly right.
+# Misspelt names.
 
 
 @pytest.mark.parametrize(

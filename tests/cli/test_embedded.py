@@ -1,4 +1,4 @@
-"""A command that names no model takes the family inside the package."""
+"""The embedded models: the default of a command that names no model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files that users name and that are none: pipes and devices, which may never end, directories, and sparse ones."""
+"""Paths that are not regular files: pipes and devices, which may never end, directories, and huge sparse files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = {
 @pytest.fixture(autouse=True)
 def _no_waiting():
     def ended(*_):
-        raise KeyboardInterrupt  # which no handler takes for a file that cannot be read
+        raise KeyboardInterrupt  # not mistaken for a read error by any handler
 
     before = signal.signal(signal.SIGALRM, ended)
     signal.alarm(5)

@@ -1,4 +1,4 @@
-"""Commands on a disk that takes no more: one sentence, exit code 2, and nothing half-written under a final name."""
+"""Commands on a full disk: a one-sentence error, exit code 2, and no partial file under a final name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_a_bug_while_a_full_disk_is_handled_keeps_its_traceback(hides):
 
 
 def test_an_error_of_the_system_is_judged_by_its_number():
-    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL)  # the name of the file is the sentence
+    # The file is named like the error message of a full disk.
+    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL)
     with pytest.raises(FileNotFoundError):
         command(lambda argv: argparse.Namespace(output="out"), lambda args, out: raising(missing)(), [])
 
@@ -102,7 +103,7 @@ COMMANDS = {
         "--output", "{to}/head",
     ),
 }  # fmt: skip
-"""Bytes that a file may have, and the command."""
+"""For each case: the file size limit in bytes, and the command line."""
 
 
 @pytest.mark.slow

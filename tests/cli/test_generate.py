@@ -1,4 +1,4 @@
-"""The command as a user runs it, on a tiny random checkpoint."""
+"""The generate command as a user runs it, on a tiny random checkpoint."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_streamed_text_is_that_of_the_device_loop(run, target):
         streamed.out == whole.out == "\n".join(text if text.endswith("\n") else text + "\n" for text in texts)
     )
     assert "tokens/s" in streamed.err and "tokens/s" in whole.err
-    # Rows of one batch come out one after the other as well.
+    # Rows of one batch are also printed one after the other.
     assert run(*argv, "--batch-size", "2").out == streamed.out
 
 
@@ -109,7 +109,7 @@ def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
 
 @pytest.mark.slow
 def test_a_sampled_draft_is_its_own_targets_equal(run, target):
-    """With draft and target the same model p / q is 1, so rejection keeps every drafted token."""
+    """If draft and target are the same model, p / q is 1, so rejection keeps every drafted token."""
     argv = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", "3", "--ignore-eos"]
     argv += ["--json"]
     argv += ["--temperature", "0.9", "--top-k", "9", *FEW]
@@ -164,7 +164,7 @@ def test_a_draft_with_another_tokenizer_drafts_and_says_so(run, target, foreign,
 
 
 def test_a_row_stops_its_own_draft(run, target, tmp_path):
-    """At 0 nothing is drafted, by any distribution that leaves a doubt; the other row drafts on."""
+    """With draft_stop 0 a row drafts nothing unless the distribution is certain; the other row still drafts."""
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "the sea", "draft_stop": 0}\n{"prompt": "the sea"}\n')
     argv = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", "3", "--ignore-eos", *FEW]
@@ -233,7 +233,7 @@ def test_what_a_run_wrote_is_drafted_in_the_next_one(run, refused, target, tmp_p
     assert "there is no such file" in refused(*argv, "--draft", f"replay:{tmp_path / 'nowhere.jsonl'}")
 
 
-# Dies by SIGKILL half-way through writing its fourth row, which is the second one of a batch.
+# The process is killed by SIGKILL halfway through writing its fourth row, the second row of a batch.
 DIES = """
 import os, signal, sys
 write, count = os.write, 0
@@ -276,7 +276,7 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, ta
 
 @pytest.mark.slow
 def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target, draft, tmp_path):
-    """Paths stay, as where a checkpoint is trained on, and what is in them changes."""
+    """Change the weights or config at the same path, as further training of a checkpoint does."""
     ours, drafts = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))
     output = tmp_path / "rows.jsonl"
     argv = ["--target", ours, "--draft", f"model:{drafts}", *FEW, "--batch-size", 2, "--output", output]
@@ -285,7 +285,7 @@ def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target,
 
     def change(path, name):
         weights = load_file(path / "model.safetensors")
-        weights[name][-1] *= 1.01  # the last row alone
+        weights[name][-1] *= 1.01  # only the last row
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
     def edit(path):
@@ -307,12 +307,12 @@ def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target,
 
 
 def _root():
-    """Where `python -m mars_jax.generate` finds the package under test."""
+    """Return the directory from which `python -m mars_jax.generate` runs the package under test."""
     return Path(mars_jax.__file__).parent.parent
 
 
 def test_the_module_is_the_function_too(target):
-    """Importing the submodule puts it where the function was, so it has to answer as the function."""
+    """Importing the submodule replaces the function of the same name, so the module must be callable like it."""
     import mars_jax.generate
 
     pretrained = mars_jax.load(str(target))
@@ -344,7 +344,7 @@ def test_simulated_acceptance_gives_the_tau_and_says_what_the_text_is_worth(run,
     prompts = [f"the sea {i}" for i in range(8)]
     outcome = run(*models, "--tau", 2.5, "--ignore-eos", "--no-stream", "--max-new-tokens", 48, *prompts)
     assert outcome.code == 0 and "the text means nothing" in outcome.err
-    # 150 steps; the last step of each prompt is cut by the limit.
+    # About 150 steps. The token limit cuts the last step of each prompt.
     tau = float(outcome.err.partition("tau ")[2].split()[0])
     assert abs(tau - 2.5) < 0.35
     assert "--tau is 5, and this draft gives 4 tokens a step at most" in refused(

@@ -1,4 +1,4 @@
-"""Two processes of four CPU devices each decode what one process of eight does; if one dies, the other ends."""
+"""Several processes: two with four CPU devices each match one with eight; if one dies, the other ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
-    """A command line over eight devices."""
+    """Return the arguments of a command on eight devices."""
     folder = tmp_path_factory.mktemp("hosts")
     hub.save(folder / "model", CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
     prompts = [{"prompt_tokens": [1 + i, 2, 3, 1 + i, 2, 3, 1 + i]} for i in range(6)]
@@ -82,7 +82,7 @@ def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments
     arguments = [*arguments, "--max-new-tokens", "24"]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
-    # To a file as well, as if an earlier run had been interrupted after its first row.
+    # Also write to a file, as if an earlier run had been interrupted after its first row.
     file = tmp_path / "rows.jsonl"
     assert main([*arguments, "--output", str(file)]) == 0
     file.write_text(file.read_text().splitlines(keepends=True)[0])
@@ -99,7 +99,7 @@ def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments
 def test_a_process_that_is_killed_ends_the_others(arguments):
     long = [*[a for a in arguments if a != "--json"], "--max-new-tokens", "1900", "--json"]
     first, second = start_two(long)
-    assert first.stdout.readline()  # the first batch is through and the second is on its way
+    assert first.stdout.readline()  # the first batch is done and the second is running
     second.kill()
     _, errors = first.communicate(timeout=hosts.HEARTBEAT + 40)
     assert first.returncode not in (0, None), errors
@@ -111,11 +111,11 @@ STUDIES = {
     "benchmark": ("--verify exact --temperatures 0", "rows.jsonl"),
     "calibrate": ("--risk regret --bound 0.9 --confidence 0.5 --thetas 0.9 0.5", ""),
 }
-"""Of each command that measures: its flags, and a file of its folder; calibrate writes one file."""
+"""For each measuring command: its flags, and the file to read in its output folder ("": the output is a file)."""
 
 
 def study(folder, name):
-    """The findings of a study, without its times and how it was made."""
+    """Return the results of a study without times, date and provenance."""
     file = STUDIES[name][1]
     text = (folder / file).read_text() if file else folder.read_text()
     rows = [json.loads(line) for line in text.splitlines()] if file else [json.loads(text)]
@@ -141,7 +141,7 @@ def test_two_processes_measure_what_one_does(name, tmp_path):
     assert study(tmp_path / "two", name) == study(tmp_path / "one", name)
     assert printed[1][0] == "" and printed[0][0]
     if name == "benchmark":
-        # As if it had been killed: the second process knows of the first one's rows, and only the first one writes.
+        # Resume as if the run had been killed: both processes must skip the same rows, and only the first one writes.
         file = tmp_path / "two" / "rows.jsonl"
         rows = file.read_text().splitlines(keepends=True)
         file.write_text("".join(rows[:-3]))
@@ -178,7 +178,7 @@ def test_the_first_process_listens_where_it_was_told_and_nowhere_else():
         while not found and process.poll() is None:
             for table in ("/proc/net/tcp", "/proc/net/tcp6"):
                 sockets = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-                local = [fields[1].split(":") for fields in sockets if fields[3] == "0A"]  # that listen
+                local = [fields[1].split(":") for fields in sockets if fields[3] == "0A"]  # listening sockets
                 found |= {address for address, number in local if int(number, 16) == port}
             time.sleep(0.05)
         assert found in ({"0100007F"}, {"0000000000000000FFFF00000100007F"})
@@ -222,7 +222,7 @@ def test_what_is_put_on_a_mesh_is_fetched_as_it_was():
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path):
-    """A head, by checkpoints and logs that the first process writes."""
+    """Train a head. Only the first process writes checkpoints and logs."""
     text = tmp_path / "text.txt"
     text.write_text(
         "Once upon a time there was a cat. The cat sat on a mat and saw a dog. They ran home. " * 60
@@ -242,9 +242,8 @@ def test_two_processes_train_what_one_does(tmp_path):
 
     run([start(command("one", "one-work"), command="distill", devices=8)])
     run(start_two(command("two", "two-work"), command="distill"))
-    run(
-        start_two(command("again", "two-work"), command="distill")
-    )  # from the last checkpoint, and so the same
+    # This run resumes from the last checkpoint, so the head is identical.
+    run(start_two(command("again", "two-work"), command="distill"))
     logs = [
         [json.loads(line) for line in (tmp_path / f"{name}-work" / "log.jsonl").read_text().splitlines()]
         for name in ("one", "two")

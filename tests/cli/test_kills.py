@@ -1,4 +1,4 @@
-"""Commands that are killed at random and run again give the result of a whole run: see scripts/checks/kills.py."""
+"""Commands that are killed at random and rerun: same result as an uninterrupted run (scripts/checks/kills.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings that `generate --output` records, and rows that are those of one process."""
+"""Files of `generate --output`: the recorded settings, and parts that join to the rows of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings_of(*argv, prompts=("hello",)):
 
 @pytest.fixture
 def path(tmp_path):
-    """A file with a row of the run without flags."""
+    """Return a file with one row of a run without flags."""
     file = RowFile(tmp_path / "rows.jsonl", settings_of())
     file.start()
     file.append({"id": 0})
@@ -111,7 +111,7 @@ def timeless(path):
 
 
 def test_joined_parts_are_the_rows_of_one_process(decode):
-    """The command of the page joins them into a file that `--resume` accepts."""
+    """Join the parts with the command in docs/many-machines.md; `--resume` accepts the result."""
     whole = decode("whole.jsonl")
     parts = [decode(f"part-{number}.jsonl", "--part", f"{number}/3") for number in range(3)]
     assert [row["id"] for row in timeless(parts[1])] == [1, 4]

@@ -1,4 +1,4 @@
-"""A rule of the user's, in a file of its own, through the commands."""
+"""User-defined rules from a file, in generate, benchmark and calibrate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def thresholded(theta: float = 1.5):
     return EntropyGate(base=verify.exact(), entropy=jnp.float32(theta))
 '''
 NEVER, ALWAYS = 100.0, 0.0
-"""Nats that no entropy reaches, and that every one does."""
+"""Thresholds in nats: no entropy is above NEVER, and every entropy is above ALWAYS."""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_file_of_ones_own_decodes(run, pair, gates):
     assert [row["tokens"] for row in never] == [row["tokens"] for row in exact]
     assert sum(row["accepted_relaxed"] for row in never) == 0 < sum(row["accepted_relaxed"] for row in always)
     assert sum(row["steps"] for row in always) < sum(row["steps"] for row in exact)
-    # The default is that of the function's signature.
+    # The default comes from the function's signature.
     default = rows(run(*flags, *own))
     assert [row["tokens"] for row in default] == [
         row["tokens"] for row in rows(run(*flags, *own, "--rule-option", "entropy=1.5"))
@@ -85,7 +85,7 @@ def test_a_file_of_ones_own_decodes(run, pair, gates):
 
 @pytest.mark.slow
 def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
-    """A row has the same tokens in a batch of one as in any other batch."""
+    """Compare each row with a run of only that row: the tokens do not depend on the batch."""
     file = tmp_path / "p.jsonl"
     entropies = [ALWAYS, NEVER, None, 5.3, ALWAYS]
     lines = [{"prompt": "a story of", "seed": i % 2} for i in range(5)]
@@ -183,7 +183,7 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
     ours = arms["entropy_gate entropy=0"]
     assert ours["relaxed_share"] > 0 and ours["tau"] > arms["exact"]["tau"]
     assert f"rule {gates}:entropy_gate (entropy 0" in (tmp_path / "out" / "table.md").read_text()
-    # The same command goes on with its folder, and another rule does not.
+    # The same command may continue in its folder; a different rule setting is refused.
     assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     assert benchmark.main([str(x) for x in (*flags[:-1], "entropy=1", "--output", tmp_path / "out")]) == 2
 
@@ -231,7 +231,7 @@ def gate():
     return {made}
 """
 RAISES = "def low(self, evidence):\n        {} # here"
-"""A method whose second line fails."""
+"""Source of a method whose second line fails."""
 FAILURES = {
     "raise": (
         RAISES.format("raise ValueError('no\\nentropy')"),

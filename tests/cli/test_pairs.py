@@ -1,4 +1,4 @@
-"""`mars-jax models` and `mars-jax pairs`."""
+"""The commands `mars-jax models` and `mars-jax pairs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mars_jax.specs.models import MODELS, pairs
 
 @pytest.fixture
 def said(capsys):
-    """Call a command that succeeds; returns what it prints."""
+    """Return a function that calls a command, asserts that it succeeds, and returns its stdout."""
 
     def call(*argv):
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What surrounds every command: a stdout that is lost, libraries that are quiet, and lines while one waits."""
+"""Behaviour shared by all commands: an unwritable stdout, quiet libraries, and progress lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMAND = f"{sys.executable} -m mars_jax.generate --draft none --max-new-tokens 
 
 
 def shell(command, **environment):
-    """Run a line of bash from where the package under test is."""
+    """Run a bash command in the root directory of the package under test."""
     return subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=os.environ | environment
     )
@@ -45,7 +45,7 @@ def test_a_switch_of_kernels_that_is_none_is_refused_before_anything_loads(monke
 
 @pytest.mark.parametrize("platforms", slow_but(["cuda", "nonsense"], "nonsense"))
 def test_devices_that_are_not_there_are_one_sentence_of_every_command_and_of_load(platforms):
-    """In one process, since a start of JAX is what costs."""
+    """Run all calls in one process, since starting JAX is slow."""
     code = "import sys, mars_jax; from mars_jax.cli.commands import main\n"
     code += "codes = [main(['generate', '--verify', 'exact', 'hello']), main(['check'])]\n"
     code += "try: mars_jax.load('tiny/target')\nexcept mars_jax.MarsError as error: print('error:', error)\n"
@@ -70,7 +70,7 @@ def test_a_warning_is_one_line_on_stderr_with_any_filter(filters, capsys):
         assert capsys.readouterr() == ("text\n", "warning: the draft is odd\nwarning: the prompt is odd\n")
 
 
-# A stdout that is lost.
+# An unwritable stdout.
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -86,7 +86,7 @@ def test_a_full_disk_at_stdout_is_one_sentence(flags):
 
 @pytest.mark.slow
 def test_no_file_gets_the_number_of_a_closed_stdout(tmp_path):
-    """Libraries print to that number."""
+    """A file with descriptor 1 would receive the output of libraries that print to stdout."""
     found = shell(f"{COMMAND} 'the sea' --output {tmp_path / 'rows.jsonl'} >&-")
     assert found.returncode == 0 and (tmp_path / "rows.jsonl").read_text().count("\n") == 1
 
@@ -102,7 +102,7 @@ def test_closed_stdin_and_stderr_are_no_tracebacks():
 
 
 def without_platform():
-    """The environment of a user, who names no platform."""
+    """Return the environment of a user, without JAX_PLATFORMS, TPU_* and TF_CPP* variables."""
     return {
         k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS" and not k.startswith(("TPU_", "TF_CPP"))
     }
@@ -116,7 +116,7 @@ def test_libtpu_says_nothing_where_there_is_no_tpu(monkeypatch):
         pytest.skip("needs libtpu, and no TPU")
     command = [sys.executable, "-m", "mars_jax.generate", "--json", "--max-new-tokens", "4", "the sea"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without_platform())
-    # But for the lines of a slow compilation, which are ours.
+    # Ignore our own progress lines about a slow compilation.
     assert found.returncode == 0 and [s for s in found.stderr.splitlines() if "compiling" not in s] == []
     # A user can enable the output again.
     asked = without_platform() | {"TPU_STDERR_LOG_LEVEL": "0"}
@@ -124,7 +124,7 @@ def test_libtpu_says_nothing_where_there_is_no_tpu(monkeypatch):
     assert found.returncode == 0 and "TPU" in found.stderr
 
 
-# A constant that takes XLA two seconds to fold, at which its alarm rings as it does for a slow compilation.
+# A constant that XLA takes two seconds to fold, which triggers the same alarm as a slow compilation.
 ALARM = """
 import sys, threading, os
 {start}
@@ -174,7 +174,7 @@ def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, m
     assert quiet.may_have_tpu(tmp_path) is expected
 
 
-# Lines while one waits.
+# Progress lines.
 
 
 @pytest.fixture
@@ -189,12 +189,12 @@ def lines(capsys):
 def test_a_line_now_and_then_says_what_is_being_done(fast, capsys):
     with heartbeat():
         time.sleep(0.12)
-        assert lines(capsys) == []  # nothing has a name
+        assert lines(capsys) == []  # no activity is named yet
         with busy("loading"), activity.doing("compiling"):
             time.sleep(0.12)
     assert set(lines(capsys)) == {"loading ... (0 s); compiling ... (0 s)"}
     time.sleep(0.12)
-    assert lines(capsys) == []  # it ended
+    assert lines(capsys) == []  # the heartbeat has ended
 
 
 def test_a_spinner_says_how_far_what_goes_on_inside_is(capsys, monkeypatch):
@@ -219,7 +219,7 @@ def test_the_time_left_is_that_of_the_rows_done_in_this_run(monkeypatch):
 
 
 def slowly(monkeypatch, owner, name, seconds=0.2):
-    """Let a function take so long."""
+    """Delay every call of the function `owner.name` by `seconds`."""
     inner = getattr(owner, name)
 
     def slow(*args, **options):
@@ -247,7 +247,7 @@ def test_a_command_counts_the_prompts_that_it_tokenizes(run, target, fast, monke
 
 
 def test_a_compilation_names_itself(run, target, fast, monkeypatch):
-    """The heartbeat goes on while XLA compiles, from which nothing returns for minutes."""
+    """The heartbeat continues while XLA compiles, which can block the main thread for minutes."""
     slowly(monkeypatch, queue.Queue, "_first")
     outcome = run(
         "--target", target, "--draft", "none", "--max-new-tokens", 8, "--no-stream", "the sea", "a story"

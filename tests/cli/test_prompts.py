@@ -1,4 +1,4 @@
-"""Prompts files: valid contents, and the line number in the error for invalid ones."""
+"""Prompts files: valid contents are read, and errors name the line of an invalid row."""
 
 from __future__ import annotations
 

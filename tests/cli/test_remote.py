@@ -1,4 +1,4 @@
-"""Prompts from parquet, datasets and object stores; outputs that are URLs; and signals that end a run."""
+"""Prompts from parquet files, datasets and object stores; URLs as outputs; and signals that end a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = [
 
 @pytest.fixture
 def store():
-    """The URL of an empty folder."""
+    """Yield the URL of an empty in-memory folder."""
     import fsspec
 
     memory = fsspec.filesystem("memory")
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypat
     assert "day.parquet, row 0: id is of a type that JSON does not have" in message(f"{store}/day.parquet")
     assert f"there is no prompts file '{store}/none.jsonl'" in message(f"{store}/none.jsonl")
     assert "cannot be read (Protocol not known: nowhere): check the URL" in message("nowhere://b/in.jsonl")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     assert "needs a package (Please install gcsfs" in message("gs://bucket/in.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "needs the package pyarrow: pip install pyarrow." in message(tmp_path / "torn.parquet")
@@ -194,7 +194,7 @@ def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(number, word, run,
     [last] = [line for line in ended.stderr.splitlines() if line.startswith(word)]
     kept = (tmp_path / "out.jsonl").read_bytes()
     count = kept.count(b"\n")
-    # The main thread may end a row before the other one closes the file.
+    # The main thread may finish more rows before the other thread closes the file.
     assert 3 <= count < 7 and kept.endswith(b"\n")
     assert last == f"{word} with {count} of 7 rows in '{output}': run it again with --resume to continue."
 

@@ -1,4 +1,4 @@
-"""`generate` without prompts on a terminal: the same texts, turns over one cache, and a terminal that is a real one."""
+"""Interactive `generate`: same output as the library, chat turns that share one cache, and a real terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chatty(target, tmp_path_factory):
 
 @pytest.fixture
 def talk(monkeypatch, target):
-    """Run a session over these lines and return (stdout, stderr). The end of the lines is Ctrl-D; None is Ctrl-C."""
+    """Return a function that runs a session on `lines` and returns (stdout, stderr). None is Ctrl-C, the end Ctrl-D."""
 
     def told(*flags, lines, target=target):
         waiting = list(lines)
@@ -66,7 +66,7 @@ def talk(monkeypatch, target):
 
 
 def shown(text):
-    """As a terminal is given it: on lines of its own, and with nothing that would drive it."""
+    """Return text as the terminal shows it: control characters replaced, and a newline at the end."""
     return text.translate(_CONTROLS) + "\n" * (not text.endswith("\n"))
 
 
@@ -77,7 +77,7 @@ def test_a_line_is_a_prompt_of_its_own(talk, target):
     loaded = mj.load(str(target))
     texts = mj.generate(loaded, "ngram", prompts, max_new_tokens=8).text
     one, two, three = (shown(prompt + text) for prompt, text in zip(prompts, texts, strict=True))
-    # A line that is dropped and the end of the input leave the cursor on a line of its own.
+    # A dropped line and the end of the input each print a newline.
     assert out == f"{one}{two}\n{three}\n"
     assert err.count("8 tokens in") == 3 and "rule exact; /help lists commands" in err
     first, second, third = re.findall(r"read (\d+) of (\d+) prompt tokens", err)
@@ -86,7 +86,7 @@ def test_a_line_is_a_prompt_of_its_own(talk, target):
 
 
 def test_a_chat_keeps_its_turns(talk, chatty):
-    """And gives back what is taken back: the same answer, of which nothing is read again."""
+    """Repeat an answer after /undo and /again: the text is the same, and no prompt tokens are read again."""
     lines = ["the sun", "and?", "/undo", "and?", "/again", "/new", "the sun"]
     out, err = talk("--chat", lines=lines, target=chatty)
     reads = [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
@@ -105,19 +105,20 @@ def test_settings_change_what_follows(talk):
 
 
 def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkeypatch):
-    """An answer is that of the new pair over the conversation so far, and no target is loaded again."""
+    """The new draft and rule answer with the conversation so far, and the target is not loaded again."""
     opened = []
     monkeypatch.setattr(job, "open_target", lambda *given: opened.append(given) or open_target(*given))
     lines = ["the sun", "/draft none", "/rule exact", "/draft none", "and?"]
     lines += ["/draft ngram --num-draft-tokens 2", "so"]
     out, err = talk("--chat", "--theta", "0.5", lines=lines, target=chatty)
     assert len(opened) == 1
-    assert "error: --verify mars does not apply to --draft none" in err  # and the pair stays as it was
+    assert "error: --verify mars does not apply to --draft none" in err  # and nothing changes
     pairs = re.findall(r"target, (\w+), rule (\w+)", err)
     assert pairs == [("ngram", "mars"), ("ngram", "exact"), ("none", "exact"), ("ngram", "exact")]
     reads = [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
-    assert len(reads) == 3 and all(read == of - 1 for read, of in reads)  # the caches are the new pair's
-    # The texts are those of a chat whose turns were answered so.
+    # Each new pair starts with new caches.
+    assert len(reads) == 3 and all(read == of - 1 for read, of in reads)
+    # Oracle: a chat whose turns are answered by the same drafts and rules.
     loaded, turns, said = mj.load(str(chatty)), [], []
     rules = (mj.verify.mars(theta=0.5), mj.verify.exact(), mj.verify.exact())
     for text, draft, rule in zip(lines[::4] + lines[6:], ("ngram", "none", "ngram"), rules, strict=True):
@@ -161,7 +162,7 @@ def test_help_lists_every_command(talk):
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch):
-    """The stopped answer is a turn like any other."""
+    """The stopped answer stays in the conversation as a turn."""
     write, calls = TextPrinter.piece, []
     stoppable, events = signals.stoppable, []
 
@@ -251,21 +252,21 @@ def session(target, tmp_path, *flags, columns=80, **env):
 
 @pytest.mark.slow
 def test_a_real_terminal(target, tmp_path):
-    """Colours, editing, history, interrupts, wide characters, and the end of the input."""
+    """Test colours, editing, history, interrupts, wide characters and the end of the input."""
     shell = session(target, tmp_path)
     greeting = shell.until(PROMPT)
     told = " ".join(plain(greeting).split())
     assert "/help lists commands, Ctrl-D leaves" in told and "corrected the target's own" in told
     shell.send("a storz\x7fy\n")  # a backspace
     assert re.search(r"\x1b\[3[26]m", shell.until(DONE))
-    time.sleep(1)  # readline misses an interrupt between its prompt and its wait, in which nobody types
+    time.sleep(1)  # readline misses an interrupt between printing its prompt and waiting for input
     shell.send("a line that is dropped\x03")
     shell.until(PROMPT)
-    shell.send("\x1b[A!\n")  # the line before, and more of it
+    shell.send("\x1b[A!\n")  # the previous line, extended
     assert "a story!" in plain(shell.until(DONE))
     shell.send("猫は赤い😀\n")
-    assert plain(shell.until(DONE)).count("猫は赤い😀") == 2  # as it is typed, and before its continuation
-    shell.send("/se\t\n")  # all that /set and /settings have in common
+    assert plain(shell.until(DONE)).count("猫は赤い😀") == 2  # echoed as typed, and before its continuation
+    shell.send("/se\t\n")  # completes to /set, the common prefix of /set and /settings
     assert "/set takes a name" in plain(shell.until(PROMPT))
     shell.send("\x04")
     assert shell.ends() == 0

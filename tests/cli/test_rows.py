@@ -1,4 +1,4 @@
-"""The rows of --json and --output are those of docs/rows.md: every key, its type, and when it is there."""
+"""Rows of --json and --output match docs/rows.md: every key, its type, and when it is present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = {
 
 
 def schema(heading):
-    """Of a section's table: the types of each key, and when it is there."""
+    """Return {key: (types, when the key is present)} from the table of a section."""
     section = re.split(r"^#+ ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     [text] = [part for part in section if part.startswith(heading + "\n")]
     rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| ([^|]+) \|", text, flags=re.MULTILINE)
@@ -38,7 +38,7 @@ def check(found, heading):
         assert key in found or when != "always", key
         if key in found:
             assert any(isinstance(found[key], one) for one in types), key
-            # True is an int to Python, and no number to JSON.
+            # True is an int in Python but not a number in JSON.
             assert not isinstance(found[key], bool) or bool in types or object in types, key
 
 
@@ -69,6 +69,7 @@ def test_rows_are_those_of_the_page(run, target, tmp_path):
     assert first["run"]["settings"] == {**second["run"]["settings"], "theta": 0.5}
     assert second["run"]["settings"]["theta"] == pytest.approx(0.9)
     assert first["run"]["settings"].keys() == {"base", "margin", "theta", "max_relaxed_run", "exact_prefix"}
-    assert (first["sampling"]["seed"], second["sampling"]["seed"]) == (7, 4)  # its own; --seed and its number
+    # The seed of the row; or --seed plus the row number.
+    assert (first["sampling"]["seed"], second["sampling"]["seed"]) == (7, 4)
     assert (first["sampling"]["temperature"], first["sampling"]["strict"]) == (0.5, False)
     assert second["sampling"]["strict"] is True

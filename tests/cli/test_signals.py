@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a command ends at once, with the exit code of the signal and with one line."""
+"""Ctrl-C and SIGTERM: a command ends at once, with the exit code of the signal and one line on stderr."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.helpers.shell import HEEDS, Shell
 ROOT = Path(__file__).parent.parent.parent
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 SECONDS = 2.0
-"""Time from a signal to the end of the process, at most."""
+"""Maximum time from a signal to the end of the process."""
 
 
 def signalled(number, code, *argv, environment=None):
-    """Run code, and send a signal once it prints "now"; returns (exit code, stdout after that line, stderr)."""
+    """Run code, send a signal once it prints "now", and return (exit code, stdout after that line, stderr)."""
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS, sys.executable, "-c", code, *argv],
         stdin=subprocess.DEVNULL,
@@ -52,7 +52,7 @@ def signalled(number, code, *argv, environment=None):
     return process.returncode, *output
 
 
-# Print a line as the import of a module begins, and keep the main thread busy.
+# Print a line when the import of a module begins, then block the main thread.
 AT_IMPORT = """
 import runpy, sys, time
 module = sys.argv.pop(1)
@@ -91,7 +91,7 @@ def test_the_console_script_is_the_entry_point_that_handles_signals():
     assert scripts == {"mars-jax": "mars_jax.__main__:main"}
 
 
-# Print a line as soon as the command does something, while the main thread does it.
+# Print a line from another thread as soon as the command starts the given activity.
 AT_ACTIVITY = """
 import re, runpy, sys, threading, time
 from mars_jax.core import activity
@@ -149,7 +149,7 @@ def test_ctrl_c_stops_a_reply_and_a_second_one_ends_the_command():
 
 
 def test_ctrl_c_right_after_a_reply_ends_the_command():
-    """The signal comes after the mark was read and before the main thread leaves the block."""
+    """Send the signal after the mark has been read and before the main thread leaves the block."""
     code = HANDLES + "wait = signals._state.marked.wait\n"
     code += 'signals._state.marked.wait = lambda: (wait(), print("now", flush=True), time.sleep(60))\n'
     code += "with signals.stoppable():\n    pass\n"

@@ -1,4 +1,4 @@
-"""Colours on terminals only, text as it is everywhere else."""
+"""Terminal output: colours only on terminals, unchanged text everywhere else."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ TERMINALS = [(80, {}), (30, {}), (30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"})
 @pytest.mark.parametrize(("columns", "env"), TERMINALS)
 @pytest.mark.slow
 def test_a_text_in_a_real_terminal(target, columns, env):
-    """Colours where there are some; wide characters and brackets as they are; the statistics after the text."""
+    """Show colours if supported, wide characters and brackets unchanged, and the statistics after the text."""
     shell = Shell(*one_shot(target), columns=columns, **{"TERM": "xterm-256color"} | env)
     text = shell.until("regret [0-9.]+ nats")
     assert shell.ends() == 0
@@ -127,7 +127,7 @@ def test_a_text_in_a_real_terminal(target, columns, env):
 
 @pytest.mark.slow
 def test_a_reader_that_has_had_enough_ends_the_command_without_a_word(target):
-    """As in `| head -1`."""
+    """Close stdout after one line, as `| head -1` does."""
     command = [sys.executable, *one_shot(target, "--prompts-file", "-")[:-1]]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -25,9 +25,8 @@ TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_laye
 RNG = np.random.default_rng(0)
 # The only target weights that the loader reads.
 TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
-NEAR = (
-    np.asarray(TARGET_PARAMS["embed"]) * 1.01
-)  # the target's embedding, off by more than the rounding of any dtype
+# The target's embedding, off by more than the rounding of any dtype.
+NEAR = np.asarray(TARGET_PARAMS["embed"]) * 1.01
 IDS = np.sort(RNG.permutation(V)[:W])
 
 FIELDS_1 = {
