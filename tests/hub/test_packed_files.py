@@ -1,7 +1,8 @@
 """Checkpoints packed in 4 bits by AWQ, GPTQ and compressed-tensors.
 
-Oracle: `packed_by_others.npz`, which these packages wrote from random matrices [32, 64] in groups of 32: AutoAWQ 0.2.9
-(`dequantize_gemm` of random bits), AutoGPTQ 0.7.1 (`QuantLinear.pack`), compressed-tensors 0.20.0 (`pack_to_int32`).
+Oracle: `packed_by_others.npz`, the output of these packages for random matrices [32, 64] in groups of 32: AutoAWQ
+0.2.9 (`dequantize_gemm` of random bits), AutoGPTQ 0.7.1 (`QuantLinear.pack`) and compressed-tensors 0.20.0
+(`pack_to_int32`).
 """
 
 from __future__ import annotations

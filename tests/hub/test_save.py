@@ -89,9 +89,8 @@ def test_a_config_that_the_family_cannot_express_is_refused(tmp_path):
         hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0)))
 
 
-OTHER = dataclasses.replace(
-    BASE, rope=Rope(theta=500.0)
-)  # the same shapes as BASE, so mixed files would load
+# The same shapes as BASE, so that mixed files would load.
+OTHER = dataclasses.replace(BASE, rope=Rope(theta=500.0))
 
 
 class Killed(BaseException):
