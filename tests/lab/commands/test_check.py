@@ -87,7 +87,7 @@ def loaded(target):
 
 @pytest.fixture
 def texts(loaded):
-    """Return a prompt, its greedy continuation, one that ends with the runner-up, and the gap between the two in nats."""
+    """Return a prompt, its greedy continuation, one that ends with the runner-up, and the gap of the two in nats."""
     prompt, best = [3, 5, 8], []
     for _ in range(4):
         scored = score(loaded, [[*prompt, *best, 0]])[0]

@@ -167,7 +167,7 @@ def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, 
 
 @pytest.mark.slow
 def test_features_are_of_the_targets_answers(call, tmp_path):
-    """At temperature 0, each token of an answer is the likeliest token in the record of the preceding position."""
+    """At temperature 0, each token of the embedded model's answer is the recorded top token of the position before."""
     question = "Tom has 3 apples. He eats 1. How many are left?"
     path = tmp_path / "question.txt"
     path.write_text(question)
