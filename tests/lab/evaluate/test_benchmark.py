@@ -267,11 +267,11 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     for part in made.summary["tables"]:
         arms = {a["arm"]: a for a in part["arms"]}
         assert list(arms)[1:3] == ["rejection", "mars over rejection theta=0.9"]
-        assert arms["rejection"]["tau"] > 2  # of at most 3: the target drafts for itself, so q = p
+        assert arms["rejection"]["tau"] > 2  # at most 3: the target drafts for itself, so q = p
     assert {len(row["score"]) for row in made.rows if row["task"] == "stories"} == {2}
     assert {len(row["score"]) for row in made.rows if row["task"] == "jsonl"} == {1}
     stories = made.summary["tables"][0]["arms"]
-    # A tiny random model is nearly uniform over its vocabulary, so relaxed tokens are about as likely as others.
+    # A tiny random model is nearly uniform over its vocabulary, so relaxed tokens are no less likely than others.
     assert all(0 < arm["score"] < 1 for arm in stories) and stories[0]["recovered"] == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Tests of calibration: the bound holds over resamplings, testing stops in time, and a file fits only its run."""
+"""Tests of calibration: the bound holds over resamplings, tests stop at a failure, and a file fits only its run."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence)
 
 
 def test_the_p_value_is_that_of_a_bet_written_out():
-    """Oracle: the capital from the loop of the paper, in which each bet depends only on past losses."""
+    """Oracle: the capital from the loop of the paper. Each bet depends only on past losses."""
     rng = np.random.default_rng(1)
     losses, bound, confidence = rng.choice([0.0, 0.0, 0.0, 0.2, -0.1], 300), 0.04, 0.9
     capital, most, seen = 1.0, 1.0, []

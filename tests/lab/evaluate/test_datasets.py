@@ -1,4 +1,4 @@
-"""Tests of datasets in the Hub's layout: `datasets` reads them from folders, and from the Hub by recorded calls."""
+"""Tests of datasets in the Hub's layout, read from folders by `datasets`, and of the calls that read the Hub."""
 
 from __future__ import annotations
 

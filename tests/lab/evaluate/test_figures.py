@@ -76,11 +76,11 @@ def test_a_summary_by_hand():
     }
     for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score", "score_change"):
         assert spans[name][0] <= made[name] <= spans[name][1], name
-    assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # all rows are equal
+    assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # all rows have the same acceptance
 
 
 def test_the_intervals_of_figures_hold_the_truth_as_often_as_they_say():
-    """Cover the true tau of 3: steps emit 1 to 5 tokens, and lengths and numbers of steps vary."""
+    """The true tau is 3: steps emit 1 to 5 tokens, and completions vary in length and number of steps."""
     rng, hits, repeats, problems = np.random.default_rng(0), 0, 300, 60
     for repeat in range(repeats):
         rows = [

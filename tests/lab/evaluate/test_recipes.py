@@ -1,4 +1,4 @@
-"""Tests of recipes: each one parses and states its memory, and one runs from a checkpoint server to its table."""
+"""Tests of recipes: each one parses and reports its needs, and one runs from a checkpoint server to its table."""
 
 from __future__ import annotations
 
