@@ -1,4 +1,4 @@
-"""GRPO with a two-layer Qwen3 in an RLCluster: `MarsRollout` next to `VanillaRollout` on the same tokens.
+"""Comparison of `MarsRollout` with `VanillaRollout` on the same tokens: GRPO with a two-layer Qwen3 in an RLCluster.
 
 python -m tests.integrations.grpo STEPS FILE    writes the losses and weights of both as JSON
 """
@@ -25,12 +25,12 @@ PROMPTS = ["abcabcabc", "the cat sat on the mat", "xyz", "one two three"]
 
 
 def part(name: str) -> Any:
-    """A module of Tunix, which is no dependency."""
+    """Import a module of Tunix, which is not a dependency."""
     return importlib.import_module(f"tunix.{name}")
 
 
 class Letters:
-    """A tokenizer of letters, as Tunix's adapter takes it."""
+    """Tokenizer of single letters, with the interface that Tunix's adapter expects."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [3 + ord(letter) % 60 for letter in text]
@@ -49,7 +49,7 @@ class Letters:
 
 
 def actor(seed: int, *, width: int = 32) -> nnx.Module:
-    """A random Qwen3 of two layers."""
+    """Return a random Qwen3 with two layers."""
     qwen3 = part("models.qwen3.model")
 
     config = qwen3.ModelConfig(
@@ -68,13 +68,13 @@ def actor(seed: int, *, width: int = 32) -> nnx.Module:
 
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """How many letters of a completion are early in the alphabet."""
+    """Return the fraction of letters early in the alphabet, per completion."""
     del prompts
     return [float(np.mean([c < "S" for c in text] or [0])) for text in completions]
 
 
 def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], nnx.Module, Any]:
-    """GRPO: the losses, the trained actor and the rollout."""
+    """Run GRPO and return the losses, the trained actor and the rollout."""
     clusters = part("rl.rl_cluster")
     grpo_learner = part("rl.grpo.grpo_learner")
     base_rollout = part("rl.rollout.base_rollout")
@@ -120,7 +120,7 @@ def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], n
 
 
 def engines() -> tuple[type, type, list[Any]]:
-    """`MarsRollout` that records what it gives, a `VanillaRollout` that gives it again, and the record."""
+    """Return a `MarsRollout` that records its outputs, a `VanillaRollout` that replays them, and the record."""
     base_rollout = part("rl.rollout.base_rollout")
     vanilla_rollout = part("rl.rollout.vanilla_rollout")
 
@@ -144,7 +144,7 @@ def engines() -> tuple[type, type, list[Any]]:
                 num_kv_heads=rollout_actor.config.num_kv_heads,
                 head_dim=rollout_actor.config.head_dim,
             )
-            # Its own copy of the model, as RLCluster makes one for the engine that it calls vanilla.
+            # Copy the model, as RLCluster does for its vanilla engine.
             graph, state = nnx.split(rollout_actor)
             copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))
             super().__init__(copied, TokenizerAdapter(tokenizer), size)
@@ -157,7 +157,7 @@ def engines() -> tuple[type, type, list[Any]]:
 
 
 def compare(steps: int) -> dict[str, Any]:
-    """Losses of the two, and how far their log-probabilities and weights are apart."""
+    """Return the losses of both, and the largest differences of their log-probabilities and weights."""
     recorded, again, record = engines()
     ours, mine, rollout = job(partial(recorded, drafter="ngram"), steps=steps)
     theirs, other, vanilla = job(again, steps=steps)

@@ -1,4 +1,4 @@
-"""Modules of Flax as language models: what breaks the contract is named, and our params go to nnx and back."""
+"""Tests of Flax modules as language models: broken contracts are named, and params convert to nnx and back."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ HASH = fake.hash_model(vocab_size=VOCAB, agree=0.8)
 
 
 class Hash(nnx.Module):
-    """The hash model behind a module, whose one weight is a shift of its hidden states."""
+    """Module around the hash model. Its only weight is a shift of the hidden states."""
 
     def __init__(self):
         self.shift = nnx.Param(jnp.zeros((), jnp.uint32))
@@ -43,7 +43,7 @@ def test_a_module_decodes_as_the_functions_that_it_calls():
     )
     plain, _ = decode_all(HASH, drafter, rule, prompts, lengths, temperature=[0.0, 0.9, 1.2])
     assert committed(ours) == committed(plain)
-    # Other weights, the same functions: nothing compiles again.
+    # Modules that differ only in weights share one model, so that nothing recompiles.
     assert bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)[0] is model
 
 
@@ -109,7 +109,7 @@ def test_our_params_go_to_nnx_and_back():
     state = nnx.state(module, nnx.Param)
     doubled = jax.jit(lambda s: bridge.params_of(module, jax.tree.map(lambda x: 2 * x, s)))(state)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(2 * a, b), params, doubled)
-    # Its gradient is the one of the functions.
+    # The module's gradient equals that of the functions.
     ids = jnp.asarray([[3, 5, 8]], jnp.int32)
     gradient = nnx.grad(lambda m: jnp.sum(jnp.sin(m(ids))))(module)
 

@@ -1,4 +1,4 @@
-"""The adapter to lm-evaluation-harness on a local task, against PyTorch transformers with the same checkpoint."""
+"""Tests of the adapter to lm-evaluation-harness on local tasks. Oracle: PyTorch transformers, same checkpoint."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.integrations.harness import MarsJax
 from tests.cli.conftest import CONTEXT, write_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and what it imports warn of themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its imports emit warnings
 
 TASKS = {
     "said": """
@@ -83,7 +83,7 @@ def greedy(ours, theirs, prompt):
 
 
 def log_likelihood(theirs, ids, first):
-    """Of the tokens from `first` on, and whether each is the best one."""
+    """Return the log-likelihood of `ids[first:]`, and whether each of these tokens is the most likely one."""
     with torch.inference_mode():
         log_p = torch.log_softmax(theirs(torch.tensor([ids])).logits[0].double(), -1)
     at = range(first, len(ids))
@@ -193,7 +193,7 @@ def test_any_rule_is_an_argument(checkpoint, tmp_path):
     strict = MarsJax(**draft, verify="exact")
     asked = [(p, {"until": [], "max_gen_toks": 12}) for p in PROMPTS]
     want = strict.generate_until(instances("generate_until", *asked))
-    # At inf, given as the harness parses its arguments, the user's rule is strict.
+    # At level inf, the value that the harness would parse, the user's rule is strict.
     ours = MarsJax(**draft, verify=f"{own}:gate", level=float("inf"))
     assert ours.generate_until(instances("generate_until", *asked)) == want
     blocks = MarsJax(**draft, verify="mars", base="rejection", block=True, margin="gap", theta="1.5")
@@ -228,7 +228,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chatty(checkpoint, tmp_path_factory):
-    """The checkpoint with two chat templates, and a tokenizer that begins every text with a token."""
+    """Copy the checkpoint with two chat templates and a tokenizer that prepends a BOS token."""
     path = shutil.copytree(checkpoint, tmp_path_factory.mktemp("lm_eval") / "chatty")
     config = json.loads((path / "tokenizer_config.json").read_text())
     named = {"default": TEMPLATE, "short": "<eos>{{ messages[-1].content }}"}
@@ -247,7 +247,7 @@ def chatty(checkpoint, tmp_path_factory):
 
 
 def test_a_task_goes_through_the_chat_template(chatty, theirs, tmp_path):
-    """The score is that of the templated text decoded by transformers, and the record names the template."""
+    """The score equals that of transformers on the templated prompts, and the record names the model."""
     file = tmp_path / "docs.jsonl"
     model = MarsJax(target=str(chatty), draft="ngram", verify="exact")
     assert model.chat_template(True) == TEMPLATE
@@ -278,7 +278,7 @@ def test_a_template_by_its_name_and_a_turn_that_is_continued(chatty):
     assert model.chat_template("short") == "<eos>{{ messages[-1].content }}"
     text = model.apply_chat_template(turns[:1])
     assert text == "<eos>the sea"
-    # The token that begins texts is there once, whoever wrote it.
+    # The BOS token occurs once, whether the template or the tokenizer adds it.
     assert model.tok_encode(text) == model.tok_encode("the sea") and model.tok_encode(text)[0] == 0
     assert model.tok_encode(text)[1] != 0
 

@@ -1,4 +1,4 @@
-"""A checkpoint that MaxText trains and exports, as the page says, decodes as MaxText's own forward says."""
+"""Test that a checkpoint trained and exported by MaxText as documented decodes like MaxText's forward pass."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ print(json.dumps({"tokens": [list(map(int, new)) for new in tokens], "greedy": g
 
 @pytest.mark.slow
 def test_a_checkpoint_of_maxtext_decodes_as_its_own_forward_says(tmp_path):
-    # Not `importorskip` of the package itself, which is for Python 3.12 alone.
+    # Not `importorskip`: MaxText supports only Python 3.12.
     if importlib.util.find_spec("maxtext") is None:
         pytest.skip("could not import 'maxtext': pip install maxtext")
     page = (ROOT / "docs" / "bridges.md").read_text().partition("## A checkpoint of MaxText")[2]

@@ -1,4 +1,4 @@
-"""Parts of `mars-jax lm_eval` that write rows, and a last run that scores them, give what one run gives."""
+"""Tests of `mars-jax lm_eval --part`: rows of parts, scored by a last run, give the results of a single run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mars_jax.integrations import harness, lm_eval
 from mars_jax.serve.session import Session
 from tests.cli.conftest import write_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and what it imports warn of themselves
+pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its imports emit warnings
 
 TASK = """
 dataset_path: json
@@ -67,7 +67,9 @@ def evaluate(folder, capsys, monkeypatch):
     def few(*given, **options):
         index(*given, **options | {"include_defaults": False})
 
-    monkeypatch.setattr(TaskManager, "__init__", few)  # the harness's thousands of tasks take seconds to list
+    monkeypatch.setattr(
+        TaskManager, "__init__", few
+    )  # listing the harness's thousands of tasks takes seconds
 
     def run(*flags, code=0):
         argv = ["--model", "mars_jax", "--model_args", f"target={folder / 'target'},draft=ngram"]
@@ -77,7 +79,7 @@ def evaluate(folder, capsys, monkeypatch):
         said = capsys.readouterr()
         if code:
             return said.err.splitlines()[-1]
-        return said.out[max(said.out.find("|Tasks"), 0) :]  # without the line that repeats the arguments
+        return said.out[max(said.out.find("|Tasks"), 0) :]  # drop the line that repeats the arguments
 
     return run
 

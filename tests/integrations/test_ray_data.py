@@ -1,4 +1,4 @@
-"""`ray.data` over several actors gives the rows of one process, also if an actor dies."""
+"""Tests of `ray.data`: several actors give the rows of one process, even if an actor dies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_rows_without_a_needed_column_are_refused(columns, message):
 
 
 class Mortal(ray_data.Generate):
-    """A `Generate` of which one actor is killed after its first batch."""
+    """`Generate` that kills one of its actors after that actor's first batch."""
 
     def __init__(self, marker: str, *args, **settings):
         super().__init__(*args, **settings)

@@ -1,4 +1,4 @@
-"""`MarsRollout`: against a stand-in of Tunix everywhere, and against the real package where it is installed."""
+"""Tests of `MarsRollout` against a stand-in for Tunix. test_tunix_cluster.py uses the real package."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ PROMPTS = ["abcabc", "xyz", "the cat sat", "the cat sat"]
 
 @pytest.fixture(params=["stand-in", pytest.param("stand-in llama", marks=pytest.mark.slow)])
 def made(request, monkeypatch):
-    """(base module, actor)."""
-    # A user's own modules promote as JAX does by default.
+    """Return the stand-in module and an actor."""
+    # User modules rely on JAX's default promotion.
     monkeypatch.setattr(tunix, "_rollout_class", functools.cache(tunix._rollout_class.__wrapped__))
     base = stand_in.install(monkeypatch)
     llama = request.param.endswith("llama")
@@ -44,9 +44,9 @@ def logits_of(actor, ids, mask):
 
 
 def teacher_forced(actor, prompt, tokens, temperature):
-    """log softmax(z / T) of each token by the actor itself."""
+    """Return log softmax(z / T) of each token, computed by the actor."""
     count = len(prompt) + len(tokens)
-    # Of one width, so that all texts share what is compiled; nothing looks at the padding after it.
+    # One width for all sequences, so that they share a compiled program. The mask is causal, so padding has no effect.
     ids = jnp.asarray([[*prompt, *tokens] + [0] * (WIDTH - count)])
     mask = jnp.asarray(np.tril(np.ones((1, WIDTH, WIDTH), bool)))
     logits = logits_of(actor, ids, mask) / temperature
@@ -65,7 +65,7 @@ def test_samples_and_log_probabilities_are_the_actors(made):
     assert out.left_padded_prompt_tokens.shape == (4, 16) and len(out.text) == 4
     for row, tokens in enumerate(out.tokens):
         prompt = [x for x in out.left_padded_prompt_tokens[row].tolist() if x != 0]
-        assert prompt[0] == 1 and 0 not in tokens.tolist()  # one beginning, never a pad
+        assert prompt[0] == 1 and 0 not in tokens.tolist()  # one BOS token and no padding
         assert len(tokens) == 12 or tokens[-1] == 2
         wanted = teacher_forced(actor, prompt, tokens.tolist(), 0.8)
         np.testing.assert_allclose(out.logprobs[row], wanted, atol=2e-4)
@@ -98,8 +98,8 @@ def test_an_update_is_device_work_and_compiles_nothing(made):
     state = jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param))
     with jax.transfer_guard("disallow_explicit"):
         rollout.update_params(state, (nnx.Param,))
-    jax.tree.map(lambda x: x.delete(), state)  # as a trainer that donates its weights
-    # Tunix looks whether these are the actor's, and syncs weights only where they are not.
+    jax.tree.map(lambda x: x.delete(), state)  # like a trainer that donates its weights
+    # Tunix syncs weights only if these arrays are not the actor's.
     ours = {id(x) for x in jax.tree.leaves(nnx.state(rollout.model()))}
     assert ours and not ours & {id(x) for x in jax.tree.leaves(nnx.state(actor))}
     rollout.update_params(nnx.state(rollout.model()))
@@ -115,10 +115,10 @@ def test_an_update_is_device_work_and_compiles_nothing(made):
 
 @pytest.mark.slow
 def test_a_completion_mask_hides_tokens_from_the_others(made):
-    """Hidden tokens have no position, so the others have the log-probabilities of the text without them."""
+    """Hidden tokens take no position, so the other tokens have the log-probabilities of the text without them."""
     _, actor = made
     rollout = rollout_of(actor)
-    prompt, tokens = [1, 5, 9], [7, 2, 8, 11]  # an end of text between two turns
+    prompt, tokens = [1, 5, 9], [7, 2, 8, 11]  # an end-of-text token between two turns
     prompts = jnp.asarray([[0, *prompt]])
     padded = jnp.asarray([[*tokens, 0, 0]])
     expected = teacher_forced(actor, prompt, tokens, 1.0)

@@ -1,4 +1,4 @@
-"""`MarsRollout` inside a real RLCluster: GRPO's losses are those with Tunix's own rollout given the same tokens."""
+"""Test of `MarsRollout` in a real RLCluster: GRPO has the losses of Tunix's rollout on the same tokens."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_grpo_in_a_real_cluster_has_the_losses_of_tunix(tmp_path):
-    # Not `importorskip` of the package itself: importing it takes seconds and warns.
+    # Not `importorskip`: the import takes seconds and emits warnings.
     if importlib.util.find_spec("tunix") is None:
         pytest.skip("could not import 'tunix': pip install google-tunix")
     file = tmp_path / "found.json"

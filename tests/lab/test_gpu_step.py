@@ -1,4 +1,4 @@
-"""`scripts/kernels/gpu_step.py` on a CPU with a tiny shape."""
+"""Tests of `scripts/kernels/gpu_step.py` on a CPU with a tiny shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: one look for every rule, the same bytes every time, and limits that do not magnify noise."""
+"""Tests of pictures: a distinct style per rule, reproducible bytes, and axis limits that do not magnify noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of where it comes from: git itself and digests of hashlib are the oracles."""
+"""Tests of the provenance of a report. Oracles: git, and digests of hashlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mars_jax.serve.fingerprint import fingerprint
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A repository with one commit, in place of this one."""
+    """Use a temporary repository with one commit in place of this one."""
 
     def git(*arguments):
         told = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]

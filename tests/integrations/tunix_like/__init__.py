@@ -1,1 +1,1 @@
-"""Stand-ins of Tunix: the base class of its rollouts, its tokenizer adapter, and a model with its weights' layout."""
+"""Stand-ins for Tunix: the rollout base class, the tokenizer adapter, and models with the weight layout of Tunix."""

@@ -1,4 +1,4 @@
-"""What `integrations.tunix` asks of google-tunix 0.1.7, for machines without it: its names, shapes and meanings."""
+"""Stand-in for the parts of google-tunix 0.1.7 that `integrations.tunix` uses, with the same names and shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RolloutConfig:
 
 
 class BaseRollout(abc.ABC):  # noqa: B024
-    """The abstract methods of Tunix's."""
+    """Abstract methods of Tunix's `BaseRollout`."""
 
     generate = abc.abstractmethod(lambda self, prompts, rollout_config, **kwargs: None)
     get_per_token_logps = abc.abstractmethod(lambda self, prompt_tokens, completion_tokens: None)
@@ -46,7 +46,7 @@ class BaseRollout(abc.ABC):  # noqa: B024
 
 
 def install(monkeypatch) -> types.ModuleType:
-    """`tunix.rl.rollout.base_rollout` as an importable module, for a test."""
+    """Make `tunix.rl.rollout.base_rollout` importable during a test, and return it."""
     module = types.ModuleType("tunix.rl.rollout.base_rollout")
     module.BaseRollout, module.RolloutOutput, module.RolloutConfig = BaseRollout, RolloutOutput, RolloutConfig
     for name in ("tunix", "tunix.rl", "tunix.rl.rollout"):
@@ -56,7 +56,7 @@ def install(monkeypatch) -> types.ModuleType:
 
 
 class Tokenizer:
-    """Letters of a small alphabet, through the names of Tunix's TokenizerAdapter."""
+    """Tokenizer of single letters with the methods of Tunix's TokenizerAdapter."""
 
     def encode(self, text, **_):
         return [3 + ord(c) % 60 for c in text]
@@ -71,7 +71,7 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Of a Qwen3 or a Llama 3 of two layers."""
+    """Config of a two-layer Qwen3 or Llama 3."""
 
     num_layers: int = 2
     vocab_size: int = 64
@@ -86,7 +86,7 @@ class Config:
 
 
 def apply_rope(x, positions, head_dim, rope_theta=1_000_000):
-    """Halves rotated by position, as in Hugging Face's models; the base is not the config's, as in Tunix's."""
+    """Rotate halves by position, like Hugging Face. Like Tunix, use the default base and not that of the config."""
     half = head_dim // 2
     angle = positions[..., None].astype(jnp.float32) / rope_theta ** (jnp.arange(half) / half)
     sin, cos = jnp.sin(angle)[:, :, None], jnp.cos(angle)[:, :, None]
@@ -138,7 +138,7 @@ def _layer(c, keys, qk_norm):
 
 
 class Qwen3(nnx.Module):
-    """Its weights are where Tunix's has them; the arithmetic is written out here."""
+    """Qwen3 with the weight layout of Tunix and its arithmetic written out."""
 
     qk_norm = True
 
@@ -181,6 +181,6 @@ class Qwen3(nnx.Module):
 
 
 class Llama3(Qwen3):
-    """Without norms of queries and keys, and with a head of its own where it is not tied."""
+    """Llama 3: no norms of queries and keys, and a separate head if embeddings are not tied."""
 
     qk_norm = False

@@ -1,4 +1,4 @@
-"""`mars-jax check`: correct kernels and tokens pass, and faults are reported."""
+"""Tests of `mars-jax check`: correct kernels and tokens pass, and faults are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mars_jax.serve.likelihood import score
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small vocabularies, so that the checks are fast."""
+    """Use small vocabularies, so that the checks are fast."""
     monkeypatch.setattr(kernels, "COMPILED", 300)
     monkeypatch.setattr(kernels, "INTERPRETED", 300)
     monkeypatch.setattr(kernels, "ROUNDS", 1)
@@ -87,7 +87,7 @@ def loaded(target):
 
 @pytest.fixture
 def texts(loaded):
-    """A prompt, its greedy continuation, one that ends with the runner-up, and the gap between these two in nats."""
+    """Return a prompt, its greedy continuation, one that ends with the runner-up, and the gap of the two in nats."""
     prompt, best = [3, 5, 8], []
     for _ in range(4):
         scored = score(loaded, [[*prompt, *best, 0]])[0]
@@ -133,7 +133,7 @@ EQUAL = {
 
 @pytest.fixture
 def sections(monkeypatch):
-    """Stand-ins for the results of the sections; tests change them."""
+    """Replace the sections by stand-ins and return their results, which tests may change."""
     results = {
         "kernels": [EQUAL],
         "tokens": [{"way": "a tree", "tokens": 4, "tau": 2.5, "status": "equal", "detail": None}],
@@ -206,7 +206,7 @@ def test_a_large_model_is_timed_with_simulated_acceptance(dtype, monkeypatch):
     assert taus["tree 10-7-60", 2] == pytest.approx(large.TREE.tau, abs=1.5)
     plain, *_, many, _ = report["steps"]
     bits = {"bfloat16": 16, "int4": 4}[dtype]
-    # A step reads all weights but the embedding once, for any number of rows; the head's are wide.
+    # For any number of rows, a step reads all weights except the embedding once. The head's weights are wide.
     assert plain["bytes"] < many["bytes"] < 2 * plain["bytes"] and many["flops"] == 2 * plain["flops"]
     assert plain["bytes"] * 8 / (plain["flops"] / 2) > bits
 

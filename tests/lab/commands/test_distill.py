@@ -1,4 +1,4 @@
-"""`mars-jax distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
+"""Tests of `mars-jax distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
 
 import json
 import re
@@ -22,7 +22,7 @@ SIZES = ("--tokens", 512, "--step-tokens", 128, "--length", 32, "--learning-rate
 
 @pytest.fixture(autouse=True)
 def _as_optax_needs_it():
-    """optax mixes its step counter, an integer, with floats."""
+    """Allow standard dtype promotion: optax mixes its integer step counter with floats."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -54,7 +54,7 @@ KINDS = {
 
 @pytest.fixture
 def drafts_losslessly(run, target):
-    """Check that decoding with a draft gives the tokens of decoding without one."""
+    """Return a check that decoding with a draft and without one gives the same tokens."""
 
     def check(draft):
         rows = []
@@ -82,19 +82,19 @@ def test_each_kind_trains_and_drafts_losslessly(kind, call, drafts_losslessly, t
 
 @pytest.fixture
 def dump(call, text, target, tmp_path, monkeypatch):
-    """Three shards of features."""
+    """Write three shards of features and return their folder."""
     monkeypatch.setattr(distill_features, "SHARD", 14)
     flags = ("--target", target, "--feature-layers", "0,0,0", "--length", 32, "--data", text)
     code, err = call("features", *flags, "--output", tmp_path / "features")
     assert code == 0 and err.count("14 texts") == 2 and "12 texts" in err, err
-    # Shards that exist are not written again.
+    # Existing shards are not rewritten.
     assert "texts" not in call("features", *flags, "--output", tmp_path / "features")[1]
     return tmp_path / "features"
 
 
 @pytest.fixture
 def head(call, dump, target, tmp_path):
-    """A head that was trained on the features."""
+    """Train a head on the features and return its folder."""
     code, err = call(
         *(
             "eagle3",
@@ -167,7 +167,7 @@ def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, 
 
 @pytest.mark.slow
 def test_features_are_of_the_targets_answers(call, tmp_path):
-    """At temperature 0 each token of an answer of the embedded model is the one recorded as likeliest before it."""
+    """At temperature 0, each token of the embedded model's answer is the recorded top token of the position before."""
     question = "Tom has 3 apples. He eats 1. How many are left?"
     path = tmp_path / "question.txt"
     path.write_text(question)
@@ -179,7 +179,7 @@ def test_features_are_of_the_targets_answers(call, tmp_path):
     tokens = record.tokens[0][record.segments[0] == 0].tolist()
     assert tokens[: len(prompt)] == prompt and len(tokens) > len(prompt)
     same = record.top[0, len(prompt) - 1 : len(tokens) - 1, 0] == tokens[len(prompt) :]
-    assert np.mean(same) > 0.85  # bfloat16 in other shapes: ties
+    assert np.mean(same) > 0.85  # bfloat16 rounding depends on the shapes, so ties may differ
 
 
 @pytest.mark.parametrize("kind", distill.KINDS)
@@ -234,7 +234,7 @@ def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_
 
     (first, one), (_, four) = train(None), train(parse_mesh("data=2,model=2"))
     for begun, a, b in zip(*map(jax.tree.leaves, (first, one, four)), strict=True):
-        # bfloat16 gradients, summed in another order; Adam's first steps are of one size whatever the gradient.
+        # The mesh sums bfloat16 gradients in another order. Adam's first steps have the same size for any gradient.
         moved, apart = (np.linalg.norm(np.asarray(x) - np.asarray(y)) for x, y in ((a, begun), (a, b)))
         assert apart < 0.1 * moved
     logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("one", "mesh")]
@@ -355,7 +355,7 @@ def test_bad_input_gets_a_sentence(argv, sentence, call, text, target, tmp_path)
     code, err = call(*(paths.get(word, word) for word in argv), "--target", target, *output)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ") and sentence in err
-    # Not even the folder of the work exists, which would then be of these flags.
+    # The work folder does not exist either: it would record these flags.
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

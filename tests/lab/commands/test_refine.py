@@ -1,4 +1,4 @@
-"""`--refine` and `--draft-size auto` from the command line: the same texts, and what is said of it."""
+"""Tests of `--refine` and `--draft-size auto` on the command line: equal completions, and the message on stderr."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_texts_do_not_depend_on_what_the_draft_learns_or_on_its_size(run, target
     }
     for name, flags in ways.items():
         output = tmp_path / f"{name}.jsonl"
-        with jax.numpy_dtype_promotion("standard"):  # optax's counters
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer step counter with floats
             done = run("--output", output, *flags, *asked)
         assert done.code == 0, done.err
         rows = [json.loads(line) for line in output.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and one finished benchmark of them that many tests share."""
+"""Shared fixtures: tiny random checkpoints and one finished benchmark of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: turns, the chat template, a context that ends."""
+"""Tests of conversations: turns, the chat template, and a full context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chatty(target, tmp_path_factory):
-    """The target with a chat template."""
+    """Load the target with a chat template."""
     path = shutil.copytree(target, tmp_path_factory.mktemp("answers") / "chatty")
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return hub.load(str(path))

@@ -1,4 +1,4 @@
-"""The files of arithmetic problems: as the generator writes them, disjoint splits, true equations."""
+"""Tests of the arithmetic files: they equal the generator's output, the splits are disjoint, equations are true."""
 
 import operator
 import re

@@ -1,4 +1,4 @@
-"""The arms, and the control that draws from the truncated set."""
+"""Tests of the arms, and of the control that samples from the truncated set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HIGH = [1.0, 5.0, 10.0, 8.0]  # 0.8
 
 
 def draw(logits, *, theta=0.9, temperature=0.0, margin="ratio", **controls):
-    """`ROWS` tokens drawn without a draft."""
+    """Sample `ROWS` tokens without a draft and return their counts."""
     z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, len(logits)))
     made = make_rows(ROWS, limit=9, theta=theta, temperature=temperature, **controls)
     tree = chain(jnp.zeros((ROWS, 1), jnp.int32))
@@ -127,7 +127,7 @@ def test_fewer_controls():
 
 @pytest.mark.slow
 def test_the_exact_prefix_of_the_rule_is_its_controls_too():
-    """A node decides on the token after it, so that of two strict tokens the root decides on the first one left."""
+    """A node decides about the token after it, so the root decides about the first of the remaining strict tokens."""
     z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))
     given = verify.evidence(chain(jnp.full((4, 2), 2, jnp.int32)), z, start=jnp.asarray([5, 6, 7, 8], jnp.int32),
                             prompt_length=jnp.full((4,), 6, jnp.int32))  # fmt: skip
@@ -140,8 +140,8 @@ def test_the_exact_prefix_of_the_rule_is_its_controls_too():
             [(int(n), int(t)) for n, t in zip(verdict.num_accepted, verdict.next_token, strict=True)]
         )
     first, second, third, fourth = (set(column) for column in zip(*drawn, strict=True))
-    assert first == {(1, 2)}  # both tokens of the step are the target's best
-    assert second == {(1, 1), (1, 2)}  # of the second step the first is strict
+    assert first == {(1, 2)}  # both tokens of the step are strict, so they are the target's best
+    assert second == {(1, 1), (1, 2)}  # only the first token of this step is strict
     assert third == fourth == {(0, 1), (1, 1), (1, 2)}
     arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0)
     assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2]

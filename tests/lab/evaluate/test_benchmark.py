@@ -1,4 +1,4 @@
-"""`mars-jax benchmark` from end to end: its files, its resume, its refusals."""
+"""End-to-end tests of `mars-jax benchmark`: output files, resumption and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call(*argv):
 
 @pytest.fixture
 def refused(capsys):
-    """Call with bad input; returns the sentence on stderr."""
+    """Return a function that runs the command with bad input and returns the message on stderr."""
 
     def inner(*argv):
         capsys.readouterr()
@@ -54,7 +54,7 @@ def arm_of(finished, arm, temperature):
     return next(a for a in table["arms"] if a["arm"] == arm)
 
 
-# What it writes.
+# Output files.
 
 
 def test_there_is_a_row_for_every_prompt_and_arm(finished):
@@ -167,13 +167,13 @@ def test_a_humaneval_file_without_tests_is_noted():
     assert "has no tests" in note
 
 
-# Killed and run again.
+# Killed and restarted runs.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("groups", "torn"), [(0, 0), (3, 0), (8, 500), (9, 1)])
 def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, groups, torn):
-    """Killed at once or in the middle, and with some bytes of the last row not on disk."""
+    """Kill a run at the start or in the middle, and drop some bytes at the end of its rows."""
     output = tmp_path / "killed"
     with monkeypatch.context() as patch:
         patch.setattr(answers, "_decoded", dying_after(groups))
@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
         rows.write_bytes(before[:-torn])
     kept = b"".join(rows.read_bytes().rpartition(b"\n")[:2]) if rows.exists() else b""
     if torn == 500:
-        assert kept.count(b"\n") % 4  # a row and a piece of the next are gone, out of a group of four
+        assert kept.count(b"\n") % 4  # the cut removes part of a group of four rows
     assert call(*flags, "--output", output) == 0
     assert rows.read_bytes().startswith(kept)
     again = read_folder(output)
@@ -251,7 +251,7 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
 
 @pytest.mark.slow
 def test_two_tasks_over_rejection(target, prompts, tmp_path):
-    """The draft's true distribution, and a task scored by likelihood."""
+    """The draft is sampled from its distribution, and one task is scored by likelihood."""
     stories = tmp_path / "stories.txt"
     stories.write_text("\n<|endoftext|>\n".join(["a b " * 30] * 3))
     output = tmp_path / "output"
@@ -267,15 +267,15 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     for part in made.summary["tables"]:
         arms = {a["arm"]: a for a in part["arms"]}
         assert list(arms)[1:3] == ["rejection", "mars over rejection theta=0.9"]
-        assert arms["rejection"]["tau"] > 2  # of 3: it drafts for itself, and q is p
+        assert arms["rejection"]["tau"] > 2  # at most 3: the target drafts for itself, so q = p
     assert {len(row["score"]) for row in made.rows if row["task"] == "stories"} == {2}
     assert {len(row["score"]) for row in made.rows if row["task"] == "jsonl"} == {1}
     stories = made.summary["tables"][0]["arms"]
-    # A tiny random model: nearly uniform over its vocabulary, and what the rule lets through is no less likely.
+    # A tiny random model is nearly uniform over its vocabulary, so relaxed tokens are no less likely than others.
     assert all(0 < arm["score"] < 1 for arm in stories) and stories[0]["recovered"] == 1.0
 
 
-# Bad input: one sentence, before any weights load.
+# Bad input is refused with one sentence before any weights load.
 
 
 @pytest.mark.parametrize(

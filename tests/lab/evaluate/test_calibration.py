@@ -1,4 +1,4 @@
-"""Calibration: the promise holds over resamplings, tests stop where they must, and the file fits one run alone."""
+"""Tests of calibration: the bound holds over resamplings, tests stop at a failure, and a file fits only its run."""
 
 import json
 import math
@@ -31,11 +31,11 @@ RESAMPLINGS = 200
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 @pytest.mark.parametrize("kind", ["flips", "regret"])
 def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence):
-    """The hardest case: a risk that is not monotone, and thresholds just above the bound after easy ones."""
+    """Hardest case: a risk that is not monotone, with thresholds just above the bound after easy ones."""
     rng = np.random.default_rng(0)
     thetas, bound = [0.95, 0.9, 0.85, 0.8, 0.7], 0.03
     risks = [0.0, 0.001, 0.0302, 0.029, 0.2]
-    if kind == "flips":  # a score that is lost or won, as accuracy is
+    if kind == "flips":  # a score is lost or gained, like accuracy
         population = [
             rng.permutation(np.repeat([1.0, -1.0, 0.0], [lost, 400, 20_000 - 400 - lost]))
             for lost in (round(20_000 * r) + 400 for r in risks)
@@ -55,12 +55,12 @@ def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence)
         relaxed += theta <= 0.9
         assert [t.passed for t in trials[:-1]] == [True] * (len(trials) - 1)
     assert held / RESAMPLINGS >= confidence
-    # And it is no promise kept by never relaxing.
+    # The bound must not hold only because the rule never relaxes.
     assert relaxed / RESAMPLINGS >= (0.9 if kind == "regret" else 0.15)
 
 
 def test_the_p_value_is_that_of_a_bet_written_out():
-    """Capital by the loop of the paper, with bets from the past alone."""
+    """Oracle: the capital from the loop of the paper. Each bet depends only on past losses."""
     rng = np.random.default_rng(1)
     losses, bound, confidence = rng.choice([0.0, 0.0, 0.0, 0.2, -0.1], 300), 0.04, 0.9
     capital, most, seen = 1.0, 1.0, []
@@ -91,7 +91,7 @@ def jsonl(tmp_path_factory):
 
 
 def pair_of(target, **changes):
-    """Flags of generate and calibrate for one pair and temperature."""
+    """Return flags of generate and calibrate for one pair and temperature."""
     flags = {"target": target, "draft": f"model:{target}", "num-draft-tokens": 2, "temperature": 1} | changes
     return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
@@ -160,7 +160,7 @@ def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, t
 
 @pytest.fixture
 def judge(tmp_path):
-    """A judge that likes what begins with a letter."""
+    """Write a judge that accepts answers beginning with a letter."""
     file = tmp_path / "judges.py"
     file.write_text(
         "def first(prompt, answer):\n    assert prompt.startswith('the sea')\n    return answer[:1].isalpha()\n"
@@ -169,7 +169,7 @@ def judge(tmp_path):
 
 
 def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, judge, tmp_path, capsys):
-    """All pass under so weak a bound, so it is the last; a strict first token leaves the first letter as it was."""
+    """All prefixes pass such a weak bound, so the last one is chosen. A strict first token keeps the first letter."""
     at = flags.index("--thetas")
     flags = [*flags[:at], *flags[at + 3 :], "--prefixes", 2, 1, "--theta", 0.5]
     output = tmp_path / "prefix.json"
@@ -226,7 +226,7 @@ def test_generate_takes_the_file_and_its_rule(theta_file, target):
 
 @pytest.mark.parametrize("replaced", slow_but(["target", "draft", None], "target", "draft"))
 def test_the_file_holds_for_its_weights_wherever_they_are(theta_file, target, tmp_path, capsys, replaced):
-    """And for no others, whatever their folder is called."""
+    """Weights are identified by content: other weights are refused even in a folder of the same name."""
     here = {}
     for name in ("target", "draft"):
         here[name] = tmp_path / name / target.name

@@ -1,4 +1,4 @@
-"""Datasets in the Hub's layout, read by `datasets` from folders, with the calls that read them from the Hub."""
+"""Tests of datasets in the Hub's layout, read from folders by `datasets`, and of the calls that read the Hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = {
 
 @pytest.fixture(autouse=True)
 def datasets(tmp_path, monkeypatch):
-    """The library, with a cache of its own; it loads with the first of these tests."""
+    """Import `datasets` with a temporary cache. The first of these tests pays for the import."""
     found = pytest.importorskip(
         "datasets", reason="datasets of the Hub need it: pip install 'mars-jax[evaluate]'"
     )
@@ -35,7 +35,7 @@ def datasets(tmp_path, monkeypatch):
 
 @pytest.fixture
 def published(tmp_path):
-    """Write rows as a dataset with the config and split that the task takes: published(task, rows...) -> folder."""
+    """Write rows as a dataset with the config and split of the task: published(task, rows...) -> folder."""
 
     def call(task, *rows):
         config, split = hub.PARTS.get(task, hub.Part(None, "test"))

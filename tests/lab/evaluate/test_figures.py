@@ -1,4 +1,4 @@
-"""Loops, acceptance by depth, and intervals that cover what they should."""
+"""Tests of loop detection, acceptance by depth, and the coverage of confidence intervals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mars_jax.lab.evaluate.figures import (
         (list(range(20)) * 3, True),
         ([99, *list(range(20)) * 3], True),
         (list(range(20)) * 3 + [5, 6], False),
-        (list(range(20)) * 3 + [0, 1, 2], True),  # cut off inside of the phrase
+        (list(range(20)) * 3 + [0, 1, 2], True),  # cut off inside the phrase
         (list(range(20)) * 2 + list(range(10)), False),
         (list(range(LONGEST_PERIOD)) * 3, True),
         (list(range(LONGEST_PERIOD + 1)) * 3, False),
@@ -76,11 +76,11 @@ def test_a_summary_by_hand():
     }
     for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score", "score_change"):
         assert spans[name][0] <= made[name] <= spans[name][1], name
-    assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # every row has the same
+    assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # all rows have the same acceptance
 
 
 def test_the_intervals_of_figures_hold_the_truth_as_often_as_they_say():
-    """tau of texts whose steps give 1 to 5 tokens, mean 3, and whose lengths and numbers of steps vary."""
+    """The true tau is 3: steps emit 1 to 5 tokens, and completions vary in length and number of steps."""
     rng, hits, repeats, problems = np.random.default_rng(0), 0, 300, 60
     for repeat in range(repeats):
         rows = [
@@ -93,7 +93,7 @@ def test_the_intervals_of_figures_hold_the_truth_as_often_as_they_say():
 
 
 def test_the_interval_is_paired():
-    """A run against itself has no uncertainty; the same scores in another order do."""
+    """A run compared with itself has no uncertainty; the same scores in another order have some."""
     rng = np.random.default_rng(0)
     rows = [
         row([0] * int(n), [float(i % 2)], seconds=float(n**2)) for i, n in enumerate(rng.integers(2, 9, 100))

@@ -1,4 +1,4 @@
-"""Likelihoods of texts (test_lm_eval has PyTorch), and the scores made of them."""
+"""Tests of likelihoods of token sequences and of the scores computed from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def same(found, expected):
 def test_in_parts_it_is_the_same(loaded, monkeypatch):
     whole = likelihood.score(loaded, TEXTS)
     assert [len(s.log_p) for s in whole] == [len(t) - 1 for t in TEXTS]
-    monkeypatch.setattr(likelihood, "POSITIONS", 24)  # which divides no length that occurs
+    monkeypatch.setattr(likelihood, "POSITIONS", 24)  # divides none of the lengths
     likelihood._score.clear_cache()
     same(likelihood.score(loaded, TEXTS), whole)
     likelihood._score.clear_cache()
@@ -76,7 +76,7 @@ def test_all_turns_of_a_conversation_count():
 
 
 def test_a_text_has_the_bits_beside_others_that_it_has_alone():
-    """So parts of an evaluation score as the whole does."""
+    """Therefore parts of an evaluation have the same scores as the whole."""
     embedded = mj.load("tiny/draft", dtype="float32")
     texts = [[7 + i * i % 390 for i in range(length)] for length in (45, 70, 120)]
     for text, found in zip(texts, mj.score(embedded, texts, rows=3), strict=True):
@@ -85,7 +85,7 @@ def test_a_text_has_the_bits_beside_others_that_it_has_alone():
 
 
 def test_the_public_score_is_teacher_forcing_by_transformers():
-    """And of texts that were generated it is what generation said of them."""
+    """For generated completions, the scores also equal the log-probabilities that `generate` returned."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     embedded = mj.load("tiny/draft", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(embedded.path, dtype="float32")

@@ -1,4 +1,4 @@
-"""The HTML report: its tokens are those of the rows, everything is escaped, and nothing is fetched from outside."""
+"""Tests of the HTML report: it shows the tokens of the rows, escapes all text, and fetches no external content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PICTURES = dict.fromkeys(plots.PICTURES, b"a picture")
 
 
 class Element:
-    """A tag with its attributes, its children and its text."""
+    """HTML element with its attributes, children and text."""
 
     def __init__(self, tag, attributes, parent):
         self.tag, self.attributes, self.parent, self.children = tag, dict(attributes), parent, []
@@ -33,7 +33,7 @@ class Element:
         return "".join(c if isinstance(c, str) else c.text for c in self.children)
 
     def find(self, tag=None, **attributes):
-        """All elements below with these attributes; `kind` stands for class."""
+        """Return all descendants with these attributes; `kind` stands for `class`."""
         wanted = {("class" if k == "kind" else k.replace("_", "-")): v for k, v in attributes.items()}
         found = []
         for child in self.children:
@@ -45,7 +45,7 @@ class Element:
 
 
 class Strict(HTMLParser):
-    """A tree of the page; a tag that is not closed, or closed in another order, is an error."""
+    """Parser that builds the tree of a page and rejects tags that are unclosed or closed out of order."""
 
     def __init__(self, text):
         super().__init__()
@@ -83,7 +83,7 @@ def texts(finished):
 
 
 def said(root):
-    """Of every text of the page, in order: its arm, and the (kind, text) of its tokens."""
+    """Yield the arm of each completion on the page, in order, with the (kind, text) pairs of its tokens."""
     for arm in root.find("section", kind="arm"):
         [name], [line] = arm.find("h4"), arm.find("p", kind="completion")
         assert all(isinstance(child, Element) for child in line.children), "text that is of no token"
@@ -158,7 +158,7 @@ def test_the_page_can_be_read_by_everybody(read):
                 assert element.attributes[name].removeprefix("#") in ids
     assert root.find("html")[0].attributes["lang"] == "en"
     [title], [heading] = root.find("title"), root.find("h1")
-    # No folder of this machine.
+    # The page shows no local folder.
     assert title.text == heading.text == "target drafted by model:target"
     assert [picture.attributes["alt"] for picture in root.find("img")] == list(plots.PICTURES.values())
     levels = [int(e.tag[1]) for e in root.find() if re.fullmatch(r"h\d", e.tag)]
@@ -167,7 +167,7 @@ def test_the_page_can_be_read_by_everybody(read):
 
 
 def test_texts_that_are_markup_stay_texts(finished, texts):
-    """Whatever a prompt, a model, a path or a rule of the user's says."""
+    """Markup in a prompt, a completion, a path or the name of a user's rule is escaped."""
     summary = json.loads(json.dumps(finished.summary))
     summary["settings"]["target"] = summary["settings"]["draft"] = HOSTILE
     summary["notes"] = [HOSTILE]

@@ -1,4 +1,4 @@
-"""`benchmark --part`: the rows of all parts in one folder are summarised as those of one process."""
+"""Tests of `benchmark --part`: joined rows of all parts give the summary of a single process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def call(*argv):
 
 
 def blank(summary, folder, caption):
-    """Write empty pictures, since drawing takes longer than all else."""
+    """Write empty pictures, because drawing would dominate the time of the test."""
     for name in plots.PICTURES:
         (folder / f"{name}.png").write_bytes(b"")
 
 
 @pytest.fixture
 def flags(target, tmp_path):
-    """Two tasks. Only the second one has problems for every part."""
+    """Return flags with two tasks. Only the second one has problems for every part."""
     pytest.importorskip("matplotlib")
     (tmp_path / "stories.txt").write_text("\n<|endoftext|>\n".join(["a b " * 30] * 2))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))

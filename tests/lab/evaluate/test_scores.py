@@ -1,4 +1,4 @@
-"""Scores on hand-made cases, and beside the packages that define them."""
+"""Tests of scores, on hand-made cases and against the packages that define them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_last_number(text, number):
 
 def test_rouge_l_by_hand():
     pytest.importorskip("rouge_score")
-    # "cats sat" is common to both: precision 2/3, recall 2/4. Stemming makes "cat" of "cats".
+    # "cats sat" is common to both: precision 2/3, recall 2/4. Stemming reduces "cats" to "cat".
     assert rouge_l("cats sat down", ["the cat sat here"]) == pytest.approx(
         2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
     )

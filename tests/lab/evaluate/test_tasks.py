@@ -1,4 +1,4 @@
-"""Readers, on little files in the published layouts."""
+"""Tests of the task readers, on small files in the published layouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_gsm8k(write):
     assert chat.metric == "final_answer" and chat.references == ("1200",)
     [plain] = read("gsm8k", path, chat=False, limit=1)
     assert plain.turns[0].endswith("Question: How many?\nAnswer:") and plain.turns[0].count("####") == 2
-    # The examples of the prompt are right.
+    # The equations in the examples of the prompt are true.
     for line in plain.turns[0].splitlines():
         for left, _, right in (part.partition(" = ") for part in line.split(". ") if " = " in part):
             expression = left[left.rindex(next(w for w in left.split() if w[0].isdigit())) :]

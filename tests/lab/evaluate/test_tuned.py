@@ -1,4 +1,4 @@
-"""Arms at their own best lengths: what a run tells is recounted from its rows, and its rows are decodes."""
+"""Tests of tuned arms: the report follows from the rows, and the rows equal direct decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (1, 3)
 
 @pytest.fixture(scope="module")
 def flags(target, prompts):
-    """Flags but for the output; the target drafts for itself."""
+    """Return the flags except the output. The target drafts for itself."""
     return [
         *("--target", target, "--draft", f"model:{target}", "--tune", *LENGTHS, "--task", f"jsonl={prompts}"),
         *("--max-new-tokens", 6),
@@ -39,7 +39,7 @@ ARMS = {
 
 @pytest.fixture(scope="module", params=[0.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def finished(flags, request, tmp_path_factory):
-    """The temperature, the report and the rows of one run, whose lengths a model of the time chooses."""
+    """Return the temperature, the report and the rows of one run that chooses lengths by a cost model."""
     out = tmp_path_factory.mktemp("tuned") / "out"
     return request.param, *run(flags, out, "--draft-cost", "0.3", "--temperatures", str(request.param))
 
@@ -64,9 +64,9 @@ def test_what_is_told_follows_from_the_rows(finished):
         assert arm["length"] == max(tried, key=lambda n: tried[n] / (1 + 0.3 * n))
         assert arm["tau"] == tau(arm["arm"], arm["length"], False)
         rates[arm["arm"]] = arm["tau"] / (1 + 0.3 * arm["length"])
-    # A draft that is the target is accepted whole.
+    # The draft is the target, so it is fully accepted.
     assert dict(zip(names, table["arms"], strict=True))[names[-1]]["tau_by_length"]["3"] > 2
-    # The draft is the target, so a sampled one is accepted whole where one that `exact` verifies is not.
+    # Because q = p, rejection accepts every sampled draft, while `exact` does not.
     assert table["best_lossless"] in (("rejection", "block") if temperature else ("exact",))
     for arm in table["arms"]:
         value, low, high = arm["over_lossless"]
@@ -93,7 +93,7 @@ def test_rows_are_those_of_a_decode_at_that_length(finished, target):
 
 @pytest.mark.slow
 def test_it_goes_on_after_a_kill(flags, tmp_path):
-    """Rows on file are kept; the others are those of a run that was not killed."""
+    """Existing rows are kept, and the other rows equal those of an uninterrupted run."""
     more = ["--draft-cost", "0.3", "--temperatures", "0"]
     whole = run(flags, tmp_path / "whole", *more)
     with pytest.MonkeyPatch.context() as patched:

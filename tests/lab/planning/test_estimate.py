@@ -1,4 +1,4 @@
-"""Step times from the table of overheads."""
+"""Tests of step times estimated from the table of overheads."""
 
 from __future__ import annotations
 

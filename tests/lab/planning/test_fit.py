@@ -1,4 +1,4 @@
-"""Plans for slices that are not here, by the TPU's own compiler."""
+"""Tests of plans for absent TPU slices, made with the TPU compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TINY = ModelConfig(
     head_dim=64,
 )
 MATRICES = 512 * 256 + 4 * 256 * 256 + 3 * 256 * 512
-"""Numbers that a step reads: unembedding, attention and MLP; norms are the rest."""
+"""Number of matrix entries that a step reads: unembedding, attention and MLP, without norms."""
 
 
 def planned(config, text, draft="none", **options):
@@ -65,7 +65,7 @@ def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices(sprea
     norms = 3 * 256
     assert spread.mesh == {"model": 4} and spread.fits
     assert spread.weight_bytes == 2 * ((MATRICES + 512 * 256) // 4 + norms)
-    cache = 2 * 2 * (256 + 1) * 64  # one of four heads
+    cache = 2 * 2 * (256 + 1) * 64  # a chip holds one of four heads
     assert spread.read_bytes == 2 * (MATRICES // 4 + norms) + cache
     assert spread.floor_seconds == pytest.approx(spread.read_bytes / 819e9)
 
@@ -95,12 +95,12 @@ def test_a_model_that_is_too_large_does_not_fit():
 def test_in_8_and_4_bits_a_model_reads_its_weights_and_their_scales():
     made = planned(TINY, "v5e:2x2", dtype="int8")
     fewer = planned(TINY, "v5e:2x2", dtype="int4")
-    divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; those of `o` and `down` are on every chip
+    divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; every chip holds those of `o` and `down`
     cache = 2 * 2 * (256 + 1) * 64
     assert made.fits
     assert made.read_bytes == MATRICES // 4 + 4 * (divided // 4 + whole) + 2 * 3 * 256 + cache
-    # Half a byte a weight, and 6 bytes for a group of 128; the unembedding is in 8 bits.
-    out = 256 * 256  # its two groups of inputs are no four, so it is on every chip
+    # Half a byte per weight and 6 bytes per group of 128; the unembedding has 8 bits.
+    out = 256 * 256  # its two input groups cannot be divided among four chips, so every chip holds it
     numbers = (MATRICES - 512 * 256 - out) // 4 + out
     assert fewer.read_bytes == numbers // 2 + 6 * numbers // 128 + 512 * (256 + 4) // 4 + 2 * 3 * 256 + cache
 
@@ -126,7 +126,7 @@ def test_collectives_are_counted_by_kind_and_shape():
     assert collectives(text) == {"all-reduce bf16[8,4]": 1, "all-gather s32[4]": 1}
 
 
-DIGITS = "v5e:1x" + "9" * 5000  # Python converts no text of more than 4,300 digits
+DIGITS = "v5e:1x" + "9" * 5000  # Python refuses to convert strings of more than 4,300 digits to int
 
 
 @pytest.mark.parametrize("name", ["v5e:4", "v5p:2x2", "v9:2x2", "v5e:0x2", "v5e:3x5", "v5e:²x2", DIGITS])
@@ -186,7 +186,10 @@ def test_a_type_that_is_none_gets_the_sizes_there_are(name):
 
 
 def large(layers):
-    """In bfloat16, 6 GiB a layer and 4 for the vocabulary; in 8 bits half of it. A v5e chip has 16."""
+    """Return a config of 6 GiB per layer and 4 GiB for the vocabulary in bfloat16, and half in int8.
+
+    A v5e chip has 16 GiB.
+    """
     sizes = {"vocab_size": 2**16, "hidden_size": 2**14, "intermediate_size": 2**16}
     return dataclasses.replace(TINY, **sizes, num_layers=layers, windows=(None,) * layers)
 
@@ -212,7 +215,7 @@ def test_what_is_recommended_was_compiled_and_fits():
 
 
 def test_what_does_not_fit_either_is_not_recommended():
-    """By its weights alone, which takes no compilation; and slices are tried until one fits."""
+    """The weights already exceed the memory, so nothing is compiled. Slices are tried until one fits."""
     tried = advice.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
     assert [(one.topology, one.dtype, one.fits) for one in tried] == [
         ("v5e:1x1", "int8", False),
@@ -258,10 +261,10 @@ def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
     chain, tree = advice.compare(step, alone, [0.5])
     assert chain.flags == "--num-draft-tokens 3" and chain.pays_above == pytest.approx((1.5, 1.5))
     assert chain.tau == 1.875 and chain.gain == pytest.approx(1.875 / 1.5)
-    # By hand: 7 levels, each held with the chance 3/4.
+    # By hand: 7 levels, each accepted with probability 3/4.
     assert tree.tau == pytest.approx(4 * (1 - 0.75**8)) and tree.gain == pytest.approx(tree.tau / 6)
     assert advice.compare(lambda shape: None, alone, [0.5]) == []
-    # Where drafts hold, a level more pays for what it costs, and where they do not, none does.
+    # With likely drafts, an additional level pays for its cost. With unlikely drafts, no level does.
     levels = {None: 1.0, 7: 1.2, 10: 1.3}
 
     def deeper(shape):
@@ -284,7 +287,7 @@ def test_a_mixture_is_told_which_draft_pays(capsys, monkeypatch):
     drafts = {draft["flags"]: draft for draft in row["drafts"]}
     shapes = ("--num-draft-tokens 3", "--num-draft-tokens 5", "--tree dynamic:10-7-60")
     assert set(drafts) == set(shapes)
-    # The plan itself is that of the default, a chain of 3. Mixtures have lower bounds only.
+    # The plan is for the default, a chain of 3. Mixtures have only lower bounds.
     assert drafts[shapes[0]]["low_seconds"] == row["floor_seconds"] and row["step"] is None
     times = [drafts[shape]["low_seconds"] for shape in shapes]
     assert times == sorted(times) and len(set(times)) == 3
@@ -333,7 +336,7 @@ def test_what_fuses_the_targets_features_is_read_once_a_step():
         draft = draft_of(head, num_draft_tokens=length)
         pair = programs(config, draft, mesh, verify.exact(), batch=1, context=256, dtype="bfloat16")
         reads.append(fit.count_work(pair).bytes.total)
-    # A level more reads the head without what fuses, its cache, and a slot more of the caches.
+    # One more level reads the head without its fusion weights, its cache, and one more slot of the caches.
     level, cache = reads[1] - reads[0], 2 * 2 * (256 + 4) * 4 * 64
     alone = fit.read_once(head, params, tokens=1) - fused
     assert alone <= level <= alone + 1.1 * cache
@@ -346,5 +349,5 @@ def test_what_is_traced_for_a_slice_has_its_chunks_and_slots():
         assert chunk_of(64) == 512
         made = jax.eval_shape(lambda: model.init_cache(1, 200))
         long = jax.eval_shape(lambda: model.init_cache(1, 1200))
-    assert slots(long) == 1280  # which attention's kernel reads
+    assert slots(long) == 1280  # the size that the attention kernel reads
     assert slots(made) == 200

@@ -1,4 +1,4 @@
-"""The decode loop names its parts, on every platform."""
+"""Tests that the decode loop names its parts on every platform."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_la
 
 @pytest.fixture(scope="module")
 def lowered():
-    """The loop with an EAGLE-3 head's dynamic tree."""
+    """Lower the decode loop with the dynamic tree of an EAGLE-3 head."""
     model, head = language_model(CONFIG), eagle_head.EagleConfig.outline(CONFIG)
     tree = drafters.Dynamic(top_k=2, depth=2, nodes=4)
     drafter = drafters.eagle(head, model, tree=tree)
@@ -43,7 +43,7 @@ def lowered():
 
 @pytest.fixture(scope="module")
 def texts(lowered):
-    """With the names of its operations, of functions without what is around them."""
+    """Return the text of the lowered loop with operation names. Names inside functions omit the enclosing scopes."""
     return lowered.as_text(debug_info=True)
 
 
@@ -59,7 +59,7 @@ def test_every_part_of_the_step_has_operations(parts):
     for phase in PHASES:
         assert any(name and name.split("/")[0] == phase for name in found), phase
     expected = {f"target/{name}" for name in COMPONENTS if name != "fuse"}
-    # The levels of a draft are a function of their own until XLA puts them in place.
+    # The levels of a draft are a separate function until XLA inlines it.
     expected |= {"draft/unembed", "update/attention", "update/mlp", "update/fuse", "commit", "verify", "emit"}
     assert expected <= found
 

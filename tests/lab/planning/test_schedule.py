@@ -1,4 +1,4 @@
-"""The tool that reads libtpu's schedules, on a stored dump and on small programs with counts by hand."""
+"""Tests of the reader of libtpu schedules, on a stored dump and on small programs counted by hand."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ ENTRY %main (x: bf16[10,4096]) -> bf16[10,4096] {
 
 
 def test_a_collective_of_the_sparse_cores_counts_once():
-    """libtpu writes these for tpu7x."""
+    """libtpu emits these collectives for tpu7x."""
     nothing = bundles.Schedule(bundles.Routine([]), {})
     (op,) = Reader(hlo.parse(OFFLOADED), nothing, live=1).step()
     assert (op.opcode, op.devices, op.sent) == ("all-reduce", 8, 2 * 10 * 4096)
@@ -132,17 +132,17 @@ KERNEL = """
 @pytest.mark.parametrize(
     ("test", "of", "predicate", "skipped"),
     [
-        # As `pl.when(turn == 0)` compiles.
+        # Compiled form of `pl.when(turn == 0)`.
         ("ne", "0", "%p5_p0", 9),
         ("ne", "0", "!%p5_p0", 1),
         ("lt", "7", "%p5_p0", 7),
-        # A branch on an unknown value is not taken.
+        # The reader assumes that a branch on an unknown value is not taken.
         ("ne", "%s99_s9", "%p5_p0", 0),
     ],
 )
 def test_a_predicated_region_counts_in_the_turns_in_which_it_runs(test, of, predicate, skipped):
     routine = bundles.parse(KERNEL.format(test=test, of=of, predicate=predicate, end=10))
-    # A turn has 15 bundles and skips one: the four after a branch run before it jumps.
+    # A turn has 15 bundles and skips one: the four bundles after a branch run before the jump.
     assert routine.executed == 2 + 15 * 10 - skipped
 
 
@@ -213,6 +213,6 @@ def test_a_fresh_dump_is_read(tmp_path):
     case = compile_step.Case("none", "v5e:2x2", model="llama-3.2-1b", layers=2, context=256)
     cost = compile_step.measure(case, tmp_path)
     assert {"target/attention", "target/mlp", "target/unembed", "verify"} <= set(cost.parts)
-    # Two all-reduces a layer.
+    # Two all-reduces per layer.
     assert sum(cost.parts[f"target/{name}"].collectives for name in ("attention", "mlp")) == 4
     assert cost.high_seconds > cost.low_seconds > cost.bytes_seconds > 0

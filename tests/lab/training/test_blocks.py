@@ -1,4 +1,4 @@
-"""The objective of block drafters: what it scores is what the drafter drafts, and training raises acceptance."""
+"""Tests of the objective of block drafters: it scores the drafted distributions, and training raises acceptance."""
 
 import dataclasses
 
@@ -44,13 +44,13 @@ FEATURES = TARGET.with_features((0, 2))
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [DFLASH, DSPARK], ids=["dflash", "dspark"])
 def test_what_is_scored_is_what_is_drafted(config):
-    """A chain whose drafts happen to be the text: training scores the distributions that they were taken from."""
+    """If the drafts of a chain equal the text, training scores the distributions from which they were drawn."""
     params = head.init_params(config, jax.random.key(1), scale=0.4)
     ids = IDS if "ids" in params else None
     both = Params(target=WEIGHTS, draft=params if ids is None else params | {"ids": ids})
     text, tree = drafted_text(dflash(config, TARGET, sample=True), both, verify.rejection(), 1.0)
     n = text.shape[1]
-    # A block at each place, so that one begins at the last token of the prompt.
+    # One block per position, so that one begins at the last token of the prompt.
     scored = scored_drafts(
         lambda divergence: dflash_training.dflash(
             config, FEATURES, ids=ids, blocks=n, divergence=divergence, dtype="float32"

@@ -1,4 +1,4 @@
-"""Documents of files, streams of tokens and batches."""
+"""Tests of documents in files, token streams and batches."""
 
 import gzip
 import lzma

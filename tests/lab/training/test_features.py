@@ -1,4 +1,4 @@
-"""Features on disk give the loss of the target's own forward, and their batches."""
+"""Tests of features on disk: they give the same loss as a forward pass of the target, and form batches."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, WEIGHTS
 
 @pytest.mark.slow
 def test_a_record_teaches_what_the_target_teaches(tmp_path):
-    """The vocabulary is smaller than the number of tokens that are kept, so nothing is missing."""
+    """The record keeps more tokens per position than the vocabulary has, so it is complete."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 16, n).tolist() for n in (13, 9, 20, 7)]
     tokens, segments = features.pack(texts, 24)
@@ -27,11 +27,11 @@ def test_a_record_teaches_what_the_target_teaches(tmp_path):
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4)
     params.pop("ids")
     loss = jax.jit(eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32"))
-    # The next token after a row is not read, and padding teaches nothing.
+    # The loss does not read the token after a row, and ignores padding.
     ended = np.pad(np.where(segments < 0, 99 + np.arange(24), segments), ((0, 0), (0, 1)))
     text = Batch(np.pad(tokens, ((0, 0), (0, 1))), ended)
     theirs, ours = loss(params, text, WEIGHTS), loss(params, again, WEIGHTS)
-    # Features in bfloat16, log-probabilities in float16.
+    # The record holds features in bfloat16 and log-probabilities in float16.
     np.testing.assert_allclose(ours[0], theirs[0], rtol=0.01)
     for name, figure in theirs[1].items():
         np.testing.assert_allclose(ours[1][name], figure, atol=0.03, err_msg=name)

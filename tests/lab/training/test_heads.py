@@ -1,4 +1,4 @@
-"""The objectives of heads: training-time test is what the drafter does, and a head that is trained drafts better."""
+"""Tests of the objectives of heads: training-time test matches the drafter, and training raises acceptance."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from tests.helpers.training_heads import (
 
 @pytest.mark.slow
 def test_step_j_of_training_is_the_jth_drafted_token():
-    """A chain whose drafts happen to be the text: each of its distributions is one that training scored."""
+    """If the drafts of a chain equal the text, training scores each distribution of the chain."""
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4) | {"ids": IDS}
     both = Params(target=WEIGHTS, draft=params)
     text, tree = drafted_text(eagle(EAGLE3, TARGET, 4), both, verify.exact(), 0.0)
@@ -39,7 +39,7 @@ def test_step_j_of_training_is_the_jth_drafted_token():
         text,
     )
     for j, drafted in enumerate(scored):
-        # Token 12 + j is drafted j tokens after the text: by entry 10 + j, in step j.
+        # Token 12 + j is drafted j tokens after the text: entry 10 + j of step j predicts it.
         assert IDS[jnp.argmax(drafted[0, 10 + j])] == tree.tokens[0, 1 + j]
 
 
@@ -52,7 +52,7 @@ def test_documents_do_not_see_each_other():
     tokens = rng.integers(0, 16, (1, 25)).astype(np.int32)
     other = tokens.copy()
     other[0, :12] = rng.integers(0, 16, 12)
-    # Each token of the first document is a document of its own, and has no loss.
+    # Each token of the first document is a separate document, which has no loss.
     segments = np.concatenate([np.arange(100, 112), np.ones(13)])[None].astype(np.int32)
     losses = [loss(params, Batch(jnp.asarray(x), jnp.asarray(segments)), WEIGHTS)[0] for x in (tokens, other)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

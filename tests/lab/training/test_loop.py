@@ -1,4 +1,4 @@
-"""The training loop: it learns, and a killed run continues where its last checkpoint was."""
+"""Tests of the training loop: it learns, and a killed run continues from its last checkpoint."""
 
 import json
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _as_optax_needs_it():
-    """optax mixes its step counter, an integer, with floats."""
+    """Allow standard dtype promotion: optax mixes its integer step counter with floats."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -49,7 +49,7 @@ class Killed(Exception):
 
 
 def killing_at(step):
-    """A `prepare` that raises at a step."""
+    """Return a `prepare` that raises `Killed` at a step."""
     count = iter(range(100))
 
     def prepare(params, batch):

@@ -1,4 +1,4 @@
-"""The losses, against torch and against the model that decodes."""
+"""Tests of the losses, against torch, and of `predict` on packed documents."""
 
 import functools
 
@@ -49,5 +49,5 @@ def test_a_document_is_read_as_if_it_stood_alone():
     packed = predict(model, params, tokens, segments)
     for part in (slice(0, 5), slice(5, 12)):
         alone = predict(model, params, tokens[:, part], segments[:, part] * 0)
-        # Rotary embeddings are relative: where a document begins changes nothing.
+        # Rotary embeddings are relative, so the start of a document has no effect.
         np.testing.assert_allclose(packed[:, part], alone, rtol=1e-4, atol=1e-4)

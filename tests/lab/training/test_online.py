@@ -1,4 +1,4 @@
-"""A draft model that learns from its failures: where they were, that it learns and goes back, and what compiles."""
+"""Tests of online refinement: rejected positions, gains, restored weights, and no compilation while decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +56,12 @@ def make_refiner(target, draft_model, params, held_out, **options):
 
 
 def refine(refiner, target, steps):
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes its step counter, an integer, with floats
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer step counter with floats
         return refiner.refine(target.params, steps=steps)
 
 
 def check_that_it_learns(refiner, target, draft, decoded, steps, factor):
-    """Refine a draft, and decode with it: the same tokens in fewer steps, without a new program."""
+    """Refine a draft and check that it decodes the same tokens in fewer steps, without compiling a program."""
     refiner.see_completions(decoded.completions[:6])
     refined = refine(refiner, target, steps)
     assert refined.kept and refined.after > refined.before
@@ -74,7 +74,7 @@ def check_that_it_learns(refiner, target, draft, decoded, steps, factor):
 
 @pytest.mark.slow
 def test_failures_are_the_corrections_of_the_steps(pair):
-    """Against the verdicts of the steps of a run."""
+    """Oracle: the verdicts of the steps of a run."""
     target, draft = pair
     options = {"max_new_tokens": 20, "temperature": 0.7, "seed": 3}
     close = jax.tree.map(lambda a, b: a + 0.2 * b, target.params, draft.params)
@@ -85,7 +85,7 @@ def test_failures_are_the_corrections_of_the_steps(pair):
     first = np.asarray(begun.prompt_length)
     for state, info in decode.stream(decoder, params, begun, ahead=0):
         for row in range(3):
-            # The token that ends a step, if not all drafts were accepted and the limit did not cut the step.
+            # Mark the last token of a step that rejected a draft, unless the limit cut the step.
             count, accepted = int(info.num_emitted[row]), int(info.verdict.num_accepted[row])
             if count == accepted + 1 and accepted < DEPTH:
                 wanted[row][int(state.length[row]) - 1 - first[row]] = True
@@ -128,8 +128,10 @@ def test_an_eagle_head_learns_and_nothing_that_decodes_compiles():
 
 
 def test_small_losses_do_not_add_up(pair, monkeypatch):
-    """Each of twenty refinements loses 2.9% of tau, so only the first one stays within 3% of the first value. A loss
-    that a change of the target causes is not a refinement's."""
+    """Each of twenty refinements loses 2.9% of tau, so only the first one stays within 3% of the first value.
+
+    A loss caused by a change of the target does not count against a refinement.
+    """
     monkeypatch.setattr(online, "_updater", lambda *_: lambda draft, state, *__: (0.971 * draft, state, 0.0))
     monkeypatch.setattr(online.Refiner, "expected_tau", lambda self, moved: 3.0 * moved * float(self._params))
     refiner = online.Refiner(
