@@ -18,7 +18,7 @@ _KINDS = {True: "sliding_attention", False: "full_attention"}
 
 
 class Family(NamedTuple):
-    """How to read and write the fields that are specific to one architecture."""
+    """Readers and writers of the fields that are specific to one architecture."""
 
     architecture: str
     read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig

@@ -117,7 +117,7 @@ class Completion:
     tokens, including tokens after a stop string.
     """
 
-    request: Request
+    request: Request  # the request that was completed
     text: str  # "" if the checkpoint has no tokenizer; it ends before a stop string
     tokens: list[int]  # new tokens, including the stop token or the token that completes a stop string
     finish_reason: str  # "stop", "length", or "failed" if the target's logits were not finite
