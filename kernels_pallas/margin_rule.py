@@ -42,7 +42,7 @@ class Acceptance(NamedTuple):
     num_accepted: Array  # i32[B]; edges walked
     next_token: Array  # i32[B]; y of the node where the walk stops
     relaxed: Array  # bool[B, D]; edges accepted only because of relaxation
-    stats: MarginStats  # [B, N] each
+    stats: MarginStats  # [B, N] each; statistics of the nodes
 
 
 Margin = Callable[[Array, Array, Array], Array]
