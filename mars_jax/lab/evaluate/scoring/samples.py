@@ -23,7 +23,7 @@ UNSCORED = (
     "docs/commands.md, and then the same command again."
 )
 _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
-"""End markers of the completion of a function: the stop sequences of Chen et al. 2107.03374, or the end of a code fence."""
+"""End markers of a completed function: the stop sequences of Chen et al. 2107.03374, or the end of a code fence."""
 
 
 def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row]) -> list[Row]:
