@@ -26,6 +26,8 @@ def _reserve() -> None:
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:
+        # Writing to a read-only file is an error, so output is not lost silently.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         sys.stdout = open(1, "w")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w")  # noqa: SIM115

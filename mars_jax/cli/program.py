@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import errno
 import os
 import re
 import sys
@@ -198,8 +199,10 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
             finally:
                 try:
                     out.flush()
-                except OSError:
+                except OSError as error:
                     _discard(out)
+                    if error.errno == errno.EBADF:
+                        raise MarsError("stdout is closed: direct it to a file or a pipe.") from None
                     raise
     except MarsError as error:
         _say(f"error: {' '.join(str(error).split())}")

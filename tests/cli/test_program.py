@@ -92,6 +92,14 @@ def test_no_file_gets_the_number_of_a_closed_stdout(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_for_a_closed_stdout_are_an_error():
+    found = shell(f"{COMMAND} --json 'the sea' >&-")
+    assert found.returncode == 2 and found.stderr.endswith(
+        "error: stdout is closed: direct it to a file or a pipe.\n"
+    )
+
+
+@pytest.mark.slow
 def test_closed_stdin_and_stderr_are_no_tracebacks():
     assert shell(f"{COMMAND} --prompts-file - <&-").returncode == 2
     found = shell(f"{COMMAND} --json 'the sea' 2>&-")
