@@ -11,13 +11,6 @@ option that this XLA lacks.
     JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
 
 runs everything on a CPU, in one process.
-
-    pip install "jax[cuda12]"
-    JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --compile-only 2 \\
-        --output scripts/results/gpu_step_compiled.json
-
-compiles the steps of a model of two layers for an H100 on a machine without one, and counts the operations of their
-loops. Nothing is timed, and XLA chooses kernels without trying them.
 """
 
 from __future__ import annotations
@@ -40,17 +33,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
-from mars_jax.contrib import simulated
 from mars_jax.core.types import PyTree
 from mars_jax.lab.commands.check import device_check, large
 from mars_jax.lab.commands.check.large import Arm, Pair
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import draft_of, programs
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.layers import ACTIVATIONS, dense
 from mars_jax.models.rope import rotate
 from scripts import common
@@ -69,7 +58,6 @@ _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITI
 VARIANTS = {
     "default": Variant(),
     "no dot merger": Variant(_NO_MERGER),
-    "no dot merger, split-k": Variant(_NO_MERGER | {"xla_gpu_experimental_enable_split_k_rewrite": True}),
     "no dot merger, no triton": Variant(_NO_MERGER | {"xla_gpu_enable_triton_gemm": False}),
     "no dot merger, graphs": Variant(
         _NO_MERGER | {"xla_gpu_enable_command_buffer": _GRAPHS, "xla_gpu_graph_min_graph_size": 1}
@@ -135,7 +123,6 @@ SECTIONS = {
         ("steps", "no dot merger"),
         ("steps", "no dot merger, graphs"),
         ("steps", "no dot merger, no triton"),
-        ("steps", "no dot merger, split-k"),
         ("steps", "joined"),
         ("steps", "attention xla"),
         ("batches", "no dot merger, graphs"),
@@ -143,10 +130,8 @@ SECTIONS = {
         ("batches", "no dot merger"),
         ("prompts", "no dot merger, no triton"),
         ("batches", "attention xla"),
-        ("batches", "no dot merger, split-k"),
         ("batches", "no dot merger, no triton"),
         ("prompts", "no dot merger"),
-        ("prompts", "no dot merger, split-k"),
         ("prompts", "no dot merger, graphs"),
     ],
     # GPU options change nothing on a CPU, so only prompts, which compile fastest, are compiled with them.
@@ -326,62 +311,6 @@ def _prompt(pair: Pair, variant: Variant) -> dict[str, Any]:
     return large.prompt_times(compiled, pair.plain, prompts) | work
 
 
-# XLA's description of an H100: openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
-
-def compile_only(num_layers: int, shape: Shape, path: Path) -> None:
-    """Compile the steps of one row for `H100` and write the operations of their loops into the report."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1, 1), ("data", "model"))
-    config = dataclasses.replace(shape.config, num_layers=num_layers, windows=())
-    report = common.kept(path)
-    variants = {name: v for name, v in VARIANTS.items() if v.attention == "auto" and not v.joined}
-    for arm in shape.steps:
-        head = EagleConfig.outline(config)
-        draft = draft_of("none") if arm.options is None else draft_of(head, dtype=shape.dtype, **arm.options)
-        pair = programs(
-            config, draft, mesh, simulated(arm.tau), batch=1, context=shape.context, dtype=shape.dtype
-        )
-        _, lowered = pair.lower()
-        for name, variant in variants.items():
-            figures = large.attempt(functools.partial(_operations, lowered, variant))
-            section = report["sections"].setdefault(f"compiled only: {name}", {"rows": []})
-            section["rows"].append({"arm": arm.name, "layers": num_layers} | figures)
-            print(f"{arm.name}, {name}: {figures}", flush=True)
-            common.write(path, report)
-
-
-def _operations(lowered: Any, variant: Variant) -> dict[str, Any]:
-    compiled, seconds = _compiled(lowered, variant)
-    return {"compile_seconds": seconds, "loop": loop_operations(compiled.as_text())}
-
-
 def _compiled(lowered: Any, variant: Variant) -> tuple[Any, float]:
     """Compile with a variant's options; return also the seconds that it took."""
     began = time.perf_counter()
@@ -423,9 +352,6 @@ def main() -> None:
     )
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default 570)")
     parser.add_argument("--limit", type=float, default=110, help="seconds for one section (default 110)")
-    parser.add_argument(
-        "--compile-only", type=int, metavar="LAYERS", help="compile for an H100 without one; see above"
-    )
     parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)  # measure this one in this process
     args = parser.parse_args()
     if args.section:
@@ -433,10 +359,6 @@ def main() -> None:
         measure(what, name, SHAPES[args.shape], args.output)
         return
     new = {"shape": args.shape, "machine": common.provenance("jaxlib"), "sections": {}}
-    if args.compile_only:
-        common.write(args.output, new)
-        compile_only(args.compile_only, SHAPES[args.shape], args.output)
-        return
     deadline = time.monotonic() + args.budget
     report = common.kept(args.output) or new
     if (report["shape"], report["machine"]["commit"]) != (args.shape, new["machine"]["commit"]):

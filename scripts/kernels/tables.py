@@ -6,6 +6,9 @@ from typing import Any
 
 from scripts.common import load
 
+VARIANTS = ("no dot merger", "no dot merger, graphs", "no dot merger, no triton", "joined")
+"""Ways to compile of `gpu_step`, beyond the default and another attention."""
+
 
 def figures() -> dict[str, Any]:
     """Return the variables of the page."""
@@ -39,17 +42,28 @@ def kernels() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Return an 8B's step on a GPU from check_h100.json, and attention of a layer from bench_attention_h100.json."""
+    """Return operations, an 8B's steps and prompts, and attention of a layer, all on a GPU."""
     report, attention = load("check_h100.json"), load("bench_attention_h100.json")
-    large = report["large"]
-    copy, product = large["copy_bytes_per_second"], large["product_flops"]
-    steps = [
-        [
-            row["arm"], str(row["rows"]), f"{row['milliseconds']:.2f}", f"{1e3 * row['bytes'] / copy:.2f}",
-            f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}",
-        ]
-        for row in large["steps"]
-    ]  # fmt: skip
+    sections = {name: section["rows"] for name, section in load("gpu_step_h100.json")["sections"].items()}
+    [device] = sections["device: default"]
+    copy = device["copy_bytes_per_second"]
+    in_turns = {(row["arm"], row["rows"]): row["milliseconds"] for row in report["large"]["steps"]}
+    timed = {
+        variant: {
+            (row["arm"], row["rows"]): row
+            for group in ("steps", "batches")
+            for row in sections.get(f"{group}: {variant}", [])
+        }
+        for variant in ("default", "attention xla", *VARIANTS)
+    }
+
+    def milliseconds(variant: str, step: tuple[str, int]) -> str:
+        return f"{timed[variant][step]['milliseconds']:.2f}" if step in timed[variant] else ""
+
+    prompts = zip(
+        *(sections[f"prompts: {name}"] for name in ("default", "attention xla", "no dot merger, no triton")),
+        strict=True,
+    )
     attended = [
         [
             str(row["rows"]), str(row["nodes"]), f"{1e3 * row['bytes'] / copy:.3f}",
@@ -70,9 +84,28 @@ def gpu() -> dict[str, Any]:
         "jax": report["versions"]["jax"],
         "seconds": report["seconds"],
         "copied": f"{copy / 1e9:,.0f}",
-        "product": f"{product / 1e12:.0f}",
-        "steps": steps,
-        "prompt": f"{large['prompt']['milliseconds']:.0f}",
+        "product": f"{device['product_flops'] / 1e12:.0f}",
+        "steps": [
+            [
+                step[0],
+                str(step[1]),
+                f"{1e3 * row['bytes'] / copy:.2f}",
+                milliseconds("default", step),
+                milliseconds("attention xla", step),
+                f"{in_turns[step]:.2f}",
+                f"{row['tau']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
+            ]
+            for step, row in timed["default"].items()
+        ],
+        "variants": list(VARIANTS),
+        "options": [
+            [step[0], str(step[1]), *(milliseconds(name, step) for name in ("default", *VARIANTS))]
+            for step in timed["default"]
+        ],
+        "prompts": [
+            [str(rows[0]["chunk"]), *(f"{row['milliseconds']:.0f}" for row in rows)] for rows in prompts
+        ],
         "attended": attended,
         "forms": [[f"`{name}`", *(f"{taken:.4f}" for taken in times)] for name, times in by_form.items()],
         "right": not report["wrong"],
