@@ -10,6 +10,7 @@ def main(*words: str) -> int:
     """Run the command line with these words before its arguments, and return the exit code."""
     _reserve()
     signals.handle()  # imports are slow, and Ctrl-C must work during them
+    quiet.quiet()
     quiet.quiet_duplicates()
     # JAX's preemption service would replace the handler of SIGTERM.
     os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")

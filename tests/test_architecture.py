@@ -34,7 +34,7 @@ RINGS = {
     "integrations": {"library", "integrations"},
     "lab": {"library", "contrib", "lab"},
 }
-"""Rings that a ring may import. The library reaches the others by name, through `specs.factory` and `cli.commands`."""
+"""Rings that a ring may import. The library reaches the others by name, through `load_function` and `cli.commands`."""
 
 
 def imported(path):

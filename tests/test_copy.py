@@ -23,7 +23,6 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of

@@ -17,6 +17,7 @@ import pytest
 
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
+from mars_jax.verify import rules
 from scripts import results_page
 from tests.helpers import slow_but
 from tests.helpers.pages import blocks
@@ -138,7 +139,7 @@ def test_flags_that_documents_name_exist():
     # Flags of other tools, since blocks of code are searched too.
     foreign = {"--quiet", "--model", "--model_args", "--tasks", "--check", "--no-deps", "--no-compile"}
     foreign |= {"--rm", "--network", "--problem_file"}
-    of_rules = {name for row in specs.RULES.values() for name, s in row.settings.items() if s.flag}
+    of_rules = {name for row in rules().values() for name, s in row.settings.items() if s.flag}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
     for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))) - foreign
@@ -163,7 +164,7 @@ def test_every_command_has_its_section():
 
 def test_the_tables_of_the_readme_agree_with_those_of_the_package():
     for name, _, lossless, settings in table("Rules"):
-        row = specs.rule(name.strip("`"))
+        row = rules()[name.strip("`")]
         assert (lossless == "yes") == row.lossless, row.name
         assert set(re.findall(r"`(\w+)`", settings)) == set(row.settings), row.name
     named = {f"`{row.spec}`": row for row in specs.DRAFTERS.values()}

@@ -30,6 +30,7 @@ from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.heads.eagle_files import from_head_json
 from mars_jax.lab.evaluate.tasks import datasets
 from mars_jax.models.config import ModelConfig
+from mars_jax.verify import choose, rules
 
 TARGET = Path(str(assets.path("tiny/target")))
 LONG_NAMES = {
@@ -133,7 +134,7 @@ def python_calls():
             calls[f"drafters.load of {name}"] = lambda path, name=name: mj.drafters.load(
                 f"{name}:{path}", target
             )
-    for name, row in specs.RULES.items():
+    for name, row in rules().items():
         if "weights" in row.needs:
             calls[f"verify.load of {name}"] = lambda path, name=name: mj.verify.load(f"{name}:{path}", target)
     calls["verify.load of a file"] = lambda path: mj.verify.load(f"{path}.py:rule", target)
@@ -186,7 +187,7 @@ def test_prompts_come_through_a_pipe_that_is_open(pipe, monkeypatch):
     os.dup2(reader, 0)
     monkeypatch.setattr("sys.stdin", open(0, closefd=False))  # noqa: SIM115
     try:
-        rows = read_prompts(pipe.format(reader), specs.choose("exact", {}))
+        rows = read_prompts(pipe.format(reader), choose("exact", {}))
     finally:
         os.dup2(before, 0)
         os.close(before)
@@ -197,12 +198,12 @@ def test_prompts_come_through_a_pipe_that_is_open(pipe, monkeypatch):
 def endless_line(path):
     with path.open("wb") as file:
         file.truncate(limits.LINE_BYTES + 1)
-    return read_prompts(str(path), specs.choose("exact", {}))
+    return read_prompts(str(path), choose("exact", {}))
 
 
 def long_prompt(path):
     path.write_text("x" * (limits.PROMPT_BYTES + 1))
-    return read_prompts(str(path), specs.choose("exact", {}))
+    return read_prompts(str(path), choose("exact", {}))
 
 
 def many_files(path):
@@ -211,7 +212,7 @@ def many_files(path):
         (path / f"{i}" / "rows.jsonl").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "DATASET_FILES", 20)
-        return read_prompts(str(path), specs.choose("exact", {}))
+        return read_prompts(str(path), choose("exact", {}))
 
 
 def head_of(**fields):

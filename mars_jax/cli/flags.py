@@ -9,8 +9,8 @@ from typing import Any
 
 from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import RuleChoice
 from mars_jax.specs.models import default_draft
+from mars_jax.verify import RuleChoice
 
 MESH_HELP = (
     "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "

@@ -11,7 +11,9 @@ from typing import IO, Any
 from mars_jax import specs
 from mars_jax.cli.flags import flag_of
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import Given, RuleChoice, Setting, choose
+from mars_jax.core.user_code import load_function
+from mars_jax.specs import Setting
+from mars_jax.verify import NEEDS, Given, RuleChoice, choose, find, is_own, rules, split
 
 OWN = "FILE.py:NAME or package.module:NAME"
 
@@ -27,9 +29,7 @@ def add_rule_flags(
       instead: settings that the command sets in another way, and that get no flag.
       help: beginning of the help of --verify, before the list.
     """
-    listed = ", ".join(
-        f"{row.name}:PATH" if "weights" in row.needs else row.name for row in specs.RULES.values()
-    )
+    listed = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
     made.add_argument(
         "--verify",
         metavar="RULE",
@@ -61,7 +61,7 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
       MarsError: as `choose`, or weights are missing.
     """
     choice = choose(spec, given)
-    if "weights" in choice.row.needs and not specs.split(spec)[1]:
+    if "weights" in choice.row.needs and not split(spec)[1]:
         raise MarsError(f"the rule {choice.row.name} needs weights: name them, as {choice.row.name}:PATH.")
     return choice
 
@@ -78,7 +78,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
       MarsError: as `named`, or as `lab.theta.rule_of_file`.
     """
     if "theta" in given and not is_number(given["theta"].text):
-        return specs.factory("mars_jax.lab.theta:rule_of_file")(spec, given)
+        return load_function("mars_jax.lab.theta:rule_of_file")(spec, given)
     return named(spec or default, given), None
 
 
@@ -114,7 +114,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
     """Return the settings that have a flag, by name, each with the rules that have it."""
     by_name: dict[str, list[tuple[str, Setting]]] = {}
-    for row in specs.RULES.values():
+    for row in rules().values():
         for name, setting in row.settings.items():
             if setting.flag:
                 by_name.setdefault(name, []).append((row.name, setting))
@@ -143,13 +143,13 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
 
 def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
     """Print the table of rules, and the user's rule if one is named."""
-    rows = [*specs.RULES.values(), *([specs.find(own)] if own and specs.is_own(own) else [])]
+    rows = [*rules().values(), *([find(own)] if own and is_own(own) else [])]
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
         return
     for row in rows:
         kind = "lossless" if row.lossless else "lossy"
-        needs = "".join(f"; needs {specs.NEEDS[need]}" for need in row.needs)
+        needs = "".join(f"; needs {NEEDS[need]}" for need in row.needs)
         print(f"{row.name}: {row.help}", file=out)
         print(_lines(f"  {kind}{needs}{f'; {row.paper}' if row.paper else ''}"), file=out)
         for setting in row.settings.values():

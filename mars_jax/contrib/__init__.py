@@ -1,15 +1,18 @@
 """Rules and drafters from single papers, with the library's interfaces. Without a stability guarantee.
 
-Every rule of `rule_rows.RULES` is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fly`.
+Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fly`.
 """
 
 from __future__ import annotations
 
-from mars_jax import specs
-from mars_jax.contrib.rule_rows import RULES
+from mars_jax.core.user_code import load_function
 
+_RULES = (
+    "budget", "cactus", "diversed", "entropy_gate", "equivalent", "fly", "fuzzy", "learned", "lenience", "mentored",
+    "phrase", "released", "simulated", "speccascade",
+)  # fmt: skip
 # {public name: "module:name"}; imported on first use.
-_HOME = {row.name: row.factory for row in RULES} | {
+_HOME = {name: f"mars_jax.contrib.rules.{name}:{name}" for name in _RULES} | {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {
         "drafters.ahead": ("ahead", "run_ahead"),
@@ -35,7 +38,7 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'mars_jax.contrib' has no attribute '{name}'")
-    value = globals()[name] = specs.factory(_HOME[name])
+    value = globals()[name] = load_function(_HOME[name])
     return value
 
 

@@ -37,7 +37,7 @@ from mars_jax.core.given import (
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.pick import leading
 from mars_jax.core.prefill import caught_up, chunk_of, observing, prefill
-from mars_jax.core.rule import Rule, facts, for_rows, structure
+from mars_jax.core.rule import Rule, for_rows, structure
 from mars_jax.core.step import commit, judge, propose, score, step_keys
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
 
@@ -171,7 +171,7 @@ class Decoder:
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
         if structure(prompts.rule) != self.rule:
             raise MarsError(
-                f"the rule {facts(prompts.rule).name} is not of the structure that this decoder was made for: give "
+                f"the rule {prompts.rule.name} is not of the structure that this decoder was made for: give "
                 "speculative_decoder the same rule; only its numbers may differ."
             )
         count = prompts.tokens.shape[0]

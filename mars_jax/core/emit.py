@@ -14,7 +14,6 @@ from jax import Array
 from mars_jax.core.controls import is_stop
 from mars_jax.core.logprobs import log_probs
 from mars_jax.core.pick import append
-from mars_jax.core.rule import facts
 from mars_jax.core.sampling import at_tokens
 from mars_jax.core.tree import gather_path, said
 from mars_jax.core.types import (
@@ -79,7 +78,7 @@ def emit(
     tokens = append(state.tokens, state.length, emitted, count)
     length = state.length + count
 
-    lossless = facts(state.rule).lossless and trusted is None
+    lossless = state.rule.lossless and trusted is None
     # Node d of the path predicts entry d: its row of logits is p(. | the text before that token).
     emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     logprobs = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)

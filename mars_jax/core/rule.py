@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import Array
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.struct import settings_of
 from mars_jax.core.types import PyTree, Verdict
 from mars_jax.core.user_code import (
     MODULES,
@@ -28,6 +29,7 @@ from mars_jax.core.user_code import (
 )
 
 ALL_EDGES = np.iinfo(np.int32).max
+_VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
 class Rule:
@@ -53,10 +55,31 @@ class Rule:
     ('onetoken', False)
     """
 
-    lossless = False  # whether the output follows the target's distribution
-    needs: tuple[str, ...] = ()  # required inputs, from `specs.NEEDS`, such as "weights" for `Params.verify`
+    lossless: ClassVar[bool] = False  # whether the output follows the target's distribution
+    # Required inputs, keys of `verify.NEEDS`, such as "weights" for `Params.verify`.
+    needs: ClassVar[tuple[str, ...]] = ()
     base: Any = None  # the strict rule that this rule relaxes, if any
     exact_prefix: Any = 0  # generated tokens at the start that are strict
+
+    def __post_init__(self) -> None:
+        """Check the settings and convert numbers to strongly typed leaves, [] or [B].
+
+        Raises:
+          MarsError: a value is out of range.
+        """
+        settings = settings_of(type(self))
+        chosen = {name: getattr(self, name) for name, s in settings.items() if s.choices}
+        # Choices first, because they determine the ranges of numbers.
+        for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
+            value = getattr(self, name)
+            # A pytree of another library may call the constructor with placeholders.
+            if value is not None and not isinstance(value, _VALUES):
+                continue
+            setting.check(value, **chosen)
+            if setting.per_row:
+                dtype = np.int32 if setting.kind is int else np.float32
+                typed = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
+                object.__setattr__(self, name, typed)
 
     @property
     def name(self) -> str:
@@ -78,56 +101,8 @@ class Rule:
 class LoadedRule(NamedTuple):
     """A rule and its weights, which go into `Params.verify`."""
 
-    rule: Any  # a `Rule`, or a callable with the same signature
+    rule: Rule
     params: PyTree = ()  # its weights, which it reads as `Evidence.params`
-
-
-class _Foreign(Rule):
-    """Adapter that supplies the attributes of `Rule` for a callable that does not derive from it."""
-
-    def __init__(self, rule: Any):
-        self.lossless = bool(getattr(rule, "lossless", False))
-        # Unless declared otherwise, assume that it reads the draft's hidden states.
-        self.needs = tuple(getattr(rule, "needs", ("draft_hidden",)))
-        self.base = getattr(rule, "base", None)
-        self.exact_prefix = getattr(rule, "exact_prefix", 0)
-        self._name = str(getattr(rule, "name", type(rule).__name__))
-        self._check = getattr(rule, "check_drafter", super().check_drafter)
-        self._strict = getattr(rule, "strict_edges", super().strict_edges)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def check_drafter(self, drafter: Drafter) -> None:
-        self._check(drafter)
-
-    def strict_edges(self, evidence: Evidence) -> Array:
-        return self._strict(evidence)
-
-
-def facts(rule: Any) -> Rule:
-    """Return an object with the attributes of `Rule`: the rule itself, or an adapter with defaults for other callables.
-
-    >>> from mars_jax import verify
-    >>> facts(verify.mars(base=verify.rejection())).base.needs, facts(lambda evidence: None).lossless
-    (('q',), False)
-    """
-    return rule if isinstance(rule, Rule) else _Foreign(rule)
-
-
-def asks(what: str, rule: Any) -> bool:
-    """Return whether a rule, or one of its bases, has `what` among its needs.
-
-    >>> from mars_jax import verify
-    >>> asks("q", verify.mars(base=verify.rejection())), asks("q", verify.mars())
-    (True, False)
-    """
-    while rule is not None:
-        if what in facts(rule).needs:
-            return True
-        rule = facts(rule).base
-    return False
 
 
 class Structure(NamedTuple):
@@ -162,12 +137,12 @@ def structure(rule: Any) -> Structure:
     if isinstance(rule, LoadedRule):
         raise MarsError("verify is a LoadedRule here: give its .rule, and its .params as Params.verify.")
     leaves = jax.tree.leaves(rule)
-    if not callable(rule) or not all(
+    if not isinstance(rule, Rule) or not all(
         hasattr(x, "dtype") or isinstance(x, bool | int | float) for x in leaves
     ):
         raise MarsError(
             f"verify is {short_repr(rule)}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
-            "struct.dataclass whose fields are numbers."
+            "struct.dataclass that derives from verify.Rule and whose fields are numbers."
         )
     return Structure.of(rule)
 

@@ -18,7 +18,7 @@ from mars_jax.core.cut import cut
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import in_rows
-from mars_jax.core.rule import decide, facts
+from mars_jax.core.rule import decide
 from mars_jax.core.tree import chain, visible
 from mars_jax.core.trusted import judged
 from mars_jax.core.types import (
@@ -63,7 +63,7 @@ def propose(
         length=state.length,
         controls=state.controls,
         guide=conditions.constraint,
-        hidden="draft_hidden" in facts(state.rule).needs,
+        hidden="draft_hidden" in state.rule.needs,
     )
     # The profiler and the planner find the parts of a step by these named scopes.
     with jax.named_scope("draft"):
@@ -155,7 +155,7 @@ def judge(
         else:
             verdict, rule, trusted = judged(state.rule, evidence)
         # A lossless rule never accepts a token of probability 0, so only lossy rules need the cut.
-        if nodes.forbid and not facts(state.rule).lossless:
+        if nodes.forbid and not state.rule.lossless:
             verdict = cut(verdict, evidence)
         return verdict, rule, trusted
 

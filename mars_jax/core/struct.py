@@ -8,12 +8,17 @@ ours. This avoids the import of Flax, which takes a quarter of the time that imp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, dataclass_transform, overload
 
 import jax
 
+from mars_jax.core.settings import Range, Setting
+
 T = TypeVar("T")
+_ANY = Range("a number")
 
 
 def field(*, pytree_node: bool = True, **options: Any) -> Any:
@@ -30,13 +35,70 @@ def field(*, pytree_node: bool = True, **options: Any) -> Any:
     return dataclasses.field(metadata={"pytree_node": pytree_node}, **options)
 
 
+def setting(
+    *,
+    help: str,
+    ranges: Range | Mapping[str, Range] = _ANY,
+    kind: type = float,
+    default: Any = dataclasses.MISSING,
+    kw_only: bool = True,
+    choices: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Declare a field of a rule that users may set by a flag, in a prompts file or as an argument.
+
+    Numbers are leaves of the pytree, one for all rows or one per row. Choices and booleans are static.
+
+    Args:
+      help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
+      kw_only: whether the constructor takes the field only by name.
+
+    Example:
+      >>> @dataclass
+      ... class Rule:
+      ...     theta: jax.Array = setting(default=0.9, help="threshold", ranges=Range("0 to 1", 0, 1))
+      >>> settings_of(Rule)["theta"].expected()
+      '0 to 1'
+    """
+    is_number = kind in (float, int)
+    declared = Setting(
+        name="",  # known once the class exists: `settings_of`
+        kind=str if choices else kind,
+        help=help,
+        default=None if default is dataclasses.MISSING else default,
+        ranges=ranges,
+        choices=choices or {},
+        per_row=is_number and not choices,
+        **options,
+    )
+    return dataclasses.field(
+        default=default,
+        kw_only=kw_only,
+        metadata={"pytree_node": is_number and not choices, "setting": declared},
+    )
+
+
+@functools.cache
+def settings_of(cls: type) -> dict[str, Setting]:
+    """Return the settings that the fields of a class declare, by name: its own before the inherited ones."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
+    names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
+    return {
+        name: dataclasses.replace(fields[name].metadata["setting"], name=name)
+        for name in dict.fromkeys(names)
+        if name in fields
+    }
+
+
 @overload
 def dataclass(cls: type[T], **options: Any) -> type[T]: ...
 @overload
 def dataclass(cls: None = None, **options: Any) -> Callable[[type[T]], type[T]]: ...
-@dataclass_transform(field_specifiers=(field, dataclasses.field), frozen_default=True)
+@dataclass_transform(field_specifiers=(field, setting, dataclasses.field), frozen_default=True)
 def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[[type[T]], type[T]]:
     """Create a frozen dataclass whose fields are children of a pytree, with a method `replace(**changes)`.
+
+    JAX rebuilds trees without calling `__post_init__`, since their leaves may be placeholders.
 
     Args:
       cls: the class to decorate.
@@ -49,10 +111,25 @@ def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[
         return lambda cls: dataclass(cls, **options)
     frozen: Any = dataclasses.dataclass(frozen=True, **options)(cls)
     frozen.replace = dataclasses.replace
-    leaf = {f.name: f.metadata.get("pytree_node", True) for f in dataclasses.fields(frozen)}
-    jax.tree_util.register_dataclass(
-        frozen,
-        data_fields=[name for name, is_leaf in leaf.items() if is_leaf],
-        meta_fields=[name for name, is_leaf in leaf.items() if not is_leaf],
-    )
+    is_leaf = {f.name: f.metadata.get("pytree_node", True) for f in dataclasses.fields(frozen)}
+    data = [name for name, leaf in is_leaf.items() if leaf]
+    static = [name for name, leaf in is_leaf.items() if not leaf]
+    if not hasattr(frozen, "__post_init__"):
+        jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=static)
+        return frozen
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(value, name) for name in data], tuple(getattr(value, name) for name in static)
+
+    def flatten_with_keys(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, aux = flatten(value)
+        return list(zip(map(jax.tree_util.GetAttrKey, data), leaves, strict=True)), aux
+
+    def unflatten(aux: tuple[Any, ...], leaves: Any) -> Any:
+        value = object.__new__(frozen)
+        for name, part in zip((*static, *data), (*aux, *leaves), strict=True):
+            object.__setattr__(value, name, part)
+        return value
+
+    jax.tree_util.register_pytree_with_keys(frozen, flatten_with_keys, unflatten, flatten)
     return frozen

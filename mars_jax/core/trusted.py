@@ -18,7 +18,7 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import leading, pick
-from mars_jax.core.rule import check_array, decide, facts, user_errors
+from mars_jax.core.rule import check_array, decide, user_errors
 from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
@@ -38,7 +38,7 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
     if evidence.strict_nodes is not None:
         trusted &= ~at_parent(tree, evidence.strict_nodes)
     with user_errors(rule):
-        strict = facts(rule).strict_edges(evidence)
+        strict = rule.strict_edges(evidence)
     check_array(rule, "strict_edges", strict, "int32", tree.tokens.shape[:1])
     return jnp.where(evidence.controls.strict | (strict > 0), 0, leading(trusted[:, 1:]))
 

@@ -1,17 +1,30 @@
-"""One-sentence reports of exceptions in user code, such as a rule in a file. Does not import jax."""
+"""Functions in files of the user, such as rules, and one-sentence reports of their exceptions. Does not import jax."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
 import inspect
+import os
+import sys
 import traceback
 import types
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import first_line
+from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.reading import read_bytes
 
 MODULES: set[str] = set()
 """Names of the modules that the user specified as FILE.py:NAME or package.module:NAME."""
+
+_PURPOSES = {
+    "rule": "that makes a rule",
+    "judge": "of a prompt and an answer that gives a number from 0 to 1",
+}
+"""Purpose of a user's function, by its kind."""
 
 
 def is_user_module(name: str) -> bool:
@@ -80,3 +93,77 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)[:60]
     return f"an object of type {type(value).__name__}"
+
+
+def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
+    """Return the function named by FILE.py:NAME or package.module:NAME. A file is executed; messages call it `kind`.
+
+    Raises:
+      MarsError: no such file, module or name; not callable; or the file raises an error.
+    """
+    where, _, name = spec.rpartition(":")
+    module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
+    target = getattr(module, name, None)
+    if not callable(target):
+        problem = "is nothing that can be called" if hasattr(module, name) else "is not in it"
+        raise MarsError(f"the {kind} is {spec}: {name} {problem}; name a function {_PURPOSES[kind]}.")
+    return target
+
+
+def source_digest(spec: str) -> str | None:
+    """Return a digest of the file that defines the function of a spec. It does not cover what the file imports."""
+    where = spec.rpartition(":")[0]
+    path = where if where.endswith(".py") else _from_module(where, spec, "rule").__file__
+    return None if path is None else hashlib.sha256(read_bytes(path)).hexdigest()[:16]
+
+
+def _from_file(path: str, kind: str) -> types.ModuleType:
+    try:
+        source = read_bytes(path)
+    except OSError as error:
+        raise MarsError(
+            f"the file of a {kind} '{path}' cannot be read ({error.strerror}): check the path."
+        ) from None
+    # Key modules by content, so that an edited file is executed again and an unedited one gives the same classes.
+    digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
+    name = f"mars_jax_own_{Path(path).stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module here
+    MODULES.add(name)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise MarsError(
+            f"the file of a {kind} '{path}' does not run: {_import_failure(error, name, path)}; expected a file that "
+            f"defines a function {_PURPOSES[kind]}."
+        ) from error
+    return module
+
+
+def _import_failure(error: BaseException, module: str, name: str) -> str:
+    """Return the error of a failed import with its file and line."""
+    if isinstance(error, SyntaxError):  # raised before any line ran
+        return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
+    frames = frames_in({module}, error)
+    return failure(error, frames) or f"{name}: {reason(error)}"
+
+
+def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
+    # Unlike `python -m`, a console script does not put the current directory on the path.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if is_user_module(name):
+        MODULES.add(name)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        problem = error if isinstance(error, ImportError) else _import_failure(error, name, name)
+        raise MarsError(
+            f"the {kind} is {spec}: the module '{name}' cannot be imported ({problem}); expected FILE.py:NAME or "
+            "package.module:NAME."
+        ) from error

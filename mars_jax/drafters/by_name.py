@@ -14,6 +14,7 @@ from mars_jax import specs
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.core.types import PyTree
+from mars_jax.core.user_code import load_function
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.sized import sized
 from mars_jax.drafters.tree_shapes import Dynamic, checked_tree
@@ -124,7 +125,7 @@ def load(
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    loaded_drafter = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
+    loaded_drafter = load_function(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
     check_finite(path, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 

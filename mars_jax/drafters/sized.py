@@ -25,7 +25,6 @@ from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import SPARSE, TRUSTS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import facts
 from mars_jax.core.step import propose, step_keys
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
@@ -180,9 +179,9 @@ class Sizes:
         Raises:
           MarsError: as for `speculative_decoder`, or a lossy rule.
         """
-        if not (self.any_rule or facts(verify).lossless):
+        if not (self.any_rule or verify.lossless):
             raise MarsError(
-                f"the drafter '{longest.name}' adapts its draft length, and with the lossy rule {facts(verify).name} a "
+                f"the drafter '{longest.name}' adapts its draft length, and with the lossy rule {verify.name} a "
                 "text would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or make "
                 "the drafter with any_rule=True."
             )

@@ -34,7 +34,6 @@ from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import name_axes
 from mars_jax.core.metrics import Metrics
-from mars_jax.core.rule import facts
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations import bridge
@@ -202,9 +201,9 @@ class Rollout:
             resolved = drafters.load(resolved, self._target)
         loaded = isinstance(resolved, drafters.LoadedDrafter)
         self._drafter: drafters.LoadedDrafter = resolved if loaded else drafters.LoadedDrafter(resolved, ())
-        if not lossy and (not facts(rule.rule).lossless or TRUSTS in self._drafter.drafter.traits):
+        if not lossy and (not rule.rule.lossless or TRUSTS in self._drafter.drafter.traits):
             raise MarsError(
-                f"the rule {facts(rule.rule).name} with the drafter '{self._drafter.drafter.name}' is lossy: "
+                f"the rule {rule.rule.name} with the drafter '{self._drafter.drafter.name}' is lossy: "
                 "its samples are not the policy's, and importance ratios would not know of it; verify by exact or "
                 "rejection, or give lossy=True."
             )

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax import specs
 from mars_jax.core.errors import MarsError
+from mars_jax.verify import rules
 
 # The colours of Okabe and Ito (2008), which are distinguishable with any kind of colour vision.
 BLACK, GREY, LIGHT = "#222222", "#888888", "#DDDDDD"
@@ -66,7 +66,7 @@ BASELINES = {
     "low-margin": Look(GREY, "X"),
     "transformers": Look(ORANGE, "h"),
 }
-_LOSSY = ["mars", *(name for name in specs.RULES if name not in {*BASELINES, "mars"})]
+_LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"})]
 
 
 def look(name: str) -> Look:

@@ -18,7 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
-from mars_jax.specs import Given, RuleChoice, choose
+from mars_jax.verify import Given, RuleChoice, choose, is_own, not_in
 
 FORMAT = "mars-jax theta 3"
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
@@ -95,7 +95,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
     file = file_of(given["theta"])
     if spec is not None:
         file.check_rule(RuleChoice(spec, file.rule))
-    elif specs.is_own(file.spec):
+    elif is_own(file.spec):
         raise MarsError(
             f"'{file.path}' is for the rule {file.spec}: name it as --verify too, since that runs its code."
         )
@@ -144,7 +144,7 @@ def thetas_of(
       MarsError: the rule has no threshold, a value is out of range, or a file is for another rule or run.
     """
     if "theta" not in rule.options:
-        raise MarsError(f"--thetas does not apply to {specs.not_in(rule, 'theta')}.")
+        raise MarsError(f"--thetas does not apply to {not_in(rule, 'theta')}.")
     setting, structure = rule.setting("theta")
     values, files = [], []
     for text in texts:
@@ -177,7 +177,7 @@ def read_theta(path: str) -> ThetaFile:
         rule["theta"] = theta
         if math.isnan(theta):
             raise ValueError
-        if not specs.is_own(spec):
+        if not is_own(spec):
             # Settings that are newer than the file get their defaults.
             rule = RuleChoice(spec, rule).settled()
         del rule["theta"]

@@ -17,7 +17,7 @@ from mars_jax.core.drafter import STOPS, TRUSTS, Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import narrowed
 from mars_jax.core.mesh import size_of
-from mars_jax.core.rule import LoadedRule, Rule, facts, structure, user_errors
+from mars_jax.core.rule import LoadedRule, Rule, structure, user_errors
 from mars_jax.core.types import DecodeState, Params
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.guides import guides_of, placed
@@ -130,21 +130,19 @@ def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request])
 
 
 def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
-    rule_facts = facts(rule.rule)
-    if "weights" in rule_facts.needs and not jax.tree.leaves(rule.params):
+    checked = rule.rule
+    if "weights" in checked.needs and not jax.tree.leaves(rule.params):
         raise MarsError(
-            f"the rule {rule_facts.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what "
+            f"the rule {checked.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what "
             "verify.load gives."
         )
-    if rule_facts.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
+    if checked.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
+        raise MarsError(f"strict does not apply to the rule {checked.name}, which is lossless: leave it out.")
+    if "long" in checked.needs and any(r.draft_stop < math.inf for r in requests):
         raise MarsError(
-            f"strict does not apply to the rule {rule_facts.name}, which is lossless: leave it out."
+            f"draft_stop does not apply to the rule {checked.name}, whose drafts must be long enough: leave it out."
         )
-    if "long" in rule_facts.needs and any(r.draft_stop < math.inf for r in requests):
-        raise MarsError(
-            f"draft_stop does not apply to the rule {rule_facts.name}, whose drafts must be long enough: leave it out."
-        )
-    rule_facts.check_drafter(drafter)
+    checked.check_drafter(drafter)
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
@@ -152,8 +150,8 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
     Check only requests of users: a measurement may decode the same requests by a lossless and by a lossy rule.
     """
-    rule_facts = facts(loaded_rule(verify).rule)
-    if not rule_facts.lossless:
+    checked = loaded_rule(verify).rule
+    if not checked.lossless:
         return
     for request in requests:
         relaxes = request.constraint is not None and request.constraint.relax
@@ -162,7 +160,7 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
                 "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
             )
             raise MarsError(
-                f"{option} does not apply to the rule {rule_facts.name}, which relaxes nothing: leave it out."
+                f"{option} does not apply to the rule {checked.name}, which relaxes nothing: leave it out."
             )
 
 

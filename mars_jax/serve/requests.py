@@ -28,6 +28,7 @@ from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
 from mars_jax.serve.options import Options
+from mars_jax.verify import rules
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A string, strings, token ids, a conversation or conversations."""
@@ -203,7 +204,7 @@ def make_requests(
         )
     option_names = Options.__optional_keys__
     for name in options.keys() - option_names:
-        for row in specs.RULES.values():
+        for row in rules().values():
             if name in row.settings:
                 raise MarsError(
                     f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."

@@ -21,7 +21,7 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError, check_count, check_switch, warn
 from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
+from mars_jax.core.rule import LoadedRule, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
@@ -106,7 +106,7 @@ class Session:
     @property
     def rule_name(self) -> str:
         """Name of the rule, for reports."""
-        return facts(self.rule.rule).name
+        return self.rule.rule.name
 
     def using(self, rule: LoadedRule) -> Session:
         """Return a session of the same pair with another rule. The two share their compilations."""

@@ -1,9 +1,9 @@
-"""Tables of the rules and drafters by name, with their settings, ranges, defaults and needs. Does not import jax.
+"""Tables of drafters, models and settings of requests, with names, ranges and defaults. Does not import jax.
 
 Flags, checks, prompts files, arms of a benchmark, arguments of lm-eval and error messages are generated from these
-tables, and the factories read their ranges from their row.
+tables and from the definitions of rules (`verify.rules()`).
 
-Oracle: tests/test_specs.py, which compares every row with its factory.
+Oracle: tests/test_specs.py.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
-from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
     DRAFTERS,
     HEAD_EMBED,
@@ -23,9 +22,6 @@ from mars_jax.specs.drafts import (
     parse_draft,
     parse_tree,
 )
-from mars_jax.specs.own import factory, find, is_own, source_digest, split
-from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, RuleRow
-from mars_jax.specs.rules import RULES, check_setting, rule
 
 OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.outlined)
 """Heads with published shapes in `mars-jax plan`, and the classes of their configs."""
@@ -108,34 +104,18 @@ __all__ = [
     "EDITS",
     "FILTERS",
     "HEAD_EMBED",
-    "MARGINS",
-    "NEEDS",
     "REQUEST",
-    "RULES",
     "STORED_DTYPES",
-    "UNLIMITED_RUN",
     "DraftRow",
     "DraftSpec",
     "Dynamic",
-    "Given",
     "Range",
-    "RuleChoice",
-    "RuleRow",
     "Setting",
     "check_dtype",
-    "check_setting",
-    "choose",
     "draft_words",
     "drafters_that",
-    "factory",
-    "find",
-    "is_own",
-    "not_in",
     "parse_draft",
     "parse_tree",
-    "rule",
-    "source_digest",
-    "split",
 ]
 
 

@@ -10,39 +10,21 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import ODDS, share
+from mars_jax.verify.relaxed import Relaxed
 
 
+@register("adaptive", paper="2609.02897")
 @struct.dataclass(kw_only=True)
 class Adaptive(Relaxed):
-    """AdaptiveSpec (arXiv 2609.02897): accept a drafted token x if p(x) / p(top1) > theta.
+    """Also accept what is likely enough beside the target's best token.
+
+    AdaptiveSpec (arXiv 2609.02897): accept a drafted token x if p(x) / p(top1) > theta.
 
     It is `mars(margin="gap", theta=-log(theta))` without the limit to the two best tokens. Lossy; for theta >= 1,
     including inf, it equals `base` bit for bit.
-    """
-
-    theta: Any  # f32[] or [B]; share of max p above which a token is accepted
-
-    def relaxable(self, evidence: Evidence) -> Array:
-        # p(x) / p(top1) = exp(z_x - z_1): the normaliser cancels.
-        return jnp.exp(-drafted.shortfall(evidence)) > self.theta[:, None]
-
-
-def adaptive(
-    theta: Any = 0.3, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> Adaptive:
-    """Build the rule that accepts by the ratio of probabilities; see `Adaptive`.
-
-    Args:
-      base: the strict rule, `exact()` by default, or `rejection(...)`.
-      theta: K in the paper, which tunes it per task; the default is ours.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
-
-    Raises:
-      MarsError: a number is out of range, or the base cannot be relaxed.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -53,5 +35,19 @@ def adaptive(
     >>> [int(accepted(adaptive(theta=t))) for t in (0.5, 0.3)]
     [0, 1]
     """
-    settings = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Adaptive(base=base_of(base, "adaptive"), **numbers("adaptive", settings))
+
+    # f32[] or [B]; share of max p above which a token is accepted
+    theta: Any = struct.setting(
+        default=0.3,
+        ranges=share("a number above 0 and at most 1, or inf, which is strict", ODDS),
+        help="probability / best probability above which a token is accepted; inf never relaxes",
+        flag=True,
+        kw_only=False,
+    )
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        # p(x) / p(top1) = exp(z_x - z_1): the normaliser cancels.
+        return jnp.exp(-drafted.shortfall(evidence)) > self.theta[:, None]
+
+
+adaptive = Adaptive

@@ -17,16 +17,18 @@ from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import sample
 from mars_jax.core.tree import Allowance, at_parent, walk
 from mars_jax.core.types import Verdict
+from mars_jax.verify.definition import register
 
 
+@register("exact")
 @struct.dataclass
 class Exact(Rule):
-    """The target chooses one token y per node; accept the child that holds y.
+    """Keep what the target itself would say.
 
-    y is the argmax in a greedy row, and otherwise a sample of the processed distribution. Lossless for every
-    draft that does not depend on the target's noise: greedy chains, top-k trees, n-grams. `next_token` is y
-    of the node where the walk stops. The noise is a function of the position, so a seed gives the same text with every
-    such draft, and without a draft.
+    The target chooses one token y per node, and the child that holds y is accepted. y is the argmax in a greedy row,
+    and otherwise a sample of the processed distribution. Lossless for every draft that does not depend on the target's
+    noise: greedy chains, top-k trees, n-grams. `next_token` is y of the node where the walk stops. The noise is a
+    function of the position, so a seed gives the same text with every such draft, and without a draft.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
@@ -55,15 +57,9 @@ class Exact(Rule):
         return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
 
 
+exact = Exact
+
+
 def named(evidence: Evidence) -> Array:
     """Return i32[B, N]: the token y that the target chooses at each node."""
     return sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
-
-
-def exact() -> Exact:
-    """Build the strict rule for deterministic drafts; see `Exact`.
-
-    >>> exact().name
-    'exact'
-    """
-    return Exact()

@@ -1,4 +1,4 @@
-"""Common parts of lossy rules: strict rows, the exact prefix, and validation of factory arguments.
+"""Common parts of lossy rules: strict rows and the exact prefix.
 
 B batch, N nodes. Oracle: tests/verify/test_rules.py.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from mars_jax import specs
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.rule import ALL_EDGES, Rule
 from mars_jax.core.tree import at_parent
+from mars_jax.verify.ranges import WHOLE
 
 
 @struct.dataclass(kw_only=True)
@@ -27,7 +26,15 @@ class Lossy(Rule):
     Speculative Decoding, arXiv 2610.08678).
     """
 
-    exact_prefix: Any = np.int32(0)  # i32[] or [B]; generated tokens at the start that are strict
+    # i32[] or [B]; generated tokens at the start that are strict
+    exact_prefix: Any = struct.setting(
+        default=0,
+        kind=int,
+        ranges=WHOLE,
+        help="tokens at the start of each answer that are verified strictly",
+        flag=True,
+        metavar="N",
+    )
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """Return i32[B]: edges to nodes of at most this depth are strict; all edges in strict rows."""
@@ -39,32 +46,3 @@ class Lossy(Rule):
 def below_strict(evidence: Evidence) -> Array | bool:
     """Return bool[B, N]: a span makes the edge into this node strict at its parent; False without spans."""
     return False if evidence.strict_nodes is None else at_parent(evidence.tree, evidence.strict_nodes)
-
-
-def number(value: Any, dtype: Any = np.float32) -> Any:
-    """Convert a rule's parameter to a strongly typed leaf, [] or [B]; cast a traced or device array in place.
-
-    >>> number(0.9).dtype, number([1, 2], np.int32).shape
-    (dtype('float32'), (2,))
-    """
-    return value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
-
-
-def numbers(rule: str, given: dict[str, Any], **chosen: Any) -> dict[str, Any]:
-    """Validate the parameters of a rule against `specs.RULES` and convert them to typed leaves.
-
-    Args:
-      rule: a name in `specs.RULES`.
-      given: name -> one number, or one per row.
-      chosen: the structural choices that ranges depend on.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> numbers("mars", {"theta": 0.5, "max_relaxed_run": [1, 2]})["max_relaxed_run"].dtype
-    dtype('int32')
-    """
-    kinds = {name: setting.kind for name, setting in specs.rule(rule).settings.items()}
-    for name, value in given.items():
-        specs.check_setting(rule, name, value, **chosen)
-    return {name: number(v, np.int32 if kinds[name] is int else np.float32) for name, v in given.items()}

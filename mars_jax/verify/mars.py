@@ -13,21 +13,27 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import MARGINS, AcceptControls, margin_accept, sharded_margin_accept
-from mars_jax import specs
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.mesh import vocabulary_axes
 from mars_jax.core.sampling import if_greedy, process, sample_processed
+from mars_jax.core.settings import Range
 from mars_jax.core.types import NO_TOKEN, Verdict
-from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of, over
+from mars_jax.verify.ranges import RATIOS, share
+from mars_jax.verify.relaxed import Relaxed, over
+
+# Thresholds that `calibrate` and `benchmark` try for a gap, from strict to loose.
+GAPS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 
 
+@register("mars", paper="2601.15498")
 @struct.dataclass(kw_only=True)
 class Mars(Relaxed):
-    """MARS (arXiv 2601.15498): if the target's margin is low, accept its runner-up too.
+    """Also accept the target's runner-up where its two best tokens are nearly tied.
+
+    MARS (arXiv 2601.15498): if the target's margin is low, accept its runner-up too.
 
     An edge that `base` rejects is accepted as relaxed if, at its parent, the margin of the two largest raw float32
     target logits is low and the drafted token x is one of the two. At temperature 0 over `exact()` this is Algorithm 1
@@ -35,10 +41,36 @@ class Mars(Relaxed):
     stop token of the row; never in a row with `strict`, nor among its first `exact_prefix` tokens; at most
     `max_relaxed_run` consecutive edges; an exact sibling has priority. Lossy by design; at theta = inf it equals `base`
     bit for bit. The margin is of raw logits, so a sampled row may emit a token that top-k or top-p excludes.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])
+    >>> inputs = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), z)
+    >>> verdict, _ = verify.for_rows(mars(theta=0.85), 1)(inputs)
+    >>> verdict.relaxed.tolist(), verdict.next_token.tolist()
+    ([[True]], [1])
     """
 
-    theta: Any  # f32[] or [B]; threshold in the units of the margin; inf is strict
-    margin: str = struct.field(pytree_node=False, default="ratio")  # of MARGINS
+    # f32[] or [B]; threshold in the units of the margin; inf is strict
+    theta: Any = struct.setting(
+        default=0.9,
+        ranges={
+            "ratio": share(
+                "a number above 0 and at most 1 for the margin ratio, or inf, which is strict", RATIOS
+            ),
+            "gap": Range("a number above 0 for the margin gap (inf is strict)", 0, above=True, grid=GAPS),
+        },
+        by="margin",
+        help="how near a tie must be; inf never relaxes",
+        flag=True,
+        kw_only=False,
+    )
+    margin: str = struct.setting(
+        default="ratio",
+        choices={"ratio": "second logit / best > theta", "gap": "nats between them < theta"},
+        help="what theta bounds",
+        flag=True,
+    )
 
     @property
     def name(self) -> str:
@@ -77,38 +109,4 @@ class Mars(Relaxed):
         return verdict, self
 
 
-def mars(
-    theta: Any = 0.9,
-    *,
-    base: Any = None,
-    margin: str = "ratio",
-    max_relaxed_run: Any = UNLIMITED_RUN,
-    exact_prefix: Any = 0,
-) -> Mars:
-    """Build the rule of margin-aware verification; see `Mars`.
-
-    Args:
-      base: the strict rule, `exact()` by default, or `rejection(...)`.
-      theta: the threshold, one number or one per row. It is traced, so changing it does not recompile.
-      margin: "ratio" (z2 / z1 > theta, as in the paper) or "gap" (z1 - z2 < theta nats).
-      max_relaxed_run: maximum consecutive relaxed tokens, one number or one per row; default: unlimited.
-      exact_prefix: number of generated tokens at the start that are strict, one number or one per row; see `Lossy`.
-
-    Raises:
-      MarsError: the margin is unknown, a number is out of range, or the base cannot be relaxed.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])
-    >>> inputs = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), z)
-    >>> verdict, _ = verify.for_rows(mars(theta=0.85), 1)(inputs)
-    >>> verdict.relaxed.tolist(), verdict.next_token.tolist()
-    ([[True]], [1])
-    """
-    specs.check_setting("mars", "margin", margin)
-    settings = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Mars(
-        base=base_of(base, "mars"),
-        margin=margin,
-        **numbers("mars", settings, margin=margin),
-    )
+mars = Mars

@@ -10,38 +10,23 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.verify.lossy import numbers
+from mars_jax.core.settings import Range
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import ODDS
 from mars_jax.verify.retargeted import Retargeted
 
 
+@register("mixture", paper="2604.07622, with a static weight")
 @struct.dataclass(kw_only=True)
 class Mixture(Retargeted):
-    """DIVERSED with a static weight w (arXiv 2604.07622): the output follows v = w p + (1 - w) q.
+    """Follow a mixture of target and draft, by rejection.
+
+    DIVERSED with a static weight w (arXiv 2604.07622): the output follows v = w p + (1 - w) q.
 
     Accept a drafted token x with probability min(1, v(x) / q(x)), else draw from norm((v - q)+) = norm((p - q)+). Both
     p and q are taken after temperature and filters. At temperature 0 the rule is exact, whereas
     `assistant_ensemble_weight` of transformers compares with the top token of the mixture at temperature 1. Lossy; at
     weight 1 it equals `rejection` bit for bit.
-    """
-
-    weight: Any  # f32[] or [B]; weight of the target; 1 is lossless
-
-    def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
-        # log(w p + (1 - w) q), computed in log space; w = 1 gives the q term log(0) = -inf, and so p bit for bit.
-        weight = self.weight[:, None, None]
-        return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
-
-
-def mixture(*, weight: Any = 0.5, block: bool = False, exact_prefix: Any = 0) -> Mixture:
-    """Build the rule of rejection against a mixture of target and draft; see `Mixture`.
-
-    Args:
-      weight: of the target, from 0 to 1; the default is ours.
-      block: verify the block as a whole, as in `rejection`.
-      exact_prefix: as for `mars`. Every number is one value, or one per row.
-
-    Raises:
-      MarsError: a number is out of range.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -52,4 +37,18 @@ def mixture(*, weight: Any = 0.5, block: bool = False, exact_prefix: Any = 0) ->
     >>> [int(accepted(mixture(weight=w))) for w in (1.0, 0.5, 0.0)]
     [22, 63, 99]
     """
-    return Mixture(block=block, **numbers("mixture", {"weight": weight, "exact_prefix": exact_prefix}))
+
+    # f32[] or [B]; weight of the target; 1 is lossless
+    weight: Any = struct.setting(
+        default=0.5,
+        ranges=Range("a number from 0 to 1", 0, 1, grid=ODDS),
+        help="weight of the target in the mixture; 1 is lossless, 0 follows the draft",
+    )
+
+    def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
+        # log(w p + (1 - w) q), computed in log space; w = 1 gives the q term log(0) = -inf, and so p bit for bit.
+        weight = self.weight[:, None, None]
+        return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
+
+
+mixture = Mixture

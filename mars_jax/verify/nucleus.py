@@ -12,25 +12,43 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import at_drafted, process
-from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.core.settings import Range
 from mars_jax.verify import drafted
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.rejection import rejection
-from mars_jax.verify.relaxed import Relaxed, base_of
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import HARMS
+from mars_jax.verify.relaxed import Relaxed, base_setting
 
 
+@register("nucleus", paper="2610.07822")
 @struct.dataclass(kw_only=True)
 class Nucleus(Relaxed):
-    """Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if rejection does, u <= p(x) / q(x), or if x is
+    """Also accept what is in the nucleus of the target's distribution.
+
+    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if rejection does, u <= p(x) / q(x), or if x is
     in the nucleus of p, that is, if the tokens more likely than x have a total probability below `mass`.
 
     After a rejection the next token is drawn from norm((p - q)+) as usual, so one step deviates from the target's
     distribution by a total variation of sum((q - p)+) over the nucleus. p is the distribution after temperature and
     filters; at temperature 0 its nucleus is the top token, and the rule is exact. Lossy; `mass` = 0 equals `base` bit
     for bit.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.log(jnp.asarray([[[0.2, 0.5, 0.3], [0.1, 0.8, 0.1]]] * 50))
+    >>> inputs = verify.evidence(chain(jnp.asarray([[2, 2]] * 50, jnp.int32)), z, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 50)(inputs)[0].num_accepted.sum())
+    >>> [int(accepted(nucleus(mass=m))) for m in (0.5, 0.6)]
+    [15, 50]
     """
 
-    mass: Any  # f32[] or [B]; from 0 to 1
+    # f32[] or [B]; from 0 to 1
+    mass: Any = struct.setting(
+        default=0.9,
+        ranges=Range("a probability, a number from 0 to 1", 0, 1, grid=HARMS),
+        help="probability of the nucleus, after temperature and filters; 0 never relaxes",
+        kw_only=False,
+    )
+    base: Any = base_setting(default="rejection")
 
     def relaxable(self, evidence: Evidence) -> Array:
         log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
@@ -41,28 +59,4 @@ class Nucleus(Relaxed):
         return (likelier_mass < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 
-def nucleus(
-    mass: Any = 0.9, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> Nucleus:
-    """Build the rule of nucleus acceptance; see `Nucleus`.
-
-    Args:
-      base: the strict rule, `rejection()` by default, as in the paper; `exact()` takes trees too.
-      mass: of the nucleus; the default is ours.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
-
-    Raises:
-      MarsError: a number is out of range, or the base cannot be relaxed.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.log(jnp.asarray([[[0.2, 0.5, 0.3], [0.1, 0.8, 0.1]]] * 50))
-    >>> inputs = verify.evidence(chain(jnp.asarray([[2, 2]] * 50, jnp.int32)), z, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 50)(inputs)[0].num_accepted.sum())
-    >>> [int(accepted(nucleus(mass=m))) for m in (0.5, 0.6)]
-    [15, 50]
-    """
-    settings = {"mass": mass, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Nucleus(
-        base=base_of(rejection() if base is None else base, "nucleus"), **numbers("nucleus", settings)
-    )
+nucleus = Nucleus

@@ -8,7 +8,7 @@ tiny vocabularies in tests/verify/test_rejection.py, of trees in tests/verify/te
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +23,42 @@ from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_unifo
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify import siblings
+from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.override import overridden
 
 
-@struct.dataclass
+def block_setting() -> Any:
+    """Declare the field that chooses verification of whole blocks."""
+    return struct.setting(
+        default=False, kind=bool, help="by whole blocks, not by tokens; chains only", flag=True
+    )
+
+
+@register("rejection", paper="2211.17192, 2302.01318; siblings: 2305.09781; block: 2403.10444")
+@struct.dataclass(kw_only=True)
 class Rejection(Rule):
-    """Speculative sampling: the output follows the target exactly, for any q.
+    """Speculative sampling with the draft's true probabilities.
+
+    The output follows the target exactly, for any q.
 
     Token-wise (2211.17192, 2302.01318): accept x with probability min(1, p / q), else emit a sample of norm((p - q)+);
     if all tokens are accepted, a sample of p follows. In a tree, siblings drawn without replacement are tried in order,
     each against the residuals of p and q that earlier siblings left; see `siblings`. `block=True` (2403.10444) verifies
     the block as a whole: never fewer accepted tokens in expectation, along chains only. Padding nodes shorten the
     draft. Rows with temperature 0 are exact.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
+    >>> verdict, _ = rejection()(verify.evidence(chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z))
+    >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
+    ([1], [2])
     """
 
-    block: bool = struct.field(pytree_node=False, default=False)  # verify the block as a whole
+    block: bool = block_setting()  # verify the block as a whole
     lossless: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("q", "chain") if self.block else ("q",)
+    needs: ClassVar[tuple[str, ...]] = ("draft", "q")
 
     @property
     def name(self) -> str:
@@ -67,6 +82,9 @@ class Rejection(Rule):
             lambda: Exact().relax(evidence, allowed),
             lambda: verify_draft(evidence, process(evidence.logits, evidence.controls), allowed, self.block),
         )
+
+
+rejection = Rejection
 
 
 def check_chain(tree: DraftTree, rule: str) -> None:
@@ -211,21 +229,3 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)
-
-
-def rejection(block: bool = False) -> Rejection:
-    """Build the rule of speculative sampling; see `Rejection`.
-
-    Args:
-      block: verify the block as a whole.
-
-    Raises (when called): MarsError if `block` is set and the tree is not a chain.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
-    >>> verdict, _ = rejection()(verify.evidence(chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z))
-    >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
-    ([1], [2])
-    """
-    return Rejection(block=block)

@@ -5,10 +5,9 @@ B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every ru
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
@@ -17,13 +16,28 @@ from mars_jax.core.cut import impossible
 from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.rule import check_array, check_same_rule, wrong_result
+from mars_jax.core.struct import settings_of
 from mars_jax.core.tree import Allowance, at_parent, gather_path
 from mars_jax.core.types import Verdict
 from mars_jax.core.user_code import described
-from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
+from mars_jax.verify.ranges import WHOLE
 from mars_jax.verify.rejection import Rejection
+
+UNLIMITED_RUN = 1 << 30
+"""Default of `max_relaxed_run`: longer than any draft."""
+
+
+def base_setting(default: str = "exact") -> Any:
+    """Declare the field of the strict rule that a rule relaxes."""
+    return struct.setting(
+        default=default,
+        kind=str,
+        choices={"exact": "what the target would say", "rejection": "speculative sampling"},
+        help="the strict rule that is relaxed",
+        flag=True,
+    )
 
 
 @struct.dataclass(kw_only=True)
@@ -39,9 +53,31 @@ class Relaxed(Lossy):
     that the base would emit) are never relaxed.
     """
 
-    base: Any = Exact()  # Exact or Rejection
-    max_relaxed_run: Any = np.int32(UNLIMITED_RUN)  # i32[] or [B]; maximum consecutive relaxed tokens
+    base: Any = base_setting()  # Exact or Rejection, or the name of one
+    # i32[] or [B]; maximum consecutive relaxed tokens
+    max_relaxed_run: Any = struct.setting(
+        default=UNLIMITED_RUN,
+        kind=int,
+        ranges=WHOLE,
+        help="relaxed tokens in a row that are allowed",
+        word="any",
+        flag=True,
+        metavar="N",
+    )
     max_relaxed: Any = None  # i32[] or [B]; maximum relaxed tokens per step; None is unlimited
+    needs: ClassVar[tuple[str, ...]] = ("draft",)
+
+    def __post_init__(self) -> None:
+        base = settings_of(type(self))["base"].default if self.base is None else self.base
+        if base in ("exact", "rejection"):
+            base = Exact() if base == "exact" else Rejection()
+        if not isinstance(base, Exact | Rejection):
+            raise MarsError(
+                f"base is {short_repr(base)}: expected exact() or rejection(...), the rules that "
+                f"{type(self).__name__.lower()} can relax."
+            )
+        object.__setattr__(self, "base", base)
+        super().__post_init__()
 
     @property
     def name(self) -> str:
@@ -128,19 +164,6 @@ def _spread(value: Any, shape: tuple[int, ...]) -> Any:
 def over(name: str, base: Any) -> str:
     """Name a rule with its base; omit the default base `exact`."""
     return name if isinstance(base, Exact) else f"{name} over {base.name}"
-
-
-def base_of(base: Any, rule: str) -> Any:
-    """Check the strict rule passed to a factory, `exact()` by default.
-
-    Raises:
-      MarsError: the rule cannot be relaxed.
-    """
-    if base is not None and not isinstance(base, Exact | Rejection):
-        raise MarsError(
-            f"base is {short_repr(base)}: expected exact() or rejection(...), the rules that {rule} can relax."
-        )
-    return Exact() if base is None else base
 
 
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:

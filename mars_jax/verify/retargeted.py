@@ -19,7 +19,7 @@ from mars_jax.core.sampling import if_greedy, is_greedy, process
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
-from mars_jax.verify.rejection import Rejection, check_chain, verify_draft
+from mars_jax.verify.rejection import Rejection, block_setting, check_chain, verify_draft
 
 
 @struct.dataclass(kw_only=True)
@@ -29,15 +29,11 @@ class Retargeted(Lossy):
     The output follows v. Subclass it to write a rule such as a mixture, lenience or a cascade of distributions: define
     v by `target`. This class masks tokens of v that a constraint or a ban forbids, and uses p for strict rows, the
     exact prefix, rows at temperature 0 and the token after the draft, which has no q. A tree must be sampled from its
-    q. If v depends on the drafted token, of which a tree has several, set `chains_only = True`.
+    q. If v depends on the drafted token, of which a tree has several, add "chain" to `needs`.
     """
 
-    block: bool = struct.field(pytree_node=False, default=False)  # verify by blocks, along chains
-    chains_only: ClassVar[bool] = False  # whether trees are rejected with an error
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("q", "chain") if self.chains_only or self.block else ("q",)
+    block: bool = block_setting()  # verify by blocks, along chains
+    needs: ClassVar[tuple[str, ...]] = ("draft", "q")
 
     @property
     def base(self) -> Rejection:
@@ -56,7 +52,7 @@ class Retargeted(Lossy):
         raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method target.")
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        if self.chains_only or self.block:
+        if "chain" in self.needs or self.block:
             check_chain(evidence.tree, self.name)
         if not evidence.tree.is_chain and evidence.tree.draft_logits is None:
             raise MarsError(

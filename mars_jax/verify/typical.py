@@ -10,50 +10,24 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.logprobs import entropy
+from mars_jax.core.settings import Range
 from mars_jax.core.tree import at_parent
-from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import ODDS, share
+from mars_jax.verify.relaxed import Relaxed
 
 
+@register("typical", paper="2401.10774, section 2.3.1")
 @struct.dataclass(kw_only=True)
 class Typical(Relaxed):
-    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): accept a drafted token x if
+    """Also accept what is likely enough, where less is enough if the target is unsure.
+
+    Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): accept a drafted token x if
     p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats.
 
     The threshold is lower if the target is uncertain. p is the target's distribution at temperature 1, regardless of
     the row's temperature, as for all margins here. Lossy; at epsilon 1 and delta inf it equals `base` bit for bit.
-    """
-
-    epsilon: Any  # f32[] or [B]; upper bound of the threshold
-    delta: Any  # f32[] or [B]; factor of exp(-entropy)
-
-    def relaxable(self, evidence: Evidence) -> Array:
-        # log(delta exp(-H)) = log(delta) - H, f32[B, N] at each node; the token x is judged at its parent.
-        by_entropy = jnp.log(self.delta)[:, None] - entropy(evidence.logits)
-        threshold = jnp.minimum(jnp.log(self.epsilon)[:, None], by_entropy)
-        return drafted.log_prob(evidence) > at_parent(evidence.tree, threshold)
-
-
-def typical(
-    epsilon: Any = 0.09,
-    *,
-    base: Any = None,
-    delta: Any = 0.3,
-    max_relaxed_run: Any = UNLIMITED_RUN,
-    exact_prefix: Any = 0,
-) -> Typical:
-    """Build the rule of typical acceptance; see `Typical`.
-
-    Args:
-      base: the strict rule, `exact()` by default, or `rejection(...)`.
-      epsilon: tokens above this probability are always accepted.
-      delta: factor of exp(-H); tokens above delta exp(-H) are accepted too.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
-
-    Raises:
-      MarsError: a number is out of range, or the base cannot be relaxed.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -64,10 +38,26 @@ def typical(
     >>> [int(accepted(x)) for x in inputs]
     [0, 1]
     """
-    settings = {
-        "epsilon": epsilon,
-        "delta": delta,
-        "max_relaxed_run": max_relaxed_run,
-        "exact_prefix": exact_prefix,
-    }
-    return Typical(base=base_of(base, "typical"), **numbers("typical", settings))
+
+    # f32[] or [B]; upper bound of the threshold
+    epsilon: Any = struct.setting(
+        default=0.09,
+        ranges=share("a probability, a number above 0 and at most 1, or inf, which is strict", ODDS),
+        help="probability that is always enough",
+        kw_only=False,
+    )
+    # f32[] or [B]; factor of exp(-entropy)
+    delta: Any = struct.setting(
+        default=0.3,
+        ranges=Range("a number above 0; inf leaves it to epsilon", 0, above=True, grid=ODDS),
+        help="factor of exp(-entropy), a probability that is enough as well",
+    )
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        # log(delta exp(-H)) = log(delta) - H, f32[B, N] at each node; the token x is judged at its parent.
+        by_entropy = jnp.log(self.delta)[:, None] - entropy(evidence.logits)
+        threshold = jnp.minimum(jnp.log(self.epsilon)[:, None], by_entropy)
+        return drafted.log_prob(evidence) > at_parent(evidence.tree, threshold)
+
+
+typical = Typical

@@ -59,21 +59,22 @@ def rules(target: Any) -> dict[str, Any]:
     """Return every rule of the table, over each of its bases, with its weights."""
     import jax
 
-    from mars_jax import contrib, specs, verify
+    from mars_jax import contrib, verify
     from mars_jax.contrib.models import indicator
 
     head = indicator.init_params(target.config.hidden_size, jax.random.key(0), width=8)
     made = {
         "learned": verify.LoadedRule(contrib.learned(theta=0.4), head | {"bias": jax.numpy.asarray(-1.0)})
     }
-    for name, row in specs.RULES.items():
+    for name, row in verify.rules().items():
         if name == "learned":
             continue
         spec, settings = f"{name}:{WEIGHTS[name]}" if name in WEIGHTS else name, LOOSE.get(name, {})
         made[name] = verify.load(spec, target, **settings)
-        for base in row.bases:
-            if base.name != row.settings["base"].default:
-                made[f"{name} over {base.name}"] = verify.load(spec, target, base=base.name, **settings)
+        if "base" in row.settings:
+            default, strict = row.settings["base"].default, row.settings["base"].choices
+            for base in strict.keys() - {default}:
+                made[f"{name} over {base}"] = verify.load(spec, target, base=base, **settings)
     table = contrib.context("position", (1.5, 0.5), edges=(2,))
     return made | {
         "block": verify.load("rejection", block=True),

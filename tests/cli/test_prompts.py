@@ -9,7 +9,7 @@ import pytest
 
 from mars_jax.cli.generate.prompts import from_texts, read_prompts
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 
 MARS = RuleChoice("mars", {})
 

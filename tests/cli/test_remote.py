@@ -14,7 +14,7 @@ import mars_jax
 from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 from tests.helpers.shell import HEEDS
 
 ROOT = Path(mars_jax.__file__).parents[1]

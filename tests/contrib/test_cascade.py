@@ -120,7 +120,7 @@ RULES = {
     "mars": verify.mars(theta=0.5),
     "budget": contrib.budget(gap=1.0),
     "rejection": verify.rejection(),
-    "mars over block": verify.mars(base=verify.rejection(True), theta=0.5),
+    "mars over block": verify.mars(base=verify.rejection(block=True), theta=0.5),
 }
 
 

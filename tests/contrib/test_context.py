@@ -97,7 +97,7 @@ def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
 
 def test_names_say_the_context():
     assert contrib.by_context("position", margin="gap", theta=1.5).name == "mars(gap, by position)"
-    assert contrib.by_context("position", verify.rejection()).name == "mars(by position) over rejection"
+    assert contrib.by_context("position", base=verify.rejection()).name == "mars(by position) over rejection"
 
 
 def test_a_table_is_asked_for_by_its_kind(case):

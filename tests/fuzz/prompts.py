@@ -15,7 +15,7 @@ from mars_jax.constraints.spans import names_of
 from mars_jax.core import fake
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.serve.requests import _with_constraints
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 from tests.fuzz.damage import TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface
 

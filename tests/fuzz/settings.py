@@ -18,14 +18,15 @@ from mars_jax.core.errors import MarsError
 from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
 from mars_jax.serve.rows import RowFile
-from mars_jax.specs.choice import Given, choose
+from mars_jax.verify import RuleChoice, is_own, rules
+from mars_jax.verify.choice import Given, choose
 from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface
 
-_NAMES = sorted({name for row in specs.RULES.values() for name in row.settings} | {"block", "x", "theta "})
+_NAMES = sorted({name for row in rules().values() for name in row.settings} | {"block", "x", "theta "})
 _WORDS = (*TEXTS, *map(str, NUMBERS), "ratio", "gap", "exact", "rejection", "false", "0.9", "٣", "1_0")
 _SPECS = st.one_of(
-    st.sampled_from(sorted(specs.RULES)),
+    st.sampled_from(sorted(rules())),
     st.sampled_from(
         ("learned:x", "mars:x", "equivalent:case", "equivalent:", "a.py:b", "os:getcwd", ":", "x:y", "")
     ),
@@ -45,9 +46,9 @@ def as_texts(case: tuple[str, dict[str, str]], folder: Path) -> None:
 def as_values(case: tuple[str, dict[str, Any]], folder: Path) -> None:
     """Choose a rule from values, as Python code and benchmark files do."""
     spec, given = case
-    if specs.is_own(spec):
+    if is_own(spec):
         return
-    choice = specs.RuleChoice(spec, {})
+    choice = RuleChoice(spec, {})
     for name in choice.options.keys() & given.keys():
         setting, structure = choice.setting(name)
         with contextlib.suppress(MarsError):
@@ -65,7 +66,7 @@ _FLAGS = tuple(flag for flag in parser_of("generate")._option_string_actions if 
 _GOOD = {
     "--draft": ("none", "ngram", "model:nowhere", "eagle:nowhere"),
     "--tree": ("2-1", "dynamic", "dynamic:2-2-4"),
-    "--verify": tuple(sorted(specs.RULES)),
+    "--verify": tuple(sorted(rules())),
     "--rule-option": ("theta=0.5", "base=rejection", "x", "=", "theta="),
     "--logit-bias": ("3=-inf", "3", "=", "3=x"),
     "--template-arg": ("a=1", "a", "=", "a=" + "[" * 5000),
@@ -162,10 +163,10 @@ def _empty(folder: Path) -> None:
 
 
 _CHOSEN = st.one_of(
-    st.sampled_from(sorted(specs.RULES)).flatmap(
+    st.sampled_from(sorted(rules())).flatmap(
         lambda name: st.tuples(
             st.just(name),
-            st.dictionaries(st.sampled_from([*specs.RULES[name].settings, "block"]), _VALUE, max_size=3),
+            st.dictionaries(st.sampled_from([*rules()[name].settings, "block"]), _VALUE, max_size=3),
         )
     ),
     st.tuples(_SPECS, st.dictionaries(st.sampled_from(_NAMES), _VALUE, max_size=3)),

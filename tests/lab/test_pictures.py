@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mars_jax import specs
 from mars_jax.lab.pictures import COLOURS, MARKERS, honest_limits, level, look, picture
+from mars_jax.verify import rules
 
 pytest.importorskip("matplotlib")
 
 
 def test_no_two_rules_look_alike():
-    looks = [look(name) for name in specs.RULES]
+    looks = [look(name) for name in rules()]
     assert len(set(looks)) == len(looks) <= len(COLOURS) * len(MARKERS)
     assert look("mars max_relaxed_run=2 theta=0.9") == look("mars") != look("mars(gap)")
 

@@ -13,6 +13,7 @@ import itertools
 from typing import Any
 
 from mars_jax import specs
+from mars_jax.verify import Definition, RuleChoice, rules
 
 WINDOW, TAU = 1, 2.0
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,7 +41,7 @@ def _shapes(row: specs.DraftRow) -> list[str]:
 class Rule:
     """A row of the table with at most one structural choice: a base, a margin, whole blocks."""
 
-    row: specs.RuleRow
+    row: Definition
     chosen: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class Rule:
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        return specs.RuleChoice(self.row.name, dict(self.chosen)).needs
+        return RuleChoice(self.row.name, dict(self.chosen)).needs
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Rule:
         return settings
 
 
-def _choices(row: specs.RuleRow) -> list[Rule]:
+def _choices(row: Definition) -> list[Rule]:
     """Return the rule with its defaults, and with each other structural choice."""
     rules = [Rule(row, ())]
     for name, setting in row.settings.items():
@@ -75,7 +76,7 @@ def _choices(row: specs.RuleRow) -> list[Rule]:
 
 
 DRAFTERS = [(row, shape) for row in specs.DRAFTERS.values() for shape in _shapes(row)]
-RULES = [rule for row in specs.RULES.values() for rule in _choices(row)]
+RULES = [rule for row in rules().values() for rule in _choices(row)]
 SURFACES = ("generate", "refill", "text", "chat")
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "temperature": (0.0, 0.9),

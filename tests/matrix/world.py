@@ -25,6 +25,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.verify import rules
 from tests.cli.conftest import write_tokenizer
 
 CORPUS = "a story of the sea and the sun, and of a man of the sea"
@@ -35,7 +36,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}
 class World:
     target: str
     drafters: dict[str, str]  # name in `specs.DRAFTERS` -> name and path
-    rules: dict[str, str]  # name in `specs.RULES` -> name and path
+    rules: dict[str, str]  # name in `rules()` -> name and path
 
 
 @functools.cache
@@ -131,7 +132,7 @@ def world() -> World:
         },
         rules={
             name: f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name
-            for name, row in specs.RULES.items()
+            for name, row in rules().items()
         },
     )
 

@@ -8,17 +8,18 @@ import shutil
 import pytest
 
 import mars_jax as mj
-from mars_jax import hub, specs
+from mars_jax import hub
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.core.conversation import as_conversation
+from mars_jax.verify import RuleChoice
 
 TEMPLATE = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% if not loop.last or m.role != 'assistant' %}
 {% endif %}{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}
 {%- endif %}"""
-MARS = specs.RuleChoice("mars", {})
+MARS = RuleChoice("mars", {})
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [
     {"role": "user", "content": "Hello"},

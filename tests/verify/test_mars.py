@@ -252,7 +252,7 @@ def test_behind_a_relaxed_token_rejection_starts_afresh(block):
     logits = np.stack([rule_oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
     tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(np.stack(seen, 1), jnp.float32))
     controls = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * rows, theta=0.9)
-    verdict = jitted(mars(base=rejection(block)))(
+    verdict = jitted(mars(base=rejection(block=block)))(
         rule_oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
     )
     relaxed = np.asarray(verdict.relaxed)

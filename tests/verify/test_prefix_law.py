@@ -10,7 +10,7 @@ from tests.helpers import rule_oracles
 from tests.helpers.sampled_siblings import SMALL, TARGET, law, sampled
 
 CHAIN = drafters.language_model(SMALL, 3, sample=True)
-LOOSE = {"relaxing": functools.partial(verify.mars, verify.rejection(block=True), theta=2.3, margin="gap"),
+LOOSE = {"relaxing": functools.partial(verify.mars, theta=2.3, margin="gap", base=verify.rejection(block=True)),
          "retargeted": functools.partial(verify.mixture, weight=0.2, block=True)}  # fmt: skip
 
 

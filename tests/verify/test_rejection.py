@@ -129,7 +129,7 @@ def test_rejection_leaves_the_target_distribution(block, deterministic):
         tokens = tree.tokens.at[:, 1:].set(jnp.asarray(drafted, jnp.int32))
         tree = trees.chain(tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tokens[:, 2])))
         logits = jnp.asarray(np.stack([rule_oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
-    verdict = jax.jit(judge(rejection(block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
+    verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
     assert np.mean(count) > 1.3  # drafts are accepted
@@ -148,5 +148,5 @@ def test_a_token_that_neither_model_allows_is_refused():
     logits = jnp.tile(jnp.asarray([[[3.0, 2.0, 1.0]]]), (8, 3, 1))
     tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), rule_oracles.process(logits, settings))
     for block in (False, True):
-        verdict = jax.jit(judge(rejection(block)))(rule_oracles.keys_of(0, 8), tree, logits, settings)
+        verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(0, 8), tree, logits, settings)
         assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import contrib, drafters, specs, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core import decode
 from mars_jax.core import tree as trees
@@ -57,7 +57,7 @@ def mixer_head():
 CASES = {
     "exact": Case(verify.exact(), verify.exact(), relaxes=False),
     "rejection": Case(verify.rejection(), verify.rejection(), drafter=SAMPLED, relaxes=False),
-    "block": Case(verify.rejection(True), verify.rejection(True), drafter=SAMPLED, relaxes=False),
+    "block": Case(verify.rejection(block=True), verify.rejection(block=True), drafter=SAMPLED, relaxes=False),
     "mars": Case(verify.mars(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.8}, drafter=TREE),
     "mars over rejection": Case(
         verify.mars(base=verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
@@ -267,7 +267,7 @@ def test_lossless_rules_have_no_exact_prefix():
 
 
 @flax.struct.dataclass
-class Wrapped:
+class Wrapped(verify.Rule):
     """A user's wrapper that forwards only the call."""
 
     inner: Any
@@ -329,8 +329,8 @@ def test_an_exact_prefix_ends_at_its_token(rule, generated):
 
 
 def test_the_table_and_the_tests_name_the_same_rules():
-    rules = {case.rule.name.split()[0].split("(")[0] for case in CASES.values()} | set(CASES)
-    assert {"block" if name == "rejection" else name for name in specs.RULES} <= rules
+    tested = {case.rule.name.split()[0].split("(")[0] for case in CASES.values()} | set(CASES)
+    assert {"block" if name == "rejection" else name for name in verify.rules()} <= tested
 
 
 def test_a_rule_is_recognized_by_its_structure():

@@ -17,7 +17,7 @@ from mars_jax.core.rule import LoadedRule, Rule, decide, structure
 from mars_jax.core.tree import chain
 from mars_jax.serve.prepare import _check_rule
 from mars_jax.serve.requests import Request
-from mars_jax.specs.own import find
+from mars_jax.verify.own import find
 
 EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
 

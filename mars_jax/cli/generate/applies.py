@@ -10,7 +10,7 @@ from mars_jax import specs
 from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 
 
 class Choices(NamedTuple):

@@ -20,6 +20,7 @@ from mars_jax.core import activity
 from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
+from mars_jax.core.user_code import load_function
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.quantize import Int4
 from mars_jax.placement import hosts
@@ -28,6 +29,7 @@ from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Batch, Session, check_finite
+from mars_jax.verify import RuleChoice
 
 CHUNK = 2048
 """Number of prompts tokenized at once: enough for all cores, and few enough to show progress."""
@@ -172,7 +174,7 @@ def open_job(
             **options,
         )
     else:
-        open_elsewhere = specs.factory("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
+        open_elsewhere = load_function("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
         drafter = open_elsewhere(args.draft, target, args.draft_device, **options)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
@@ -192,7 +194,7 @@ def open_job(
     refining = None
     if args.refine is not None:
         samples = any(request.temperature > 0 for request in requests)
-        open_refining = specs.factory("mars_jax.lab.training.online:open_refining")
+        open_refining = load_function("mars_jax.lab.training.online:open_refining")
         refining = open_refining(args, target, drafter, samples=samples)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run["tree"] = plain(args.tree)
@@ -216,7 +218,7 @@ def _dtype(params: Any) -> str:
     return next((name for name in specs.DTYPES[::-1] if name in dtypes), "")
 
 
-def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
+def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
     """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
     names = dict.fromkeys(name for row in rows for name in row.numbers)
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
@@ -227,7 +229,7 @@ def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[Promp
     return verify.load(choice.spec, target, **{**choice.settings, **per_row})
 
 
-def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
+def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
     """Check that tau is at most the number of tokens that a step can emit."""
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]

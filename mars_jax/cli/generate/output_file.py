@@ -22,6 +22,7 @@ from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.rows import RowFile, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.specs import DraftSpec
+from mars_jax.verify import is_own, source_digest
 
 _ELSEWHERE = {
     # The digest of the prompts covers them.
@@ -55,8 +56,8 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     }
     rule = choices.rule
     settings["verify"] = rule.spec
-    if specs.is_own(rule.spec):
-        settings["rule_source"] = specs.source_digest(rule.spec)
+    if is_own(rule.spec):
+        settings["rule_source"] = source_digest(rule.spec)
     for name, value in rule.settings.items():
         if value != rule.options[name].default:
             settings[name] = plain(value)

@@ -18,7 +18,8 @@ from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.core.home import check_path
 from mars_jax.core.limits import LINE_BYTES, PROMPT_BYTES
 from mars_jax.core.reading import open_file
-from mars_jax.specs import RuleChoice
+from mars_jax.core.user_code import load_function
+from mars_jax.verify import RuleChoice, not_in, rules
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
@@ -82,7 +83,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
         check_path(path, "the prompts file")
     columns = None
     if not (stream or Path(path).is_file()):
-        columns = specs.factory("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
+        columns = load_function("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
     if columns is not None:
         rows = list(_of_dataset(path, columns, rule))
     elif path.lower().endswith(".parquet"):
@@ -287,8 +288,8 @@ def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
     """Explain why a row cannot have a key."""
     if name in rule.options:
         return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
-    if any(name in row.settings for row in specs.RULES.values()):
-        return f"{name} does not apply to {specs.not_in(rule, name)}."
+    if any(name in row.settings for row in rules().values()):
+        return f"{name} does not apply to {not_in(rule, name)}."
     return f"unknown key '{name}'{did_you_mean(name, keys)}: the keys are {', '.join(keys)}."
 
 

@@ -33,7 +33,8 @@ from mars_jax.serve.chat import Chat
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import check_finite
-from mars_jax.specs import DRAFTERS, RULES
+from mars_jax.specs import DRAFTERS
+from mars_jax.verify import rules
 
 PROMPT = "> "
 COMMANDS = {
@@ -248,7 +249,7 @@ class Talk:
 
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with another rule or draft, reusing the loaded target."""
-        flags, names = _CHOSEN[name], RULES if name == "/rule" else DRAFTERS
+        flags, names = _CHOSEN[name], rules() if name == "/rule" else DRAFTERS
         if not words or words[0].startswith("-"):
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."

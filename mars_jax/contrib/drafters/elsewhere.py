@@ -18,7 +18,6 @@ from mars_jax import drafters, specs
 from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import facts
 from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.verify import needs_q
@@ -93,7 +92,7 @@ def draft_elsewhere(
     def steps(decoder: Decoder, params: Params, state: DecodeState) -> Iterator[tuple[DecodeState, StepInfo]]:
         if needs_q(state.rule):
             raise MarsError(
-                f"the rule {facts(state.rule).name} needs the draft's true probabilities, which a draft from another "
+                f"the rule {state.rule.name} needs the draft's true probabilities, which a draft from another "
                 "device does not carry: verify with exact, or with mars over it."
             )
         return stream(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)

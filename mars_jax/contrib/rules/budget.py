@@ -8,30 +8,59 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.core.settings import Range
 from mars_jax.verify import drafted
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import NATS, WHOLE, nats
+from mars_jax.verify.relaxed import Relaxed
 
 
+@register("budget", paper="2608.03447")
 @struct.dataclass(kw_only=True)
 class Budget(Relaxed):
-    """ASD (arXiv 2608.03447): a drafted token x is accepted if its regret z1 - z_x is within three limits.
+    """Also accept what costs little of the target's logits, while a budget lasts.
+
+    ASD (arXiv 2608.03447): a drafted token x is accepted if its regret z1 - z_x is within three limits.
 
     In a draft of K tokens the regret of token i, counted from 0, is at most gap (K - i): earlier tokens may cost more,
     because later ones depend on them. A step relaxes at most `max_relaxed` tokens. The regret of all relaxed tokens of
     a completion is at most `total` nats; the remaining budget is the rule's state. K is the depth of the drafter, even
     if a draft ends early. Lossy; at max_relaxed = 0 it equals `base` bit for bit.
+
+    >>> import jax.numpy as jnp
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[9.6, 10.0], [9.8, 10.0], [9.9, 10.0]]])
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 0, 0]], jnp.int32)), z)
+    >>> verdict, left = verify.for_rows(budget(total=1), 1)(evidence)
+    >>> verdict.relaxed.tolist(), round(float(left.total[0]), 2)
+    ([[True, True]], 0.4)
     """
 
-    gap: Any  # f32[] or [B]; nats per token
-    max_relaxed: Any = np.int32(2)  # i32[] or [B]
-    total: Any  # f32[] or [B]; nats
+    # f32[] or [B]; nats per token
+    gap: Any = struct.setting(
+        default=0.25,
+        ranges=nats("a finite number of at least 0", NATS),
+        help="nats that a token may cost for each drafted token that is left",
+        kw_only=False,
+    )
+    # i32[] or [B]
+    max_relaxed: Any = struct.setting(
+        default=2,
+        kind=int,
+        ranges=WHOLE,
+        help="relaxed tokens that are allowed in a step; 0 never relaxes",
+    )
+    # f32[] or [B]; nats
+    total: Any = struct.setting(
+        default=8.0,
+        ranges=Range("a number of at least 0", 0),
+        help="nats that all of them may cost, in a whole text",
+    )
 
     def relaxable(self, evidence: Evidence) -> Array:
         at_stake = evidence.tree.max_depth + 1 - evidence.tree.depths
@@ -44,41 +73,4 @@ class Budget(Relaxed):
         return dataclasses.replace(self, total=left)
 
 
-def budget(
-    gap: Any = 0.25,
-    *,
-    base: Any = None,
-    max_relaxed: Any = 2,
-    total: Any = 8.0,
-    max_relaxed_run: Any = UNLIMITED_RUN,
-    exact_prefix: Any = 0,
-) -> Budget:
-    """Make the rule `Budget`: acceptance from a budget of regret.
-
-    Args:
-      base: the strict rule, `exact()` by default, or `rejection(...)`.
-      gap: nats per remaining drafted token, including the current one.
-      max_relaxed: maximum number of relaxed tokens per step; 0 is strict.
-      total: nats for the whole completion.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range, or a base that cannot be relaxed.
-
-    >>> import jax.numpy as jnp
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.asarray([[[9.6, 10.0], [9.8, 10.0], [9.9, 10.0]]])
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 0, 0]], jnp.int32)), z)
-    >>> verdict, left = verify.for_rows(budget(total=1), 1)(evidence)
-    >>> verdict.relaxed.tolist(), round(float(left.total[0]), 2)
-    ([[True, True]], 0.4)
-    """
-    settings = {
-        "gap": gap,
-        "max_relaxed": max_relaxed,
-        "total": total,
-        "max_relaxed_run": max_relaxed_run,
-        "exact_prefix": exact_prefix,
-    }
-    return Budget(base=base_of(base, "budget"), **numbers("budget", settings))
+budget = Budget

@@ -12,22 +12,41 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.verify.lossy import numbers
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import HARMS, nats
 from mars_jax.verify.retargeted import Retargeted, following
 
 
+@register("cactus", paper="2604.04987")
 @struct.dataclass(kw_only=True)
 class Cactus(Retargeted):
-    """Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with a raised probability of x.
+    """Verify against the target with more of the drafted token, within a divergence.
+
+    Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with a raised probability of x.
 
     h(x) = min(p(x) + sqrt(2 d p(x) (1 - p(x))), 1), where d is `divergence`. The other tokens are scaled to sum to
     1 - h(x). x is accepted with probability min(1, h(x) / q(x)), otherwise the token is drawn from norm((h - q)+). h
     depends on x, so the output distribution is the mean over drafts. Lossy; at divergence 0 it equals `rejection` bit
     for bit, and at temperature 0 it is exact.
+
+    >>> import jax
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
+    >>> [int(accepted(cactus(divergence=d))) for d in (0.0, 0.1, 2.0)]
+    [22, 45, 99]
     """
 
-    divergence: Any  # f32[] or [B]; 0 is lossless
-    chains_only: ClassVar[bool] = True
+    # f32[] or [B]; 0 is lossless
+    divergence: Any = struct.setting(
+        default=0.1,
+        ranges=nats("a finite number of at least 0", HARMS),
+        help="how far the target is bent; 0 is lossless",
+    )
+    block: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("draft", "q", "chain")
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         divergence = self.divergence[:, None, None]
@@ -41,23 +60,4 @@ class Cactus(Retargeted):
         return jnp.where(divergence > 0, log_h, log_p)
 
 
-def cactus(*, divergence: Any = 0.1, exact_prefix: Any = 0) -> Cactus:
-    """Make the rule `Cactus`: rejection against a target with raised probability of the drafted token.
-
-    Args:
-      divergence: the paper's delta, at least 0; the default is not from the paper.
-      exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> import jax
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(cactus(divergence=d))) for d in (0.0, 0.1, 2.0)]
-    [22, 45, 99]
-    """
-    return Cactus(**numbers("cactus", {"divergence": divergence, "exact_prefix": exact_prefix}))
+cactus = Cactus

@@ -5,7 +5,6 @@ B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -20,7 +19,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.logprobs import entropy
 from mars_jax.core.types import Verdict
-from mars_jax.verify.mars import Mars, mars
+from mars_jax.verify.mars import Mars
 from mars_jax.verify.relaxed import over
 
 KINDS = ("entropy", "position", "class")
@@ -53,7 +52,7 @@ class ByContext(Mars):
     """`Mars` whose theta the table in `Params.verify` loosens or tightens at each node."""
 
     by: str = struct.field(pytree_node=False)
-    needs: ClassVar[tuple[str, ...]] = ("weights",)
+    needs: ClassVar[tuple[str, ...]] = ("draft", "weights")
 
     @property
     def name(self) -> str:
@@ -71,13 +70,13 @@ class ByContext(Mars):
         return super(Mars, self).__call__(evidence)
 
 
-def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
+def by_context(by: str, **settings: Any) -> ByContext:
     """Make the rule `ByContext`: margin-aware verification with a threshold that depends on context.
 
     Args:
       by: "entropy", "position" or "class". The table, from `context`, is `Params.verify`: pass both as
         `LoadedRule(by_context("entropy"), table)`.
-      base, **settings: as for `verify.mars`.
+      **settings: as for `verify.mars`.
 
     Raises:
       MarsError: as `verify.mars`, or an unknown context.
@@ -86,10 +85,7 @@ def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
     'mars(by position)'
     """
     check_kind(by)
-    base_rule = mars(base=base, **settings)
-    return ByContext(
-        by=by, **{field.name: getattr(base_rule, field.name) for field in dataclasses.fields(base_rule)}
-    )
+    return ByContext(by=by, **settings)
 
 
 def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:

@@ -5,7 +5,7 @@ Oracle: `mixture` at the weights that the head predicts, in tests/contrib/test_d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +16,40 @@ from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.settings import LARGEST_FLOAT, Range
 from mars_jax.core.types import PyTree
-from mars_jax.verify.lossy import numbers
+from mars_jax.verify.definition import register
 from mars_jax.verify.retargeted import Retargeted
 
 
+@register("diversed", paper="2604.07622")
 @struct.dataclass(kw_only=True)
 class Diversed(Retargeted):
-    """DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`).
+    """Follow a mixture of target and draft whose weight a trained head predicts.
+
+    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`).
 
     Like `Mixture`, but with one weight per position. The head's weights are `Params.verify`; see `models.mixer` for its
     inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it equals
     `rejection` bit for bit.
+
+    >>> diversed(shift=1.0).name
+    'diversed'
     """
 
-    shift: Any  # f32[] or [B]; added to the log odds of the target's weight; inf is lossless
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (*super().needs, "weights", "draft_hidden")
+    # f32[] or [B]; added to the log odds of the target's weight; inf is lossless
+    shift: Any = struct.setting(
+        default=0.0,
+        ranges=Range(
+            "a finite number, or inf, which is lossless",
+            -LARGEST_FLOAT,
+            LARGEST_FLOAT,
+            inf=True,
+            grid=(4.0, 3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0),
+        ),
+        help="added to the head's log odds of the target; inf is lossless",
+    )
+    needs: ClassVar[tuple[str, ...]] = ("draft", "q", "weights", "draft_hidden")
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         if not isinstance(evidence.params, dict) or "signals" not in evidence.params:
@@ -58,22 +73,7 @@ class Diversed(Retargeted):
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 
 
-def diversed(*, shift: Any = 0.0, block: bool = False, exact_prefix: Any = 0) -> Diversed:
-    """Make the rule `Diversed`: rejection against a learned mixture of target and draft.
-
-    Args:
-      shift: added to the head's log odds, a scalar or one value per row. Larger is closer to the target; inf is
-        lossless.
-      block: verify the block jointly, as in `rejection`.
-      exact_prefix: as for `mars`.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> diversed(shift=1.0).name
-    'diversed'
-    """
-    return Diversed(block=block, **numbers("diversed", {"shift": shift, "exact_prefix": exact_prefix}))
+diversed = Diversed
 
 
 def read(path: str, target: Any) -> PyTree:

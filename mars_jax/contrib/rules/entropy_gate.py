@@ -9,41 +9,23 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.logprobs import entropy as entropy_of
-from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of, over
+from mars_jax.core.settings import Range
+from mars_jax.verify.definition import register
+from mars_jax.verify.relaxed import Relaxed, over
+
+# Thresholds that `calibrate` and `benchmark` try, from strict to loose.
+ENTROPIES = (4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4, 0.2)
 
 
+@register("entropy_gate", paper="after 2511.22972")
 @struct.dataclass(kw_only=True)
 class EntropyGate(Relaxed):
-    """Acceptance of the runner-up if the entropy of the target's distribution at temperature 1 exceeds `entropy` nats.
+    """Also accept the runner-up where the target's entropy is high.
+
+    Acceptance of the runner-up if the entropy of the target's distribution at temperature 1 exceeds `entropy` nats.
 
     Based on the gate of FLy (arXiv 2511.22972), but over the whole distribution and without a window. Lossy; at
     entropy = inf it equals `base` bit for bit.
-    """
-
-    entropy: Any  # f32[] or [B]; nats
-
-    @property
-    def name(self) -> str:
-        return over("entropy_gate", self.base)
-
-    def low(self, evidence: Evidence) -> Array:
-        return entropy_of(evidence.logits) > self.entropy[:, None]
-
-
-def entropy_gate(
-    entropy: Any = 1.5, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> EntropyGate:
-    """Make the rule `EntropyGate`: acceptance of the runner-up by entropy.
-
-    Args:
-      base: the strict rule, `exact()` by default, or `rejection(...)`.
-      entropy: nats; the default is not from the paper.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range, or a base that cannot be relaxed.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -55,5 +37,21 @@ def entropy_gate(
     >>> [int(accepted(entropy_gate(entropy=h))) for h in (1.1, 1.0)]
     [0, 1]
     """
-    settings = {"entropy": entropy, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return EntropyGate(base=base_of(base, "entropy_gate"), **numbers("entropy_gate", settings))
+
+    # f32[] or [B]; nats
+    entropy: Any = struct.setting(
+        default=1.5,
+        ranges=Range("a number of at least 0 (inf is strict)", 0, grid=ENTROPIES),
+        help="nats above which the target is unsure; inf never relaxes",
+        kw_only=False,
+    )
+
+    @property
+    def name(self) -> str:
+        return over("entropy_gate", self.base)
+
+    def low(self, evidence: Evidence) -> Array:
+        return entropy_of(evidence.logits) > self.entropy[:, None]
+
+
+entropy_gate = EntropyGate

@@ -21,11 +21,11 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
+from mars_jax.core.settings import Range
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
-from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.exact import named
-from mars_jax.verify.lossy import numbers
+from mars_jax.verify.definition import register
+from mars_jax.verify.exact import Exact, named
 from mars_jax.verify.relaxed import Relaxed
 
 ALIKE = ("case", "space", "numbers")
@@ -47,17 +47,35 @@ _WORDS = (
 )
 
 
+@register("equivalent", paper="after 2601.15498")
 @struct.dataclass(kw_only=True)
 class Equivalent(Relaxed):
-    """Acceptance of a drafted token that is equivalent to the target's token.
+    """Also accept a token that means the same as the target's, by a table.
+
+    Acceptance of a drafted token that is equivalent to the target's token.
 
     Two tokens are equivalent if they are in the same class of the user's table, `Params.verify`; see `token_groups`.
     The drafted token's regret must be below `gap` nats. Over `exact()`; lossy; at gap = 0 it equals `exact()` bit for
     bit.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[0.0, 2.0, 1.0], [0.0, 0.0, 9.0]]])
+    >>> groups = jnp.asarray([0, 1, 1], jnp.int32)
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
+    >>> [int(accepted(equivalent(gap=g))) for g in (2.0, 0.5)]
+    [1, 0]
     """
 
-    gap: Any  # f32[] or [B]; nats; inf: no limit
-    needs: ClassVar[tuple[str, ...]] = ("weights",)
+    # f32[] or [B]; nats; inf: no limit
+    gap: Any = struct.setting(
+        default=2.0,
+        ranges=Range("a number of at least 0, or inf (0 is strict)", 0, grid=(0.5, 1.0, 2.0, 4.0)),
+        help="nats by which it may fall short of the target's best; 0 never relaxes",
+    )
+    base: ClassVar[Exact] = Exact()
+    needs: ClassVar[tuple[str, ...]] = ("draft", "weights")
 
     def relaxable(self, evidence: Evidence) -> Array:
         tree, groups = evidence.tree, evidence.params
@@ -70,27 +88,7 @@ class Equivalent(Relaxed):
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 
-def equivalent(*, gap: Any = 2.0, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0) -> Equivalent:
-    """Make the rule `Equivalent`: acceptance of equivalent tokens.
-
-    Args:
-      gap: maximum difference in nats between the target's best token and the drafted token; inf: no limit.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.asarray([[[0.0, 2.0, 1.0], [0.0, 0.0, 9.0]]])
-    >>> groups = jnp.asarray([0, 1, 1], jnp.int32)
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(equivalent(gap=g))) for g in (2.0, 0.5)]
-    [1, 0]
-    """
-    settings = {"gap": gap, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Equivalent(**numbers("equivalent", settings))
+equivalent = Equivalent
 
 
 def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()) -> Array:

@@ -5,7 +5,8 @@ Oracle: the same decisions node by node in Python, in tests/verify/test_edges.py
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +18,55 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence, node_stats
 from mars_jax.core.sampling import top_k
+from mars_jax.core.settings import Range
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
-from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.exact import named
-from mars_jax.verify.lossy import numbers
+from mars_jax.verify.definition import register
+from mars_jax.verify.exact import Exact, named
+from mars_jax.verify.ranges import WHOLE
 from mars_jax.verify.relaxed import Relaxed
 
+# Thresholds that `calibrate` and `benchmark` try, from strict to loose.
+UNSURE = (1.05, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 
+
+@register("fly", paper="2511.22972")
 @struct.dataclass(kw_only=True)
 class Fly(Relaxed):
-    """FLy (arXiv 2511.22972): if the target is unsure, accept any drafted token after which it agrees with the draft.
+    """Also accept a drafted token where the target is unsure, if the draft continues as the target would.
+
+    FLy (arXiv 2511.22972): if the target is unsure, accept any drafted token after which it agrees with the draft.
 
     The target is unsure if the entropy over its three largest probabilities, not renormalised, is at least `entropy`
     nats. It agrees if the next `window` drafted tokens are the target's. A token whose window does not fit into the
     draft is rejected, so drafts must be longer than the window. Over `exact()`. Lossy; at entropy = inf it equals
     `exact()` bit for bit.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
+    >>> [int(accepted(fly(window=w))) for w in (1, 2)]
+    [2, 0]
     """
 
-    entropy: Any  # f32[] or [B]; nats
-    window: Any  # i32[] or [B]; tokens
+    # f32[] or [B]; nats
+    entropy: Any = struct.setting(
+        default=0.3,
+        ranges=Range(
+            "a number from 0 to ln 3, or inf, which is strict", 0, math.log(3), inf=True, grid=UNSURE
+        ),
+        help="nats of the three largest probabilities from which the target is unsure; inf never relaxes",
+    )
+    # i32[] or [B]; tokens
+    window: Any = struct.setting(
+        default=6,
+        kind=int,
+        ranges=WHOLE,
+        help="tokens after it that must be the target's own; drafts must be longer",
+    )
+    base: ClassVar[Exact] = Exact()
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError if no window fits into a draft."""
@@ -57,6 +87,9 @@ class Fly(Relaxed):
         return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
 
 
+fly = Fly
+
+
 def followed(tree: DraftTree, native: Array) -> Array:
     """Return i32[B, N]: the length of the longest path below each node whose edges are all `native` bool[B, N].
 
@@ -70,33 +103,3 @@ def followed(tree: DraftTree, native: Array) -> Array:
         through = jnp.where(native, length + 1, 0)
         length = to_parents(through, jnp.maximum(tree.parents, 0))
     return length
-
-
-def fly(
-    *, entropy: Any = 0.3, window: Any = 6, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> Fly:
-    """Make the rule `Fly`: acceptance by lookahead over the draft.
-
-    Args:
-      entropy: threshold in nats on the entropy of the three largest probabilities.
-      window: number of drafted tokens after a relaxed one that must be the target's.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.asarray([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(fly(window=w))) for w in (1, 2)]
-    [2, 0]
-    """
-    settings = {
-        "entropy": entropy,
-        "window": window,
-        "max_relaxed_run": max_relaxed_run,
-        "exact_prefix": exact_prefix,
-    }
-    return Fly(**numbers("fly", settings))

@@ -11,26 +11,48 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax import specs
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.verify.lossy import numbers
+from mars_jax.core.settings import Range
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import HARMS
 from mars_jax.verify.retargeted import Retargeted
 
 
+@register("fuzzy", paper="2502.20704")
 @struct.dataclass(kw_only=True)
 class Fuzzy(Retargeted):
-    """Fuzzy speculative decoding (arXiv 2502.20704): accept drafted tokens where target and draft differ little.
+    """Accept what is drafted wherever target and draft are alike, else verify by rejection.
+
+    Fuzzy speculative decoding (arXiv 2502.20704): accept drafted tokens where target and draft differ little.
 
     If the distance of p and q is below `bound`, the drafted token is accepted; otherwise it is verified by rejection,
     as in the comparison of arXiv 2607.08690. So the output follows q at the former positions and p at the latter. The
     distance is taken after temperature and filters: "js" is the Jensen-Shannon divergence in nats, at most ln 2, and
     "tv" the total variation distance, at most 1. Lossy; at bound 0 it equals `rejection` bit for bit, and at
     temperature 0 it is exact.
+
+    >>> import jax
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
+    >>> [int(accepted(fuzzy(distance="tv", bound=b))) for b in (0.0, 0.5, 0.7)]
+    [22, 22, 99]
     """
 
-    bound: Any  # f32[] or [B]; 0 is lossless
-    distance: str = struct.field(pytree_node=False, default="js")
+    # f32[] or [B]; 0 is lossless
+    bound: Any = struct.setting(
+        default=0.1,
+        ranges=Range("a number from 0 to 1", 0, 1, grid=HARMS),
+        help="how far apart they may be; 0 is lossless",
+    )
+    distance: str = struct.setting(
+        default="js",
+        choices={"js": "Jensen-Shannon divergence, nats", "tv": "total variation"},
+        help="how they are compared",
+    )
 
     @property
     def name(self) -> str:
@@ -50,27 +72,4 @@ class Fuzzy(Retargeted):
         return jnp.where((distance < self.bound[:, None])[..., None], log_q, log_p)
 
 
-def fuzzy(*, distance: str = "js", bound: Any = 0.1, block: bool = False, exact_prefix: Any = 0) -> Fuzzy:
-    """Make the rule `Fuzzy`: accept drafted tokens where target and draft differ little.
-
-    Args:
-      distance: "js" or "tv".
-      bound: the paper's threshold T, from 0 to 1; the default is not from the paper.
-      block: verify the block jointly, as in `rejection`.
-      exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: an unknown distance, or a number out of its range.
-
-    >>> import jax
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(fuzzy(distance="tv", bound=b))) for b in (0.0, 0.5, 0.7)]
-    [22, 22, 99]
-    """
-    specs.check_setting("fuzzy", "distance", distance)
-    settings = {"bound": bound, "exact_prefix": exact_prefix}
-    return Fuzzy(distance=distance, block=block, **numbers("fuzzy", settings, distance=distance))
+fuzzy = Fuzzy

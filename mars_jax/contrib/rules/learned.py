@@ -17,23 +17,36 @@ from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.types import PyTree
-from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import HARMS, share
+from mars_jax.verify.relaxed import Relaxed
 
 
+@register("learned", paper="after 2501.19309")
 @struct.dataclass(kw_only=True)
 class Learned(Relaxed):
-    """`Mars` with a head on the target's features instead of its margin.
+    """Also accept the runner-up where a trained head says that the outcome would not change.
+
+    `Mars` with a head on the target's features instead of its margin.
 
     An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
 
     The head's weights are `Params.verify`; see `contrib.models.indicator`, and `contrib.rules.indicator_training` for
     its training. The guards are those of `Mars`.
+
+    >>> learned(theta=0.2).name
+    'learned'
     """
 
-    theta: Any  # f32[] or [B]; a probability; inf is strict
-    needs: ClassVar[tuple[str, ...]] = ("weights",)
+    # f32[] or [B]; a probability; inf is strict
+    theta: Any = struct.setting(
+        default=0.1,
+        ranges=share("a probability, a number above 0 and at most 1, or inf, which is strict", HARMS),
+        help="chance of another outcome below which a token is relaxed; inf never relaxes",
+        flag=True,
+        kw_only=False,
+    )
+    needs: ClassVar[tuple[str, ...]] = ("draft", "weights")
 
     def low(self, evidence: Evidence) -> Array:
         if not isinstance(evidence.params, dict) or "inner" not in evidence.params:
@@ -47,25 +60,7 @@ class Learned(Relaxed):
         return (harm < theta) & (theta < jnp.inf)
 
 
-def learned(
-    theta: Any = 0.1, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> Learned:
-    """Make the rule `Learned`: relaxed verification by a learned head.
-
-    Args:
-      base: the strict rule, `exact()` by default, or `rejection(...)`.
-      theta: a probability, a scalar or one value per row; inf is strict.
-      max_relaxed_run: maximum number of consecutive relaxed tokens, a scalar or one value per row.
-      exact_prefix: number of first generated tokens that are strict, a scalar or one value per row; see `Lossy`.
-
-    Raises:
-      MarsError: a number is out of range, or a base that cannot be relaxed.
-
-    >>> learned(theta=0.2).name
-    'learned'
-    """
-    settings = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Learned(base=base_of(base, "learned"), **numbers("learned", settings))
+learned = Learned
 
 
 def read(path: str, target: Any) -> PyTree:

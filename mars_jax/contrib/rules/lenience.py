@@ -12,21 +12,40 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.verify.lossy import numbers
+from mars_jax.core.settings import Range
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import ODDS
 from mars_jax.verify.retargeted import Retargeted
 
 
+@register("lenience", paper="2211.17192, appendix A.5")
 @struct.dataclass(kw_only=True)
 class Lenience(Retargeted):
-    """Speculative sampling with lenience (Leviathan et al., arXiv 2211.17192, appendix A.5).
+    """Reject drafted tokens less often than speculative sampling.
+
+    Speculative sampling with lenience (Leviathan et al., arXiv 2211.17192, appendix A.5).
 
     A drafted token x is accepted if u <= p(x) / (l q(x)), where l is `factor`; otherwise the token is drawn from
     norm((p - q)+), as in rejection. So no token has more than 1 / l times its probability p. The output follows
     v = min(q, p / l) + (1 - sum(min(q, p / l))) norm((p - q)+). Lossy; at factor 1 it equals `rejection` bit for bit,
     and at temperature 0 it is exact.
+
+    >>> import jax
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
+    >>> [int(accepted(lenience(factor=l))) for l in (1.0, 0.5, 0.2)]
+    [22, 47, 99]
     """
 
-    factor: Any  # f32[] or [B]; 1 is lossless
+    # f32[] or [B]; 1 is lossless
+    factor: Any = struct.setting(
+        default=0.5,
+        ranges=Range("a number above 0 and at most 1", 0, 1, above=True, grid=ODDS),
+        help="factor of the draft's probability in every comparison; 1 is lossless",
+    )
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, factor = jnp.exp(log_p), jnp.exp(log_q), self.factor[:, None, None]
@@ -38,24 +57,4 @@ class Lenience(Retargeted):
         return jnp.where(factor == 1, log_p, jnp.log(v))
 
 
-def lenience(*, factor: Any = 0.5, block: bool = False, exact_prefix: Any = 0) -> Lenience:
-    """Make the rule `Lenience`.
-
-    Args:
-      factor: the paper's l, above 0 and at most 1; the default is one of the paper's values.
-      block: verify the block jointly, as in `rejection`.
-      exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> import jax
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(lenience(factor=l))) for l in (1.0, 0.5, 0.2)]
-    [22, 47, 99]
-    """
-    return Lenience(block=block, **numbers("lenience", {"factor": factor, "exact_prefix": exact_prefix}))
+lenience = Lenience

@@ -14,16 +14,20 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.verify.lossy import numbers
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import HARMS, nats
 from mars_jax.verify.retargeted import Retargeted
 
 # Bisection steps for a, after which v is within 2**-18 of its mass, and Newton steps for b in each of them.
 HALVINGS, STEPS = 18, 3
 
 
+@register("mentored", paper="2609.30474")
 @struct.dataclass(kw_only=True)
 class Mentored(Retargeted):
-    """Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): maximal acceptance within a divergence of the target.
+    """Accept the most that a divergence from the target allows.
+
+    Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): maximal acceptance within a divergence of the target.
 
     The output follows the distribution v with the highest acceptance sum(min(q, v)) among those with KL(p || v) of at
     most `bound` nats. That is v = min(max(q, a p), b p) with a <= 1 <= b, the paper's 1 / beta and 1 / alpha: x is
@@ -31,9 +35,22 @@ class Mentored(Retargeted):
     is within the bound, v is q. Tokens that only the target excludes get the mass that is left over at a. Lossy; at
     bound 0 it equals `rejection` bit for bit, and at temperature 0 it is exact. `lenience` has only b, as a setting:
     its 1 / factor. A step reads the two distributions 90 times, because a and b are found by bisection.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
+    >>> [int(accepted(mentored(bound=d))) for d in (0.0, 0.2, 0.9)]
+    [22, 63, 99]
     """
 
-    bound: Any  # f32[] or [B]; nats; 0 is lossless
+    # f32[] or [B]; nats; 0 is lossless
+    bound: Any = struct.setting(
+        default=0.1,
+        ranges=nats("a finite number of at least 0", HARMS),
+        help="nats that the text may be from the target at each token; 0 is lossless",
+    )
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q = jnp.exp(log_p), jnp.exp(log_q)
@@ -76,28 +93,9 @@ class Mentored(Retargeted):
         return jnp.where(bound > 0, log_v, log_p)
 
 
+mentored = Mentored
+
+
 def _total(weights: Array) -> Array:
     """f32[B, N, V] -> f32[B, N, 1]"""
     return jnp.sum(weights, axis=-1, keepdims=True)
-
-
-def mentored(*, bound: Any = 0.1, block: bool = False, exact_prefix: Any = 0) -> Mentored:
-    """Make the rule `Mentored`: maximal acceptance within a divergence of the target.
-
-    Args:
-      bound: the paper's D in nats, at least 0; the default is not from the paper.
-      block: verify the block jointly, as in `rejection`.
-      exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(mentored(bound=d))) for d in (0.0, 0.2, 0.9)]
-    [22, 63, 99]
-    """
-    return Mentored(block=block, **numbers("mentored", {"bound": bound, "exact_prefix": exact_prefix}))

@@ -5,7 +5,7 @@ Oracle: the same sums path by path in Python, in tests/contrib/test_phrases.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,48 @@ from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import at_tokens
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
-from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.lossy import numbers
+from mars_jax.verify.definition import register
+from mars_jax.verify.exact import Exact
+from mars_jax.verify.ranges import WHOLE, nats
 from mars_jax.verify.relaxed import Relaxed
 
 
+@register("phrase", paper="after 2511.22972")
 @struct.dataclass(kw_only=True)
 class Phrase(Relaxed):
-    """Acceptance of a drafted token if its regret and that of the next `window` tokens sum to less than `bound` nats.
+    """Also accept a drafted token if it and what follows it cost little of the target's logits together.
+
+    Acceptance of a drafted token if its regret and that of the next `window` tokens sum to less than `bound` nats.
 
     The regret of a token is the log-probability of the target's best token there minus its own. So the sum measures how
     far the drafted phrase is from the target's choices along the draft; the target's continuation after its own token
     would need another forward. A token whose phrase does not fit into the draft is rejected. In a tree the cheapest
     path below the token counts. FLy (`fly`) instead requires that the following tokens are the target's. Over
     `exact()`; lossy; at bound = 0 it equals `exact()` bit for bit.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[0.0, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.0, 0.0, 0.0, 9.0]]])
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2, 3]], jnp.int32)), z)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
+    >>> [int(accepted(phrase(bound=b, window=1))) for b in (0.6, 0.4)]
+    [2, 0]
     """
 
-    bound: Any  # f32[] or [B]; nats
-    window: Any  # i32[] or [B]; tokens after the one that is relaxed
+    # f32[] or [B]; nats
+    bound: Any = struct.setting(
+        default=1.0,
+        ranges=nats("a finite number of at least 0 (0 is strict)", (0.25, 0.5, 1.0, 2.0, 4.0)),
+        help="nats that the whole phrase may cost; 0 never relaxes",
+    )
+    # i32[] or [B]; tokens after the one that is relaxed
+    window: Any = struct.setting(
+        default=2,
+        kind=int,
+        ranges=WHOLE,
+        help="tokens after it that belong to the phrase; drafts must be longer",
+    )
+    base: ClassVar[Exact] = Exact()
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError if no phrase fits into a draft."""
@@ -49,6 +73,9 @@ class Phrase(Relaxed):
 
     def relaxable(self, evidence: Evidence) -> Array:
         return stretch(evidence.tree, regrets(evidence), self.window) < self.bound[:, None]
+
+
+phrase = Phrase
 
 
 def regrets(evidence: Evidence) -> Array:
@@ -76,33 +103,3 @@ def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
         sums = costs + to_parents(jnp.where(tree.depths > 0, sums, jnp.inf), parents)
         selected = jnp.where((window == length)[:, None], sums, selected)
     return jnp.where((window < tree.max_depth)[:, None], selected, jnp.inf)
-
-
-def phrase(
-    *, bound: Any = 1.0, window: Any = 2, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> Phrase:
-    """Make the rule `Phrase`: acceptance by the joint regret of a phrase.
-
-    Args:
-      bound: nats for the whole phrase.
-      window: number of drafted tokens after the relaxed one that belong to the phrase.
-      max_relaxed_run, exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.asarray([[[0.0, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.0, 0.0, 0.0, 9.0]]])
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2, 3]], jnp.int32)), z)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(phrase(bound=b, window=1))) for b in (0.6, 0.4)]
-    [2, 0]
-    """
-    settings = {
-        "bound": bound,
-        "window": window,
-        "max_relaxed_run": max_relaxed_run,
-        "exact_prefix": exact_prefix,
-    }
-    return Phrase(**numbers("phrase", settings))

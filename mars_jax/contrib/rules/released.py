@@ -12,13 +12,18 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.verify.lossy import numbers
+from mars_jax.core.settings import Range
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import RATIOS
 from mars_jax.verify.retargeted import Retargeted, following
 
 
+@register("released", paper="the code of 2601.15498")
 @struct.dataclass(kw_only=True)
 class Released(Retargeted):
-    """The rule of the PyTorch code released with MARS (arXiv 2601.15498), on chains; a reproduction, not advice.
+    """Accept as the released code of MARS does along a chain, which is not the paper's rule.
+
+    The rule of the PyTorch code released with MARS (arXiv 2601.15498), on chains; a reproduction, not advice.
 
     Above temperature 0 a drafted token x is always accepted if it is one of the two best and z2 / z1 > ratio, for the
     logits after the filters: an excluded logit is -inf, and if z1 < 0 the ratio exceeds 1 and passes. Otherwise x is
@@ -26,10 +31,25 @@ class Released(Retargeted):
     only for q(x) = 1, as with a deterministic draft, so the rule is biased at every ratio. At temperature 0 it is
     exact. Stop tokens are not guarded. In strict rows it is `rejection`. The trees of that code, which accept the first
     sibling among the two best, are not reproduced. `mars` is the paper's rule.
+
+    >>> import jax
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z, q = jnp.asarray([[[5.0, 4.6, 0.0]] * 2] * 99), jnp.asarray([[[0.0, 2.0, 0.0]] * 2] * 99)
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), z, temperature=1.0)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
+    >>> [int(accepted(released(ratio=r))) for r in (0.9, 0.95)]
+    [99, 48]
     """
 
-    ratio: Any  # f32[] or [B]; inf accepts nothing with certainty
-    chains_only: ClassVar[bool] = True
+    # f32[] or [B]; inf accepts nothing with certainty
+    ratio: Any = struct.setting(
+        default=0.9,
+        ranges=Range("a number above 0, or inf", 0, above=True, grid=RATIOS),
+        help="second logit / best above which the two are taken with certainty; never strict",
+    )
+    block: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("draft", "q", "chain")
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, stats = jnp.exp(log_p), jnp.exp(log_q), evidence.stats
@@ -50,23 +70,4 @@ class Released(Retargeted):
         return jnp.log(jnp.where(ids == x[..., None], q - moved, q + moved * other_shares))
 
 
-def released(*, ratio: Any = 0.9, exact_prefix: Any = 0) -> Released:
-    """Make the rule `Released`, that of the released code of MARS.
-
-    Args:
-      ratio: threshold above 0; inf accepts nothing with certainty.
-      exact_prefix: as for `mars`. Every number is a scalar or has one value per row.
-
-    Raises:
-      MarsError: a number is out of range.
-
-    >>> import jax
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z, q = jnp.asarray([[[5.0, 4.6, 0.0]] * 2] * 99), jnp.asarray([[[0.0, 2.0, 0.0]] * 2] * 99)
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), z, temperature=1.0)
-    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(released(ratio=r))) for r in (0.9, 0.95)]
-    [99, 48]
-    """
-    return Released(**numbers("released", {"ratio": ratio, "exact_prefix": exact_prefix}))
+released = Released

@@ -17,17 +17,22 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import node_uniforms, sample
+from mars_jax.core.settings import Range
 from mars_jax.core.tree import ancestors, at_parent, walk
 from mars_jax.core.types import Verdict
-from mars_jax.verify.lossy import Lossy, below_strict, numbers
+from mars_jax.verify.definition import register
+from mars_jax.verify.lossy import Lossy, below_strict
 
 HALVINGS = 24
 """Bisection steps for the acceptance rate; the last interval is below float32's resolution of tau."""
 
 
+@register("simulated", paper="the rate: 2211.17192, equation 1")
 @struct.dataclass(kw_only=True)
 class Simulated(Lossy):
-    """Accept at random, so that a step emits `tau` expected tokens, bonus token included. The output is meaningless.
+    """Accept by chance, to size hardware; the text means nothing.
+
+    Accept at random, so that a step emits `tau` expected tokens, bonus token included. The output is meaningless.
 
     In each step the path to the first of the deepest nodes is accepted up to a random depth, with a constant rate of
     acceptance per depth. The rate is solved from tau and the length of that path. So tau is met by chains, by trees and
@@ -35,9 +40,23 @@ class Simulated(Lossy):
     the accepted drafted tokens and then the target's token. The cost is that of `exact`, which also applies in strict
     rows and in the exact prefix. A drafted stop token ends a completion, so use `ignore_eos` to reach a given length. A
     last step that is cut off by the limit emits fewer tokens.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
+    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z)
+    >>> verdict, _ = verify.for_rows(simulated(3), 1)(evidence)
+    >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
+    ([2], [3])
     """
 
-    tau: Any  # f32[] or [B]
+    # f32[] or [B]
+    tau: Any = struct.setting(
+        ranges=Range("a number of at least 1, the token that every step gives", 1, 1024),
+        help="tokens per target forward, in the mean over steps",
+        flag=True,
+        kw_only=False,
+    )
     needs: ClassVar[tuple[str, ...]] = ("draft", "long")
 
     @property
@@ -84,6 +103,9 @@ class Simulated(Lossy):
         return verdict, self
 
 
+simulated = Simulated
+
+
 def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
     """Return the rate a f32[B] with 1 + a + ... + a ** height = tau (2211.17192, equation 1); 1 if none reaches tau.
 
@@ -109,24 +131,3 @@ def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
     bounds = jnp.zeros(height.shape, jnp.float32), jnp.ones(height.shape, jnp.float32)
     low, high = lax.fori_loop(0, HALVINGS, halve, bounds)
     return jnp.where(tau >= 1 + exponent_limit, 1.0, (low + high) / 2)
-
-
-def simulated(tau: Any, *, exact_prefix: Any = 0) -> Simulated:
-    """Make the rule `Simulated`: random acceptance with a given mean.
-
-    Args:
-      tau: tokens per target forward, from 1 to the depth of the draft plus 1; a scalar or one value per row.
-      exact_prefix: number of first generated tokens that are strict, a scalar or one value per row; see `Lossy`.
-
-    Raises:
-      MarsError: tau is below 1 or not finite.
-
-    >>> from mars_jax import verify
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
-    >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z)
-    >>> verdict, _ = verify.for_rows(simulated(3), 1)(evidence)
-    >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
-    ([2], [3])
-    """
-    return Simulated(**numbers("simulated", {"tau": tau, "exact_prefix": exact_prefix}))

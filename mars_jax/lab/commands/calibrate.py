@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import __version__, specs
+from mars_jax import __version__
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError
+from mars_jax.core.user_code import load_function
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
-from mars_jax.specs.own import factory
+from mars_jax.verify import is_own, not_in, source_digest
 
 _DESCRIPTION = """\
 Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
@@ -130,9 +131,9 @@ def _judge(spec: str) -> str:
     Raises:
       MarsError: the spec does not name a judge.
     """
-    if not specs.is_own(spec):
+    if not is_own(spec):
         raise MarsError(f"--risk is {spec}: expected regret, accuracy, or a judge as FILE.py:NAME.")
-    factory(spec, "judge")
+    load_function(spec, "judge")
     return spec
 
 
@@ -141,7 +142,7 @@ def _prefixes(args: argparse.Namespace) -> list[int]:
     if args.thetas is not None:
         raise MarsError("--thetas does not apply with --prefixes, at one theta: leave one of them out.")
     if "exact_prefix" not in args.rule.options:
-        raise MarsError(f"--prefixes does not apply to {specs.not_in(args.rule, 'exact_prefix')}.")
+        raise MarsError(f"--prefixes does not apply to {not_in(args.rule, 'exact_prefix')}.")
     setting, structure = args.rule.setting("exact_prefix")
     prefixes = [setting.from_text(text, shown="--prefixes", **structure) for text in args.prefixes]
     if prefixes != sorted(set(prefixes), reverse=True):
@@ -228,8 +229,8 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
         **pair.given(args),
         "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
-        "rule_source": specs.source_digest(args.rule.spec),
-        "judge_source": None if args.judge is None else specs.source_digest(args.judge),
+        "rule_source": source_digest(args.rule.spec),
+        "judge_source": None if args.judge is None else source_digest(args.judge),
     }
     with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
         result = calibration.calibrate(
@@ -240,7 +241,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             rule=args.rule,
             setting=args.setting,
             values=args.values,
-            judge=None if args.judge is None else factory(args.judge, "judge"),
+            judge=None if args.judge is None else load_function(args.judge, "judge"),
             temperature=args.temperature,
             seed=args.seed,
             progress=show,

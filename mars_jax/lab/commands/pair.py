@@ -25,7 +25,7 @@ from mars_jax.cli.flags import (
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import add_rule_flags, given_settings, named
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 
 TASKS = """\
 tasks, where PATH is a local file (plain, .xz or .gz) or, of a dataset of the

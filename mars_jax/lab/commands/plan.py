@@ -16,6 +16,7 @@ from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.pair import rule_of
+from mars_jax.verify import NEEDS
 
 _DESCRIPTION = """\
 Compile the decode loop of a pair of models ahead of time for a TPU slice. Report whether
@@ -117,7 +118,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     rule = rule_of(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
-            f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan does not have: choose another rule."
+            f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
     # JAX loads only after the checks above, which therefore fail fast.

@@ -21,13 +21,14 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Rule
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
+from mars_jax.core.user_code import load_function
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
-from mars_jax.specs import BITS, DRAFTERS, Dynamic, factory
+from mars_jax.specs import BITS, DRAFTERS, Dynamic
 
 
 class PlannedDraft(NamedTuple):
@@ -68,7 +69,7 @@ def draft_of(
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        make = factory(row.factory)
+        make = load_function(row.factory)
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
         options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})

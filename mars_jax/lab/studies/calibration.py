@@ -16,14 +16,14 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.cli.progress import Show
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import LoadedRule, facts
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.certify import choose, fewest
 from mars_jax.serve.rows import Row, RowFile
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 
 RISKS = {
     "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
@@ -114,7 +114,7 @@ def calibrate(
             progress(len(decoded), len(problems), f"{name}, tau {_tau(decoded):.2f}")
         return decoded
 
-    strict_rows = decode(strict, facts(strict.rule).name)
+    strict_rows = decode(strict, strict.rule.name)
 
     def losses_at(value: float) -> tuple[np.ndarray, float]:
         decoded = decode(rules[value], f"{setting}={value:g}")

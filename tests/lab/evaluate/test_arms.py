@@ -20,7 +20,7 @@ from mars_jax.lab.evaluate.benchmark.arms import (
     make_arms,
     margin_of,
 )
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 from tests.helpers import judge, make_rows
 
 ROWS = 4000

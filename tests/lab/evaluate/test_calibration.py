@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mars_jax import __version__, specs
+from mars_jax import __version__
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main as generate
@@ -21,6 +21,7 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.studies import calibration
 from mars_jax.lab.studies.certify import choose, fewest, p_value
 from mars_jax.lab.theta import read_theta, settings_of
+from mars_jax.verify.relaxed import UNLIMITED_RUN
 from tests.cli.conftest import write_checkpoint
 from tests.helpers import slow_but
 from tests.lab.evaluate.conftest import dying_after
@@ -219,7 +220,7 @@ def test_generate_takes_the_file_and_its_rule(theta_file, target):
     elsewhere = pair_of(f"elsewhere/{target.name}", draft=f"model:{target}")
     args = parse([*elsewhere, "--theta", str(theta_file), "hello"])
     assert args.rule.spec == "mars" and args.rule.settled() == {
-        "theta": 0.5, "margin": "ratio", "base": "exact", "max_relaxed_run": specs.UNLIMITED_RUN,
+        "theta": 0.5, "margin": "ratio", "base": "exact", "max_relaxed_run": UNLIMITED_RUN,
         "exact_prefix": 0,
     }  # fmt: skip
 

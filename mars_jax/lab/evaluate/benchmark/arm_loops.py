@@ -14,7 +14,7 @@ from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import read_json, write_json
 from mars_jax.serve.rows import Row, RowFile
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 
 TEXTS = "texts.json"
 SHOWN = 8

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import MARGINS
-from mars_jax import specs, verify
+from mars_jax import verify
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import LoadedRule, facts
+from mars_jax.core.rule import LoadedRule
 from mars_jax.core.sampling import divisor, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
 from mars_jax.core.types import Verdict
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice, is_own
 
 MARS = RuleChoice("mars", {})
 """The default rule to measure."""
@@ -106,8 +106,8 @@ def margin_of(choice: RuleChoice) -> str | None:
     >>> margin_of(RuleChoice("mars", {})), margin_of(RuleChoice("learned:PATH", {}))
     ('ratio', None)
     """
-    margin = None if specs.is_own(choice.spec) else choice.settled().get("margin")
-    return margin if margin in specs.MARGINS else None
+    margin = None if is_own(choice.spec) else choice.settled().get("margin")
+    return margin if margin in MARGINS else None
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:
@@ -116,7 +116,7 @@ def default_thetas(rule: RuleChoice) -> list[float]:
     >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
     ([0.9], [])
     """
-    if specs.is_own(rule.spec) or "theta" not in rule.options:
+    if is_own(rule.spec) or "theta" not in rule.options:
         return []
     return [rule.settled()["theta"]]
 
@@ -151,7 +151,7 @@ def make_arms(
     """
     measured = _measured(choice, thetas, target)
     strict = base_of(measured[0].rule)
-    name = facts(strict.rule).name
+    name = strict.rule.name
     # If the measured rule is the strict rule itself, one arm serves as both.
     rules = [arm for arm in measured if arm.name != name]
     arms = [ALONE]
@@ -193,11 +193,11 @@ def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[
 
 def label(choice: RuleChoice, rule: LoadedRule) -> str:
     """Return the name of a rule with the settings that its own name omits, theta excepted."""
-    is_own = specs.is_own(choice.spec)
-    words = [choice.row.name if is_own else facts(rule.rule).name]
+    is_users = is_own(choice.spec)
+    words = [choice.row.name if is_users else rule.rule.name]
     for name, value in choice.settings.items():
         is_number = type(value) in (int, float)
-        if name != "theta" and (is_number or is_own):
+        if name != "theta" and (is_number or is_users):
             words.append(f"{name}={value:g}" if is_number else f"{name}={value}")
     return " ".join(words)
 
@@ -218,9 +218,7 @@ def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
         )
     margin = margin_of(choice)
     if margin is not None and first.theta is not None:
-        control = low_margin_sampling(
-            margin, theta=first.theta, exact_prefix=facts(first.rule.rule).exact_prefix
-        )
+        control = low_margin_sampling(margin, theta=first.theta, exact_prefix=first.rule.rule.exact_prefix)
         arms.append(
             Arm(
                 name=control.name,
@@ -241,7 +239,7 @@ def base_of(rule: LoadedRule) -> LoadedRule:
     >>> base_of(verify.load("mars", base="rejection")).rule.name
     'rejection'
     """
-    return LoadedRule(facts(rule.rule).base or verify.exact())
+    return LoadedRule(rule.rule.base or verify.exact())
 
 
 _EXACT = LoadedRule(verify.exact())

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from mars_jax import __version__, drafters, specs, verify
+from mars_jax import __version__, drafters, verify
 from mars_jax.cli.progress import Show
 from mars_jax.core import activity
 from mars_jax.hub.pretrained import Pretrained
@@ -27,7 +27,7 @@ from mars_jax.lab.training.online import Refiner
 from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice, source_digest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Study:
             "chat": self.chat,
             "problems": digest(repr(list(self.problems)).encode()),
             "weights": fingerprint((self.target.params, draft_params, loaded_rule.params), self.target.path),
-            "rule_source": specs.source_digest(self.rule.spec),
+            "rule_source": source_digest(self.rule.spec),
             "versions": {"mars-jax": __version__, "jax": jax.__version__},
             "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
         }

@@ -37,7 +37,7 @@ from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.placement import hosts
 from mars_jax.serve.rows import Row
-from mars_jax.specs import RuleChoice
+from mars_jax.verify import RuleChoice
 
 ENOUGH = 30
 """Number of problems below which the table shows a warning."""

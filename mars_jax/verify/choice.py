@@ -1,6 +1,6 @@
 """A rule's name with the settings that a user chose, as parsed from flags, files and arms of a benchmark.
 
-Does not import jax; `verify.load(choice.spec, target, **choice.settings)` makes the rule.
+`verify.load(choice.spec, target, **choice.settings)` makes the rule.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.core.settings import Setting
-from mars_jax.specs.own import find, is_own
-from mars_jax.specs.row import RuleRow
-from mars_jax.specs.rules import RULES
+from mars_jax.verify.definition import Definition, rules
+from mars_jax.verify.own import find, is_own
 
 
 class Given(NamedTuple):
@@ -32,8 +31,8 @@ class RuleChoice:
     settings: Mapping[str, Any]  # given settings, as checked values
 
     @property
-    def row(self) -> RuleRow:
-        """The row of the table, or a row made from the user's factory."""
+    def row(self) -> Definition:
+        """The definition of the rule."""
         return find(self.spec)
 
     @property
@@ -54,7 +53,7 @@ class RuleChoice:
         ['chain', 'draft', 'q']
         """
         base = self._structure().get("base")
-        of_base = RULES[base].needs if base in RULES and not is_own(self.spec) else ()
+        of_base = rules()[base].needs if base in ("exact", "rejection") and not is_own(self.spec) else ()
         of_block = ("chain",) if not is_own(self.spec) and self.settings.get("block") else ()
         return frozenset((*self.row.needs, *of_base, *of_block))
 
@@ -83,7 +82,7 @@ class RuleChoice:
         """Return the same rule with other settings.
 
         Raises:
-          MarsError: as for `RuleRow.settle`.
+          MarsError: as for `Definition.settle`.
         """
         changed = RuleChoice(self.spec, {**self.settings, **settings})
         changed.settled()
@@ -137,7 +136,7 @@ def not_in(choice: RuleChoice, name: str) -> str:
     'the rule exact, which has no settings: leave it out, or verify with simulated'
     """
     option_names = ", ".join(choice.options)
-    rules_with_it = [row.name for row in RULES.values() if name in row.settings]
+    rules_with_it = [row.name for row in rules().values() if name in row.settings]
     based = [
         b for b in rules_with_it if "base" in choice.row.settings and b in choice.row.settings["base"].choices
     ]

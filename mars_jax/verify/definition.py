@@ -1,0 +1,177 @@
+"""Definitions of rules by name. The class of a rule is its definition: its fields declare its settings.
+
+Flags, keys of prompts files, lists, pages and checks read the definitions. Rules of other packages are plugins: an
+entry point of the group `mars_jax.plugins` names a module that registers rules when it is imported.
+
+Oracle: tests/verify/test_definition.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.settings import Setting
+from mars_jax.core.struct import settings_of
+
+T = TypeVar("T")
+PLUGINS = "mars_jax.plugins"
+"""Group of entry points of packages that register rules."""
+NEEDS = {
+    "draft": "a draft",
+    "q": "the draft's true probabilities",
+    "chain": "chains, no trees",
+    "weights": "weights of its own, as NAME:PATH",
+    "draft_hidden": "hidden states of the draft, if its head reads them",
+    "long": "drafts of a fixed length: no ngram, no draft_stop",
+}
+"""Descriptions of the needs of rules."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Definition:
+    """A rule that users can name: a registered class, or a function of the user's that makes a rule."""
+
+    name: str
+    make: Callable[..., Any]  # takes the settings as keywords
+    help: str
+    lossless: bool = False
+    needs: tuple[str, ...] = ()  # keys of NEEDS
+    paper: str = ""
+    settings: Mapping[str, Setting]
+
+    def options(self, **chosen: Any) -> dict[str, Setting]:
+        """Return its settings and those of its base.
+
+        >>> list(rule("mars").options(base="rejection"))
+        ['theta', 'margin', 'base', 'max_relaxed_run', 'exact_prefix', 'block']
+        """
+        base = chosen.get("base", self.settings["base"].default) if "base" in self.settings else None
+        of_base = _RULES[base].settings if base in _RULES else {}
+        return {**self.settings, **{name: s for name, s in of_base.items() if name not in self.settings}}
+
+    def setting(self, name: str, **chosen: Any) -> Setting:
+        """Return one of `options`.
+
+        Raises:
+          MarsError: there is no setting of that name.
+        """
+        options = self.options(**chosen)
+        if name not in options:
+            available = f"it has {', '.join(options)}" if options else "it has none"
+            raise MarsError(f"the rule {self.name} has no setting '{name}': {available}.")
+        return options[name]
+
+    def structure(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Return its structural choices, checked, with defaults for those not in `chosen`.
+
+        Raises:
+          MarsError: there is no such choice.
+        """
+        choices = {name: s for name, s in self.settings.items() if s.choices}
+        for name in choices.keys() & chosen.keys():
+            choices[name].check(chosen[name])
+        return {name: chosen.get(name, s.default) for name, s in choices.items()}
+
+    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all settings: the given ones, checked, and the defaults of the others.
+
+        Raises:
+          MarsError: an unknown name, a value out of range, or a setting that must be given and is not.
+
+        >>> rule("mars").settle({"theta": 0.8})["margin"]
+        'ratio'
+        """
+        # Choices determine the other settings and their ranges.
+        structure = self.structure(given)
+        for name, value in given.items():
+            self.setting(name, **structure).check(value, **structure)
+        settled = {name: s.default for name, s in self.options(**structure).items()} | dict(given)
+        for name, value in settled.items():
+            setting = self.setting(name, **structure)
+            if value is None and not setting.optional:
+                expected = setting.expected(**structure)
+                raise MarsError(f"the rule {self.name} needs a {name}: give {expected}.")
+        return settled
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the definition for `--list-rules --json`."""
+        return {
+            "name": self.name,
+            "help": self.help,
+            "lossless": self.lossless,
+            "needs": list(self.needs),
+            "paper": self.paper or None,
+            "factory": f"{self.make.__module__}:{self.make.__qualname__}",
+            "settings": [s.as_json() for s in self.settings.values()],
+        }
+
+
+_RULES: dict[str, Definition] = {}
+
+
+def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
+    """Return a decorator that makes a rule available by `name`. The first line of its docstring describes it in lists.
+
+    Args:
+      name: without a colon.
+      paper: its source, such as an arXiv number.
+    """
+
+    def add(cls: type[T]) -> type[T]:
+        described: Any = cls
+        _RULES[name] = Definition(
+            name=name,
+            make=described,
+            help=summary(described),
+            lossless=described.lossless,
+            needs=described.needs,
+            paper=paper,
+            settings=settings_of(cls),
+        )
+        return cls
+
+    return add
+
+
+def summary(documented: Any) -> str:
+    """Return the first line of a docstring, without its period; "" if there is none."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0].strip().rstrip(".")
+
+
+def rules() -> Mapping[str, Definition]:
+    """Return the definitions of all rules by name, those of plugins last.
+
+    >>> [*rules()][:2], "fly" in rules()
+    (['exact', 'rejection'], True)
+    """
+    _load_plugins()
+    return _RULES
+
+
+def rule(name: str) -> Definition:
+    """Return the definition of a rule. Plugins are loaded at the first name that the library does not have.
+
+    Raises:
+      MarsError: there is no rule of that name.
+
+    >>> rule("exact").lossless
+    True
+    """
+    if name not in _RULES and name not in rules():
+        raise MarsError(
+            f"there is no rule '{name}'{did_you_mean(name, _RULES)}: choose one of {', '.join(_RULES)}, or "
+            "name your own, as FILE.py:NAME or package.module:NAME."
+        )
+    return _RULES[name]
+
+
+@functools.cache
+def _load_plugins() -> None:
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        plugin.load()

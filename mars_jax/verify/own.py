@@ -1,0 +1,138 @@
+"""Definitions of a user's rules, with specs FILE.py:NAME or package.module:NAME.
+
+Naming a file executes it as the user's code. No other operation executes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from mars_jax.core import user_code
+from mars_jax.core.errors import MarsError
+from mars_jax.core.home import check_path
+from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
+from mars_jax.core.user_code import load_function
+from mars_jax.verify.definition import Definition, rule, rules, summary
+
+_RANGES = {
+    float: Range("a number"),
+    int: Range(f"a whole number from {-LARGEST_INT} to {LARGEST_INT}", -LARGEST_INT, LARGEST_INT),
+}
+
+
+_TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
+"""Keys of a row of a prompts file that already have a meaning."""
+
+
+def split(spec: str) -> tuple[str, str]:
+    """Split a spec into the name of a registered rule and the path of its weights, "" if there is none.
+
+    >>> split("learned:some/folder"), split("mars")
+    (('learned', 'some/folder'), ('mars', ''))
+    """
+    name, _, path = spec.partition(":")
+    return name, path
+
+
+def is_own(spec: str) -> bool:
+    """Return True if a spec names a user-defined rule.
+
+    >>> is_own("gates.py:entropy_gate"), is_own("mars"), is_own("learned:some/folder")
+    (True, False, False)
+    """
+    where, colon, name = spec.rpartition(":")
+    return bool(colon and where and name) and split(where)[0] not in rules()
+
+
+def find(spec: str) -> Definition:
+    """Return the definition of a rule: a registered one, or one made from the signature of a user's function.
+
+    Args:
+      spec: a name of `rules()`, with `:PATH` for a rule with weights, or FILE.py:NAME or package.module:NAME. NAME
+        takes its settings as keywords: floats, ints, bools, strings, and `Literal` for a choice. Their types are read
+        from annotations or defaults.
+
+    Raises:
+      MarsError: no such rule, file or name; a function with a required argument that no flag can set.
+
+    >>> find("mars").name
+    'mars'
+    """
+    if not is_own(spec):
+        name, path = split(spec)
+        check_path(path, "the rule's path")
+        found = rule(name)
+        if ":" in spec and not (path and "weights" in found.needs):
+            raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
+        return found
+    make = load_function(spec)
+    settings = {s.name: s for s in _settings(spec, make)}
+    name = spec.rpartition(":")[2]
+    return Definition(name=name, make=make, help=summary(make) or "a rule of your own", settings=settings)
+
+
+def source_digest(spec: str) -> str | None:
+    """Return a digest of the file that defines a user's rule or judge, or None for a registered rule."""
+    return user_code.source_digest(spec) if is_own(spec) else None
+
+
+def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
+    try:
+        signature = inspect.signature(made)
+        # Evaluation fails if an annotation exists only for type checkers.
+        with contextlib.suppress(Exception):
+            signature = inspect.signature(made, eval_str=True)
+    except (TypeError, ValueError):
+        raise MarsError(
+            f"the rule is {spec}: it has no signature; name a function that makes a rule."
+        ) from None
+    settings = []
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        setting = None if parameter.kind is parameter.POSITIONAL_ONLY else _setting(parameter)
+        if setting is not None:
+            settings.append(setting)
+        elif parameter.default is parameter.empty:
+            raise MarsError(
+                f"the rule is {spec}: its argument '{parameter.name}' has no default and is annotated neither as "
+                "float, int, bool, str nor Literal, so that no flag can set it: give it a default, or annotate it."
+            )
+    return settings
+
+
+def _setting(parameter: inspect.Parameter) -> Setting | None:
+    """Return a keyword argument as a setting; None if no text can represent its value."""
+    default = None if parameter.default is parameter.empty else parameter.default
+    kind, choices = _kind(parameter.annotation)
+    if kind is None and type(default) in (float, int, bool, str):
+        kind = type(default)
+    if kind is None:
+        return None
+    return Setting(
+        name=parameter.name,
+        kind=kind,
+        default=float(default) if kind is float and type(default) is int else default,
+        optional=parameter.default is None,
+        ranges=_RANGES.get(kind, Range("a number")),
+        choices=choices,
+        # Reserved names, such as temperature and seed, belong to the row and not to the rule.
+        per_row=kind in _RANGES and parameter.name not in _TAKEN,
+        help="",
+    )
+
+
+def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
+    """Return the type of an annotation and its choices; `float | None` is a float."""
+    if typing.get_origin(annotation) is typing.Literal:
+        names = typing.get_args(annotation)
+        return (str, dict.fromkeys(names, "")) if all(isinstance(n, str) for n in names) else (None, {})
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [_kind(part) for part in typing.get_args(annotation) if part is not type(None)]
+        return kinds[0] if len(kinds) == 1 else (None, {})
+    return (annotation if annotation in (float, int, bool, str) else None), {}
