@@ -24,38 +24,31 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.verify import drafted
-from mars_jax.verify.lossy import numbers
-from mars_jax.verify.relaxed import Relaxed, base_of
+from mars_jax.verify.definition import register
+from mars_jax.verify.ranges import NATS, nats
+from mars_jax.verify.relaxed import Relaxed
 
 
+@register("within", paper="none")
 @struct.dataclass(kw_only=True)
 class Within(Relaxed):
-    """A drafted token is accepted where its logit is less than `nats` below the target's best."""
+    """Also accept what is within a gap of the target's best token.
 
-    nats: Any  # f32[] or [B]
+    >>> within(nats=0.2).name
+    'within'
+    """
+
+    # f32[] or [B]
+    nats: Any = struct.setting(
+        default=0.5, ranges=nats("a finite number of at least 0", NATS), help="the gap; 0 never relaxes"
+    )
 
     def relaxable(self, evidence: Evidence) -> Array:
         return drafted.shortfall(evidence) < self.nats[:, None]
 
 
-def within(
-    base: Any = None, *, nats: Any = 0.5, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
-) -> Within:
-    """Accept within a gap.
-
-    >>> within(nats=0.2).name
-    'within'
-    """
-    given = {"nats": nats, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    return Within(base=base_of(base, "within"), **numbers("within", given))
+within = Within
 '''
-RULE_ROW = """    edges(
-        "within",
-        "also keeps what is within a gap of the target's best token",
-        "none",
-        number("nats", 0.5, nats("a finite number of at least 0", grid=NATS), "the gap; 0 never relaxes"),
-    ),
-"""
 RULE_CASE = """    "within": Case(contrib.within(nats=1.5), verify.exact(), {"nats": 0.0}, {"nats": 0.4}, drafter=TREE),
 """
 DRAFTER = '''"""The last token again and again. B batch. Oracle: autoregression, in the matrix of all drafters."""
@@ -116,13 +109,12 @@ def insert(path: Path, text: str, *, before: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """Return a copy of the checkout with a new rule, of three files, and a new drafter, of one file and its row."""
+    """Return a copy of the checkout with a new rule and its case, and a new drafter and its row."""
     folder = tmp_path_factory.mktemp("copy") / "mars-jax"
     left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".hypothesis")
     shutil.copytree(ROOT, folder, ignore=left_out)
     package = folder / "mars_jax"
     (package / "contrib/rules/within.py").write_text(RULE)
-    insert(package / "contrib/rule_rows.py", RULE_ROW, before='    RuleRow(\n        name="simulated"')
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
     insert(package / "contrib/draft_rows.py", DRAFTER_ROW, before='    DraftRow(\n        name="replay"')

@@ -48,7 +48,7 @@ def public():
             actions = [action for one in (parser, *parser.kinds().values()) for action in one._actions]
             flags = {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
             made["commands"][name] = sorted(flags)
-    ours = {name: row for name, row in rules().items() if ".contrib." not in row.factory}
+    ours = {name: rule for name, rule in rules().items() if ".contrib." not in rule.make.__module__}
     made["rules"] = {name: sorted(row.settings) for name, row in ours.items()}
     made["drafters"] = {n: [row.spec] for n, row in specs.DRAFTERS.items() if ".contrib." not in row.loader}
     return made

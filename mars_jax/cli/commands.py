@@ -1,4 +1,4 @@
-"""The commands by name, and their parsers. This module does not import jax."""
+"""The commands by name, and their parsers."""
 
 from __future__ import annotations
 

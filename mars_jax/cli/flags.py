@@ -1,4 +1,4 @@
-"""Flags shared by commands: their values, from the tables of `specs`, and valid combinations. Does not import jax."""
+"""Flags shared by commands: their values, from the tables of `specs`, and valid combinations."""
 
 from __future__ import annotations
 

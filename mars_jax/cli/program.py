@@ -152,7 +152,7 @@ def command(
 ) -> int:
     """Run `run(parse(argv), stdout)`, and return the exit code.
 
-    `parse` must not import jax, and may print, as for --help. `run` writes the result to stdout.
+    `parse` may print, as for --help. `run` writes the result to stdout.
     """
 
     def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:

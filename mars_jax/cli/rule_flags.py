@@ -1,4 +1,4 @@
-"""Flags of a rule, for all commands that take one, and printed tables of rules and drafters. Does not import jax."""
+"""Flags of a rule, for all commands that take one, and printed tables of rules and drafters."""
 
 from __future__ import annotations
 

@@ -6,13 +6,14 @@ Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fl
 from __future__ import annotations
 
 from mars_jax.core.user_code import load_function
+from mars_jax.verify import rules
 
-_RULES = (
-    "budget", "cactus", "diversed", "entropy_gate", "equivalent", "fly", "fuzzy", "learned", "lenience", "mentored",
-    "phrase", "released", "simulated", "speccascade",
-)  # fmt: skip
 # {public name: "module:name"}; imported on first use.
-_HOME = {name: f"mars_jax.contrib.rules.{name}:{name}" for name in _RULES} | {
+_HOME = {
+    name: f"{rule.make.__module__}:{name}"
+    for name, rule in rules().items()
+    if rule.make.__module__.startswith("mars_jax.contrib.")
+} | {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {
         "drafters.ahead": ("ahead", "run_ahead"),

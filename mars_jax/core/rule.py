@@ -72,8 +72,10 @@ class Rule:
         # Choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # A pytree of another library may call the constructor with placeholders.
-            if value is not None and not isinstance(value, _VALUES):
+            # A base is checked by its owner, and a pytree of another library may call the constructor with placeholders.
+            if isinstance(value, Rule) or not (
+                setting.choices or value is None or isinstance(value, _VALUES)
+            ):
                 continue
             setting.check(value, **chosen)
             if setting.per_row:

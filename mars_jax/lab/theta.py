@@ -1,7 +1,4 @@
-"""Calibrated thresholds: the files that `mars-jax calibrate` writes and every command accepts as --theta.
-
-This module does not import jax.
-"""
+"""Calibrated thresholds: the files that `mars-jax calibrate` writes and every command accepts as --theta."""
 
 from __future__ import annotations
 

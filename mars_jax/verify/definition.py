@@ -147,11 +147,11 @@ def summary(documented: Any) -> str:
 def rules() -> Mapping[str, Definition]:
     """Return the definitions of all rules by name, those of plugins last.
 
-    >>> [*rules()][:2], "fly" in rules()
-    (['exact', 'rejection'], True)
+    >>> [*rules()][:3], "fly" in rules()
+    (['exact', 'rejection', 'mars'], True)
     """
     _load_plugins()
-    return _RULES
+    return {name: _RULES[name] for name in ("exact", "rejection", "mars")} | _RULES
 
 
 def rule(name: str) -> Definition:
@@ -165,7 +165,7 @@ def rule(name: str) -> Definition:
     """
     if name not in _RULES and name not in rules():
         raise MarsError(
-            f"there is no rule '{name}'{did_you_mean(name, _RULES)}: choose one of {', '.join(_RULES)}, or "
+            f"there is no rule '{name}'{did_you_mean(name, _RULES)}: choose one of {', '.join(rules())}, or "
             "name your own, as FILE.py:NAME or package.module:NAME."
         )
     return _RULES[name]

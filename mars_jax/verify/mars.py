@@ -65,6 +65,7 @@ class Mars(Relaxed):
         flag=True,
         kw_only=False,
     )
+    # What theta bounds, a key of MARGINS
     margin: str = struct.setting(
         default="ratio",
         choices={"ratio": "second logit / best > theta", "gap": "nats between them < theta"},

@@ -69,8 +69,8 @@ class Relaxed(Lossy):
 
     def __post_init__(self) -> None:
         base = settings_of(type(self))["base"].default if self.base is None else self.base
-        if base in ("exact", "rejection"):
-            base = Exact() if base == "exact" else Rejection()
+        if isinstance(base, str):
+            base = {"exact": Exact(), "rejection": Rejection()}.get(base, base)
         if not isinstance(base, Exact | Rejection):
             raise MarsError(
                 f"base is {short_repr(base)}: expected exact() or rejection(...), the rules that "

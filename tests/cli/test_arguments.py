@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -123,19 +121,3 @@ def test_the_long_help_explains_every_flag(printed):
 
 def test_the_version_goes_to_stdout(printed):
     assert printed("--version") == f"mars-jax {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--help"], ["--help-all"], ["--theta", "0.5", "--verify", "exact", "hello"]],
-    ids=["help", "all", "bad flags"],
-)
-def test_help_and_bad_flags_do_not_load_jax(argv):
-    code = """
-import atexit, os, sys
-atexit.register(lambda: os._exit(int("jax" in sys.modules)))
-from mars_jax.generate import main
-main(sys.argv[1:])
-"""
-    run = subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
-    assert b"--theta" in (run.stdout if "--help" in argv[0] else run.stderr)

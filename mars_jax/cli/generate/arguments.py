@@ -1,4 +1,4 @@
-"""Flags of `python -m mars_jax.generate`. This module does not import jax, so `--help` is immediate."""
+"""Flags of `python -m mars_jax.generate`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    # jax loads here.
     from mars_jax.cli.host_flags import joined
 
     keep_compilations()

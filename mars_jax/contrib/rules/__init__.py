@@ -1,35 +1,8 @@
 """Rules of single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
 
-from mars_jax.contrib.rules import (
-    budget,
-    cactus,
-    diversed,
-    entropy_gate,
-    equivalent,
-    fly,
-    fuzzy,
-    learned,
-    lenience,
-    mentored,
-    phrase,
-    released,
-    simulated,
-    speccascade,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "budget",
-    "cactus",
-    "diversed",
-    "entropy_gate",
-    "equivalent",
-    "fly",
-    "fuzzy",
-    "learned",
-    "lenience",
-    "mentored",
-    "phrase",
-    "released",
-    "simulated",
-    "speccascade",
-]
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.name.endswith("_training"):
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -48,6 +48,7 @@ class Fuzzy(Retargeted):
         ranges=Range("a number from 0 to 1", 0, 1, grid=HARMS),
         help="how far apart they may be; 0 is lossless",
     )
+    # How p and q are compared
     distance: str = struct.setting(
         default="js",
         choices={"js": "Jensen-Shannon divergence, nats", "tv": "total variation"},

@@ -49,6 +49,7 @@ class SpecCascade(Retargeted):
         by="trust",
         help="how much is trusted",
     )
+    # What is trusted: tokens or positions
     trust: str = struct.setting(
         default="token_v3",
         choices={

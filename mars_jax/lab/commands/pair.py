@@ -1,4 +1,4 @@
-"""Flags shared by commands that evaluate a pair of models on tasks. This module does not import jax."""
+"""Flags shared by commands that evaluate a pair of models on tasks."""
 
 from __future__ import annotations
 
