@@ -28,8 +28,7 @@ def weights(noise):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("noise", "temperature", "pre_verify"),
-    [(0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
+    ("noise", "temperature", "pre_verify"), [(0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)]
 )
 def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     here, there = jax.devices()[:2]

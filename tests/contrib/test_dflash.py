@@ -131,11 +131,7 @@ def pairs(name, shape, sample):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "sample"),
-    [
-        ("dflash", "chain", True),
-        ("dspark", "chain", True),
-        ("dflash", "dynamic tree", True),
-    ],
+    [("dflash", "chain", True), ("dspark", "chain", True), ("dflash", "dynamic tree", True)],
 )
 def test_at_temperature_1_each_token_follows_the_targets_distribution(name, shape, sample):
     mine, theirs = pairs(name, shape, sample), pairs(None, None, False)

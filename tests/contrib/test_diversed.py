@@ -90,9 +90,7 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
 
     count = np.round(np.asarray(jax.jit(law)(head)[0]) * 20000).astype(int)
     rollouts = diversed_training.Rollouts(
-        np.repeat(every, count, axis=0),
-        np.tile([False, True], (count.sum(), 1)),
-        np.repeat(rewards, count),
+        np.repeat(every, count, axis=0), np.tile([False, True], (count.sum(), 1)), np.repeat(rewards, count)
     )
     wanted = jax.jit(jax.grad(worth))(head)
 

@@ -75,14 +75,7 @@ def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
                 mine, theirs = (getattr(c.log_probs, name) for c in (found[i], wanted[i]))
                 np.testing.assert_allclose(mine, theirs, atol=1e-4)
     assert sum(c.metrics.accepted_relaxed for c in wanted.values()) > 0
-    result = mj.generate(
-        target,
-        there.drafter,
-        PROMPTS,
-        verify=rule,
-        batch_size=3,
-        **OPTIONS,
-    )
+    result = mj.generate(target, there.drafter, PROMPTS, verify=rule, batch_size=3, **OPTIONS)
     assert result.tokens == [wanted[i].tokens for i in range(4)]
     assert result.forwards >= max(c.metrics.steps for c in wanted.values())
     small_device = {d for x in jax.tree.leaves(target.params) for d in x.devices()}

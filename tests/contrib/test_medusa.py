@@ -15,11 +15,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode
 from mars_jax.core.errors import MarsError
 from mars_jax.core.tree import static_topology
-from mars_jax.core.types import (
-    NO_TOKEN,
-    Params,
-    Visible,
-)
+from mars_jax.core.types import NO_TOKEN, Params, Visible
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests.helpers import begin, committed, decode_all, draft_input, ragged

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mars_jax.lab.evaluate.figures import (
-    LONGEST_PERIOD,
-    intervals,
-    loops,
-    summarize,
-)
+from mars_jax.lab.evaluate.figures import LONGEST_PERIOD, intervals, loops, summarize
 
 
 @pytest.mark.parametrize(
