@@ -48,15 +48,14 @@ class Letters:
         return 0
 
 
-def actor(seed: int, *, width: int = 32) -> nnx.Module:
+def actor(seed: int) -> nnx.Module:
     """Return a random Qwen3 with two layers."""
     qwen3 = part("models.qwen3.model")
-
     config = qwen3.ModelConfig(
         num_layers=2,
         vocab_size=64,
-        embed_dim=width,
-        hidden_dim=2 * width,
+        embed_dim=32,
+        hidden_dim=64,
         num_heads=4,
         head_dim=16,
         num_kv_heads=2,
@@ -69,7 +68,6 @@ def actor(seed: int, *, width: int = 32) -> nnx.Module:
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Return the fraction of letters early in the alphabet, per completion."""
-    del prompts
     return [float(np.mean([c < "S" for c in text] or [0])) for text in completions]
 
 
@@ -135,9 +133,7 @@ def engines() -> tuple[type, type, list[Any]]:
 
     class Again(vanilla_rollout.VanillaRollout):
         def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
-            del mesh
-            TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
-
+            adapter = part("generate.tokenizer_adapter").TokenizerAdapter(tokenizer)
             size = base_rollout.CacheConfig(
                 cache_size=rollout_config.kv_cache_size,
                 num_layers=rollout_actor.config.num_layers,
@@ -147,7 +143,7 @@ def engines() -> tuple[type, type, list[Any]]:
             # Copy the model, as RLCluster does for its vanilla engine.
             graph, state = nnx.split(rollout_actor)
             copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))
-            super().__init__(copied, TokenizerAdapter(tokenizer), size)
+            super().__init__(copied, adapter, size)
             self._given = iter(list(record))
 
         def generate(self, prompts, rollout_config, **kwargs):
