@@ -47,9 +47,7 @@ def vary(layer: dict | None = None, **fields) -> DFlashConfig:
 
 CASES = {
     "z-lab": PLAIN,
-    "z-lab, windows, whose layers are causal": vary(
-        {"windows": (None, 6, None)}, causal=(False, True, False)
-    ),
+    "z-lab, causal windows": vary({"windows": (None, 6, None)}, causal=(False, True, False)),
     "windows, also ahead": vary({"windows": (6, None, 3)}),
     "deepseek: places say the next token": vary(from_anchor=True),
     "speculators: a draft vocabulary": vary(draft_vocab_size=20, own_unembed=True),
@@ -112,9 +110,8 @@ def torch_head(config: DFlashConfig, target):
             if config.markov_rank:
                 self.markov_head = nn.Module()
                 self.markov_head.markov_w1 = nn.Embedding(VOCAB, config.markov_rank)
-                self.markov_head.markov_w2 = nn.Linear(
-                    config.markov_rank, config.draft_vocab_size, bias=False
-                )
+                sizes = (config.markov_rank, config.draft_vocab_size)
+                self.markov_head.markov_w2 = nn.Linear(*sizes, bias=False)
             if config.confidence:
                 width = size + config.markov_rank * config.confidence_markov
                 self.confidence_head = nn.Module()
@@ -167,8 +164,7 @@ def torch_head(config: DFlashConfig, target):
 
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    made = Head()
-    return transformers_oracle.randomize(made)
+    return transformers_oracle.randomize(Head())
 
 
 @pytest.mark.slow
@@ -177,11 +173,10 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     """Run a context in two pieces, then a block; compare hidden states, logits and the outputs of DSpark's heads."""
     torch = pytest.importorskip("torch")
     config, rng = CASES[name], np.random.default_rng(2)
-    draw = (
-        jnp.asarray(0.2 * rng.standard_normal((VOCAB, config.target_hidden_size), np.float32))
-        for _ in range(2)
-    )
-    target = dict(zip(("embed", "unembed"), draw, strict=True))
+    shape = (VOCAB, config.target_hidden_size)
+    target = {
+        name: jnp.asarray(0.2 * rng.standard_normal(shape, np.float32)) for name in ("embed", "unembed")
+    }
     theirs = torch_head(config, target)
     state = {key: value.numpy() for key, value in theirs.state_dict().items()}
     draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
@@ -207,13 +202,10 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         tokens = dflash_head.block(config, last)
         hidden, _ = dflash_head.forward(config, model, params, tokens, visible, cache)
         logits = dflash_head.unembed(config, model, params, hidden)
-        more = ()
-        if config.confidence:
-            more = (
-                logits + dflash_head.markov(config, params.draft, before),
-                dflash_head.confidence(config, params.draft, hidden, before),
-            )
-        return (hidden, logits, *more)
+        if not config.confidence:
+            return hidden, logits
+        corrected = logits + dflash_head.markov(config, params.draft, before)
+        return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, before)
 
     found = ours(params, jnp.asarray(taken), jnp.asarray(last, jnp.int32), jnp.asarray(before, jnp.int32))
     with torch.no_grad(), transformers_oracle.third_party():

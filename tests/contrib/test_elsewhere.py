@@ -37,9 +37,7 @@ def pair(*, mesh=None, draft_mesh=None):
     other = init_params(CONFIG, jax.random.key(1), scale=0.4)
     small = jax.tree.map(lambda x, y: x + 0.1 * y, params, other)
     if mesh is not None:
-        params = place(params, CONFIG, mesh)
-    if draft_mesh is not None:
-        small = place(small, CONFIG, draft_mesh)
+        params, small = place(params, CONFIG, mesh), place(small, CONFIG, draft_mesh)
     return Pretrained.from_parts(MODEL, params, config=CONFIG, mesh=mesh), small
 
 
