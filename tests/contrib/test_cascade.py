@@ -95,9 +95,9 @@ def one_text(prompt, margin, stops=()):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stops", [[], [4]])
 @pytest.mark.parametrize(
-    "stops, margin, drafter",
-    [([], 0.1, CASCADE), ([4], 0.1, CASCADE), ([], (0.95, 0.85), SLIM), ([4], (0.95, 0.85), SLIM)],
+    ("drafter", "margin"), [(CASCADE, 0.1), (SLIM, (0.95, 0.85))], ids=["trispec", "via_sd"]
 )
 def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops, margin, drafter):
     found, stats = decoded(verify.exact(), margin, drafter=drafter, stop_tokens=[stops or [-1]] * 4)
@@ -133,8 +133,8 @@ def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(name
     open_, stats = decoded(rule, **mixed)
     assert open_[0] != base[0] and open_[1] == base[1]
     assert np.asarray(stats.accepted_trusted).tolist()[1] == 0 < int(stats.accepted_trusted[0])
-    strict, stats = decoded(rule, strict=[False, False, True, True], **mixed)
-    plain, _ = decoded(rule, drafter=INNER, strict=[False, False, True, True], **mixed)
+    mixed_strict = mixed | {"strict": [False, False, True, True]}
+    (strict, _), (plain, _) = decoded(rule, **mixed_strict), decoded(rule, drafter=INNER, **mixed_strict)
     assert strict[:2] == open_[:2] and strict[2:] == plain[2:]
     for row in (0, 3):
         assert decoded(rule, rows=slice(row, row + 1), **mixed)[0] == [open_[row]]

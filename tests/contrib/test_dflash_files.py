@@ -23,56 +23,22 @@ TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_laye
 RNG = np.random.default_rng(0)
 TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
 IDS = np.sort(RNG.permutation(V)[:W])
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": V,
-    "hidden_size": E,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-    "layer_types": ["full_attention"] * LAYERS,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "dtype": "float32",
-}
-ZLAB = QWEN3 | {
-    "architectures": ["DFlashDraftModel"],
-    "block_size": 16,
-    "num_target_layers": 12,
-    "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 5, 9]},
-}
-DEEPSEEK = QWEN3 | {
-    "architectures": ["Qwen3DSparkModel"],
-    "block_size": 7,
-    "mask_token_id": 60,
-    "target_layer_ids": [1, 5, 9],
-    "markov_rank": 0,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": False,
-}
-SPECULATORS = {
-    "architectures": ["DFlashSpeculator"],
-    "speculators_model_type": "dflash",
-    "transformer_layer_config": QWEN3,
-    "draft_vocab_size": W,
-    "block_size": 8,
-    "aux_hidden_state_layer_ids": [2, 6, 10],
-    "mask_token_id": 60,
-    "speculators_config": {"algorithm": "dflash"},
-}
-DSPARK = SPECULATORS | {
-    "architectures": ["DSparkSpeculator"],
-    "speculators_model_type": "dspark",
-    "markov_rank": 5,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
+SIZES = {"vocab_size": V, "hidden_size": E, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+WINDOWS = {"layer_types": ["full_attention"] * LAYERS, "sliding_window": None, "use_sliding_window": False}
+ROPE = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "max_position_embeddings": 4096}
+QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "dtype": "float32"} | SIZES | HEADS | WINDOWS | ROPE
+ZLAB = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 12}
+ZLAB |= {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 5, 9]}}
+DEEPSEEK = QWEN3 | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 60}
+DEEPSEEK |= {"target_layer_ids": [1, 5, 9], "markov_rank": 0, "markov_head_type": "vanilla"}
+DEEPSEEK |= {"enable_confidence_head": False}
+SPECULATORS = {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8}
+SPECULATORS |= {"transformer_layer_config": QWEN3, "draft_vocab_size": W, "mask_token_id": 60}
+SPECULATORS |= {"aux_hidden_state_layer_ids": [2, 6, 10], "speculators_config": {"algorithm": "dflash"}}
+DSPARK = SPECULATORS | {"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark"}
+DSPARK |= {"markov_rank": 5, "markov_head_type": "vanilla"}
+DSPARK |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
 
 
 def random(*shape: int) -> np.ndarray:
@@ -118,8 +84,8 @@ COPIES = {
     "embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]),
     "lm_head.weight": np.asarray(TARGET_PARAMS["unembed"]),
 }
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-WINDOWS |= {"sliding_window": 7, "use_sliding_window": True}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SLIDING |= {"sliding_window": 7, "use_sliding_window": True}
 LAYOUTS = {
     "z-lab": (ZLAB, lambda: backbone(), {"drafts": 15, "from_anchor": False}),
     "deepseek dspark": (
@@ -138,12 +104,12 @@ LAYOUTS = {
         {"drafts": 8, "markov_rank": 5, "draft_vocab_size": W},
     ),
     "z-lab, windows": (
-        ZLAB | WINDOWS,
+        ZLAB | SLIDING,
         lambda: backbone(),
         {"causal": (True, False, True)},
     ),
     "speculators, windows that see ahead": (
-        SPECULATORS | {"sliding_window_non_causal": True, "transformer_layer_config": QWEN3 | WINDOWS},
+        SPECULATORS | {"sliding_window_non_causal": True, "transformer_layer_config": QWEN3 | SLIDING},
         lambda: backbone() | small_vocabulary(),
         {"causal": (False,) * 3},
     ),
@@ -234,10 +200,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path, fields, expecte
 
 
 PUBLISHED = {
-    # z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat, z-lab/Qwen3-8B-DFlash-b16, deepseek-ai/dspark_qwen3_8b_block7
-    "llama-3.1-8b": (14336, 10, False),
-    "qwen3-8b": (12288, 16, False),
-    "qwen3-8b, dspark": (12288, 7, True),
+    "llama-3.1-8b": (14336, 10, False),  # z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat
+    "qwen3-8b": (12288, 16, False),  # z-lab/Qwen3-8B-DFlash-b16
+    "qwen3-8b, dspark": (12288, 7, True),  # deepseek-ai/dspark_qwen3_8b_block7
 }
 
 

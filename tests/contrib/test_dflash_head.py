@@ -18,27 +18,11 @@ from mars_jax.models.weights import build_rows
 from tests.helpers import transformers_oracle
 
 BATCH, CONTEXT, SLOTS, VOCAB, FEATURES = 2, 13, 24, 53, 3
-LAYER = ModelConfig(
-    family="qwen3",
-    qk_norm=True,
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=44,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=12,
-    rope=Rope(theta=500.0),
-    norm_eps=1e-3,
-)
-PLAIN = DFlashConfig(
-    layer=LAYER,
-    target_hidden_size=32,
-    feature_layers=(0, 1, 2),
-    block_size=5,
-    mask_token=7,
-    draft_vocab_size=VOCAB,
-)
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_layers": 3}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 12}
+LAYER = ModelConfig(family="qwen3", qk_norm=True, rope=Rope(theta=500.0), norm_eps=1e-3, **SIZES, **HEADS)
+READ = {"target_hidden_size": 32, "feature_layers": (0, 1, 2)}
+PLAIN = DFlashConfig(layer=LAYER, block_size=5, mask_token=7, draft_vocab_size=VOCAB, **READ)
 
 
 def vary(layer: dict | None = None, **fields) -> DFlashConfig:
@@ -191,7 +175,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     def ours(params, taken, last, before):
         cache = config.init_cache(BATCH, SLOTS, "float32")
         for first, end in ((0, 6), (6, CONTEXT)):
-            part = tuple(taken[i][:, first:end] for i in range(FEATURES))
+            part = tuple(feature[:, first:end] for feature in taken)
             fused = dflash_head.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
             at = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (BATCH, end - first))
             slot = jnp.full((BATCH,), first, jnp.int32)

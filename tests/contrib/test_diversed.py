@@ -73,23 +73,22 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
     head |= {"signals": jnp.asarray([0.1, 0.2, -0.3])}
     every = np.asarray([[3, x] for x in range(V)], np.int32)
 
-    def law(head):
-        def at(m, weights):
-            out = read(m, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
-            return out.hidden[0, 0], jax.nn.log_softmax(m.unembed(weights, out.hidden)[0, 0])
+    def at(weights):
+        out = read(model, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
+        return out.hidden[0, 0], jax.nn.log_softmax(model.unembed(weights, out.hidden)[0, 0])
 
-        hidden, log_p = at(model, teacher)
-        known, log_q = at(model, params)
+    (hidden, log_p), (known, log_q) = at(teacher), at(params)
+
+    def law(head):
         w = jax.nn.sigmoid(mixer.logit(head, hidden, log_p, log_q, known))
-        return w * jnp.exp(log_p) + (1 - w) * jnp.exp(log_q), jnp.exp(log_q)
+        return w * jnp.exp(log_p) + (1 - w) * jnp.exp(log_q)
 
     def worth(head):
-        v, q = law(head)
-        return jnp.sum(v * rewards) + 0.5 * jnp.sum(jnp.minimum(v, q))
+        return jnp.sum(law(head) * rewards) + 0.5 * jnp.sum(jnp.minimum(law(head), jnp.exp(log_q)))
 
-    count = np.round(np.asarray(jax.jit(law)(head)[0]) * 20000).astype(int)
-    completions, answered = np.repeat(every, count, axis=0), np.tile([False, True], (count.sum(), 1))
-    rollouts = diversed_training.Rollouts(completions, answered, np.repeat(rewards, count))
+    counts = np.round(np.asarray(jax.jit(law)(head)) * 20000).astype(int)
+    completions, answered = np.repeat(every, counts, axis=0), np.tile([False, True], (counts.sum(), 1))
+    rollouts = diversed_training.Rollouts(completions, answered, np.repeat(rewards, counts))
     wanted = jax.jit(jax.grad(worth))(head)
 
     def surrogate(head):

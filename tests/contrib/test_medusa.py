@@ -1,5 +1,6 @@
 """Medusa heads, compared with numpy over a target run from an empty cache, and their files, compared with torch."""
 
+import dataclasses
 import json
 
 import jax
@@ -19,7 +20,7 @@ from mars_jax.core.types import NO_TOKEN, Params, Visible
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests.helpers import begin, committed, decode_all, draft_input, ragged
-from tests.helpers.checkpoint_files import write
+from tests.helpers.checkpoint_files import message, write
 from tests.helpers.served import serving
 
 VOCAB, BUFFER = 7, 40  # few tokens, so that random drafts are sometimes accepted
@@ -84,9 +85,8 @@ def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(pa
                 want += best[depth, :width].tolist() * level
                 level *= width
             assert drafted.tokens[row].tolist() == want, (row, len(past), np.sort(slow_logits(params, past)))
-        parents, depths = static_topology(branching)
-        assert drafted.parents[0].tolist() == parents.tolist()
-        assert drafted.depths[0].tolist() == depths.tolist()
+        topology = drafted.parents[0].tolist(), drafted.depths[0].tolist()
+        assert topology == tuple(column.tolist() for column in static_topology(branching))
         state, info = decode.jitted_step(decoder, params, state)
         seen |= set(info.num_emitted.tolist())
     assert {1, 2, 3} <= seen  # rejections and acceptances both happened
@@ -146,9 +146,8 @@ def test_drafts_that_the_heads_cannot_make_are_refused(options, message):
 
 
 def test_heads_for_another_vocabulary_are_refused():
-    other = MedusaConfig(num_heads=4, num_layers=1, hidden_size=16, vocab_size=11)
     with pytest.raises(MarsError, match="11 tokens and the target has 7"):
-        contrib.medusa(other, TARGET)
+        contrib.medusa(dataclasses.replace(CONFIG, vocab_size=11), TARGET)
 
 
 def write_torch(directory, draft, *, prefix="", dtype="float32", **config):
@@ -201,8 +200,7 @@ def test_saved_heads_load_as_they_were(params, tmp_path):
     renamed = load_medusa(saved, OF_TARGET)[1]
     jax.tree.map(np.testing.assert_array_equal, renamed, params.draft)
     with pytest.raises(MarsError, match=r"blocks.0.weight is \[16, 16\] and the config says \[8, 8\]"):
-        other = MedusaConfig(num_heads=4, num_layers=2, hidden_size=8, vocab_size=VOCAB)
-        save_medusa(tmp_path / "other", other, params.draft)
+        save_medusa(tmp_path / "other", dataclasses.replace(CONFIG, hidden_size=8), params.draft)
 
 
 @pytest.mark.parametrize(
@@ -228,14 +226,10 @@ def test_tensors_that_are_not_those_of_heads_are_named(params, tmp_path):
     tensors["2.1.linear.bias"] = np.zeros(3, np.float32)
     tensors["norm.weight"] = np.zeros(3, np.float32)
     save_file(tensors, saved / "medusa_lm_head.safetensors")
-    with pytest.raises(MarsError) as caught:
-        load_medusa(saved, OF_TARGET)
-    for part in (
-        "1 tensors are missing (1.0.linear.bias)",
-        "1 tensors are misshaped (2.1.linear.bias is [3] and not [16])",
-        "1 tensors are no part of Medusa heads (norm.weight)",
-    ):
-        assert part in str(caught.value)
+    text = message(load_medusa, saved, OF_TARGET)
+    assert "1 tensors are missing (1.0.linear.bias)" in text
+    assert "1 tensors are misshaped (2.1.linear.bias is [3] and not [16])" in text
+    assert "1 tensors are no part of Medusa heads (norm.weight)" in text
 
 
 def test_a_folder_without_heads_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Replay, compared with a search in Python: its drafts change no token, and another corpus compiles nothing."""
 
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -33,11 +34,7 @@ def slow_replay(text, past, count):
     size, end = matches(text, past, 6, 2)
     own, _ = matches(text, text, 3, 1)
     if size > own:
-        drafted = []
-        for token in past[end:]:
-            if token == NO_TOKEN:
-                break
-            drafted.append(token)
+        drafted = list(itertools.takewhile(lambda token: token != NO_TOKEN, past[end:]))
         return (drafted + [NO_TOKEN] * count)[:count]
     return slow_lookup(text, count, 3, 1)
 

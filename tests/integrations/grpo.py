@@ -21,6 +21,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tests.integrations.tunix_like.stand_in import Tokenizer
+
 PROMPTS = ["abcabcabc", "the cat sat on the mat", "xyz", "one two three"]
 
 
@@ -29,41 +31,13 @@ def part(name: str) -> Any:
     return importlib.import_module(f"tunix.{name}")
 
 
-class Letters:
-    """Tokenizer of single letters, with the interface that Tunix's adapter expects."""
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [3 + ord(letter) % 60 for letter in text]
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return "".join(chr(61 + int(i)) for i in ids)
-
-    def bos_id(self) -> int:
-        return 1
-
-    def eos_id(self) -> int:
-        return 2
-
-    def pad_id(self) -> int:
-        return 0
-
-
 def actor(seed: int) -> nnx.Module:
     """Return a random Qwen3 with two layers."""
     qwen3 = part("models.qwen3.model")
-    config = qwen3.ModelConfig(
-        num_layers=2,
-        vocab_size=64,
-        embed_dim=32,
-        hidden_dim=64,
-        num_heads=4,
-        head_dim=16,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-6,
-        use_tied_embedding=True,
-    )
-    return qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
+    sizes = {"num_layers": 2, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 64}
+    heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
+    others = {"rope_theta": 10_000, "norm_eps": 1e-6, "use_tied_embedding": True}
+    return qwen3.Qwen3(qwen3.ModelConfig(**sizes, **heads, **others), rngs=nnx.Rngs(seed))
 
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -97,7 +71,7 @@ def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], n
     trained = actor(0)
     with mesh:
         cluster = clusters.RLCluster(
-            actor=trained, reference=actor(1), tokenizer=Letters(), cluster_config=config
+            actor=trained, reference=actor(1), tokenizer=Tokenizer(), cluster_config=config
         )
         losses: list[float] = []
         trainer: Any = cluster.actor_trainer
@@ -164,9 +138,8 @@ def compare(steps: int) -> dict[str, Any]:
     given = jnp.asarray(last.left_padded_prompt_tokens), jnp.asarray(completions)
     mask = completions != 0
     apart = np.abs(np.asarray(rollout.get_per_token_logps(*given) - vanilla.get_per_token_logps(*given)))
-    weights = jax.tree.map(
-        lambda a, b: float(jnp.max(jnp.abs(a - b))), nnx.state(mine, nnx.Param), nnx.state(other, nnx.Param)
-    )
+    trained = (nnx.state(model, nnx.Param) for model in (mine, other))
+    weights = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), *trained)
     said = np.concatenate(last.logprobs)
     return {
         "losses with MarsRollout": ours,

@@ -1,5 +1,7 @@
 """Tests of Flax modules as language models: broken contracts are named, and params convert to nnx and back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,9 +89,8 @@ def test_shapes_of_foreign_code_are_checked():
             return jnp.zeros((*tokens.shape, VOCAB)), jax.tree.map(lambda x: x.astype(jnp.float32), cache)
 
     for module, sentence in ((Short(), "logits of shape"), (Grows(), "cache of another structure")):
-        model, params = bridge.from_nnx(module, vocab_size=VOCAB, init_cache=HASH.init_cache)
         with pytest.raises(MarsError, match=sentence):
-            bridge.check(model, params)
+            bridge.check(*bridge.from_nnx(module, vocab_size=VOCAB, init_cache=HASH.init_cache))
     with pytest.raises(MarsError, match=r"takes a flax\.nnx"):
         bridge.from_nnx(linen.Dense(2), vocab_size=VOCAB, init_cache=HASH.init_cache)
     with pytest.raises(MarsError, match=r"takes a flax\.linen"):
@@ -108,12 +109,9 @@ def test_our_params_go_to_nnx_and_back():
     gradient = nnx.grad(lambda m: jnp.sum(jnp.sin(m(ids))))(module)
 
     def plain(params):
-        out = model.forward(
-            params, ids, Visible.causal(jnp.zeros((1,), jnp.int32), 3), model.init_cache(1, 3)
-        )
+        visible = Visible.causal(jnp.zeros((1,), jnp.int32), 3)
+        out = model.forward(params, ids, visible, model.init_cache(1, 3))
         return jnp.sum(jnp.sin(model.unembed(params, out.hidden)))
 
-    found = bridge.params_of(module, gradient)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, jax.grad(plain)(params)
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, bridge.params_of(module, gradient), jax.grad(plain)(params))

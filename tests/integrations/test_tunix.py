@@ -57,9 +57,8 @@ def test_samples_and_log_probabilities_are_the_actors(made):
     base, actor = made
     rollout = rollout_of(actor)
     assert isinstance(rollout, base.BaseRollout)
-    config = base.RolloutConfig(
-        max_tokens_to_generate=12, max_prompt_length=16, temperature=0.8, return_logprobs=True
-    )
+    lengths = {"max_tokens_to_generate": 12, "max_prompt_length": 16}
+    config = base.RolloutConfig(**lengths, temperature=0.8, return_logprobs=True)
     out = rollout.generate(PROMPTS, config)
     assert out.left_padded_prompt_tokens.shape == (4, 16) and len(out.text) == 4
     for row, tokens in enumerate(out.tokens):
@@ -84,9 +83,8 @@ def test_samples_and_log_probabilities_are_the_actors(made):
 def test_an_update_is_device_work_and_compiles_nothing(made):
     base, actor = made
     rollout = rollout_of(actor)
-    config = base.RolloutConfig(
-        max_tokens_to_generate=8, max_prompt_length=16, temperature=0.0, return_logprobs=True
-    )
+    lengths = {"max_tokens_to_generate": 8, "max_prompt_length": 16}
+    config = base.RolloutConfig(**lengths, temperature=0.0, return_logprobs=True)
     first = rollout.generate(PROMPTS, config)
     state = jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param))
     with jax.transfer_guard("disallow_explicit"):

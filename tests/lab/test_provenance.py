@@ -35,9 +35,8 @@ def checkout(tmp_path, monkeypatch):
 
 def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypatch):
     root, git = checkout
-    monkeypatch.setattr(
-        sys, "argv", [str(root / "scripts" / "bench.py"), "--data", "/data/eval", "--turns", "3"]
-    )
+    argv = [str(root / "scripts" / "bench.py"), "--data", "/data/eval", "--turns", "3"]
+    monkeypatch.setattr(sys, "argv", argv)
     params = {"w": np.ones((2, 3))}
     data = root / "eval"
     data.mkdir()

@@ -77,17 +77,11 @@ def test_the_arms_of_a_run():
     assert len(make_arms(MARS, [0.8], temperature=0.0)) == 4
 
 
-OWN = """
-from mars_jax import verify
-
-
-def gate(entropy: float = 1.5):
-    return verify.mars(base=verify.rejection(), theta=0.5)
-"""
-
-
 def test_a_users_rule_is_one_arm(tmp_path):
-    (tmp_path / "gates.py").write_text(OWN)
+    (tmp_path / "gates.py").write_text(
+        "from mars_jax.verify import mars, rejection\n\n"
+        "def gate(entropy: float = 1.5):\n    return mars(base=rejection(), theta=0.5)\n"
+    )
     choice = RuleChoice(f"{tmp_path}/gates.py:gate", {"entropy": 2.0})
     arms = make_arms(choice, [], temperature=1.0)
     assert [(arm.name, arm.role, arm.theta) for arm in arms] == [
@@ -129,16 +123,14 @@ def test_fewer_controls():
 def test_the_exact_prefix_of_the_rule_is_its_controls_too():
     """A node decides about the token after it, so the root decides about the first of the remaining strict tokens."""
     z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))
-    given = verify.evidence(chain(jnp.full((4, 2), 2, jnp.int32)), z, start=jnp.asarray([5, 6, 7, 8], jnp.int32),
-                            prompt_length=jnp.full((4,), 6, jnp.int32))  # fmt: skip
+    tree, start = chain(jnp.full((4, 2), 2, jnp.int32)), jnp.asarray([5, 6, 7, 8], jnp.int32)
+    given = verify.evidence(tree, z, start=start, prompt_length=jnp.full((4,), 6, jnp.int32))
     rule = low_margin_sampling(theta=0.5, exact_prefix=2)
     drawn = []
     for seed in range(30):
         keys = verify.evidence(given.tree, z, seeds=[seed * 4 + i for i in range(4)]).keys
         verdict, _ = verify.for_rows(rule, 4)(given.replace(keys=keys))
-        drawn.append(
-            [(int(n), int(t)) for n, t in zip(verdict.num_accepted, verdict.next_token, strict=True)]
-        )
+        drawn.append(list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)))
     first, second, third, fourth = (set(column) for column in zip(*drawn, strict=True))
     assert first == {(1, 2)}  # both tokens of the step are strict, so they are the target's best
     assert second == {(1, 1), (1, 2)}  # only the first token of this step is strict

@@ -24,27 +24,16 @@ def lowered():
     model, head = language_model(CONFIG), eagle_head.EagleConfig.outline(CONFIG)
     tree = drafters.Dynamic(top_k=2, depth=2, nodes=4)
     drafter = drafters.eagle(head, model, tree=tree)
-    rule = verify.mars()
-    decoder = speculative_decoder(model, drafter, rule)
-    shapes = jax.eval_shape(
-        lambda key: Params(
-            target=transformer.init_params(CONFIG, key), draft=eagle_head.init_params(head, key)
-        ),
-        jax.random.key(0),
-    )
+    decoder = speculative_decoder(model, drafter, verify.mars())
 
-    def start(params):
-        keys = keys_from_seeds(jnp.arange(1, dtype=jnp.uint32))
-        prompts, lengths = jnp.zeros((1, 64), jnp.int32), jnp.full((1,), 2, jnp.int32)
-        return decoder.init(params, Prompts(prompts, lengths, make_controls(1, limit=64), rule, keys))
+    def start(key):
+        params = Params(transformer.init_params(CONFIG, key), eagle_head.init_params(head, key))
+        keys, lengths = keys_from_seeds(jnp.arange(1, dtype=jnp.uint32)), jnp.full((1,), 2, jnp.int32)
+        controls = make_controls(1, limit=64)
+        batch = Prompts(jnp.zeros((1, 64), jnp.int32), lengths, controls, verify.mars(), keys)
+        return params, decoder.init(params, batch)
 
-    return run.lower(decoder, shapes, jax.eval_shape(start, shapes))
-
-
-@pytest.fixture(scope="module")
-def texts(lowered):
-    """Return the text of the lowered loop with operation names. Names inside functions omit the enclosing scopes."""
-    return lowered.as_text(debug_info=True)
+    return run.lower(decoder, *jax.eval_shape(start, jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
