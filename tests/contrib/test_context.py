@@ -36,32 +36,30 @@ def decided(rule, case, theta, table=()):
     return jax.jit(judge(rule))(keys, tree, logits, rows, params=table)
 
 
-POSITION = context("position", (2.0, 0.5, 0.0), edges=(1, 2))
+CONTEXTS = {
+    "position": context("position", (2.0, 0.5, 0.0), edges=(1, 2)),
+    "entropy": context("entropy", (0.0, 1.5), edges=(1.2,)),
+    "class": context("class", (1.0, 0.0, 3.0), classes=CLASSES),
+}
+
+
+def factor(by, z, i):
+    """Return the factor of the bin of a node, for its logits f32[V] and its position."""
+    if by == "position":
+        return (2.0, 0.5, 0.0, 0.0)[i]
+    if by == "entropy":
+        return 1.5 if stats.entropy(np.exp(z.astype(np.float64))) >= 1.2 else 0.0
+    return min((1.0, 0.0, 3.0)[CLASSES[t]] for t in np.argsort(-z)[:2])
 
 
 @pytest.mark.parametrize(
-    ("chosen", "margin", "factor"),
-    [
-        (POSITION, "gap", lambda z, i: (2.0, 0.5, 0.0, 0.0)[i]),
-        (POSITION, "ratio", lambda z, i: (2.0, 0.5, 0.0, 0.0)[i]),
-        (
-            context("entropy", (0.0, 1.5), edges=(1.2,)),
-            "gap",
-            lambda z, i: 1.5 if stats.entropy(np.exp(z.astype(np.float64))) >= 1.2 else 0.0,
-        ),
-        (
-            context("class", (1.0, 0.0, 3.0), classes=CLASSES),
-            "gap",
-            lambda z, i: min((1.0, 0.0, 3.0)[CLASSES[t]] for t in np.argsort(-z)[:2]),
-        ),
-    ],
-    ids=["position", "position by the ratio", "entropy", "class"],
+    ("by", "margin"), [("position", "gap"), ("position", "ratio"), ("entropy", "gap"), ("class", "gap")]
 )
-def test_every_node_has_the_threshold_of_its_bin(case, chosen, margin, factor):
+def test_every_node_has_the_threshold_of_its_bin(case, by, margin):
     """Compare with a chain walked in Python. A factor scales one nat, or the relative gap of ratio 0.7."""
     tree, logits, _ = case
     theta = {"gap": 1.0, "ratio": 0.7}[margin]
-    found = decided(contrib.by_context(chosen.by, margin=margin, theta=theta), case, theta, chosen)
+    found = decided(contrib.by_context(by, margin=margin, theta=theta), case, theta, CONTEXTS[by])
     some = set()
     for b in range(ROWS):
         accepted, relaxed = 0, []
@@ -69,7 +67,7 @@ def test_every_node_has_the_threshold_of_its_bin(case, chosen, margin, factor):
             z = np.asarray(logits)[b, i]
             first, second = np.argsort(-z)[:2]
             limit = {"gap": 1.0, "ratio": (1 / 0.7 - 1) * z[second]}[margin]
-            low = z[first] - z[second] < limit * factor(z, i)
+            low = z[first] - z[second] < limit * factor(by, z, i)
             if x != first and not (x == second and low):
                 break
             accepted += 1
@@ -83,7 +81,7 @@ def test_every_node_has_the_threshold_of_its_bin(case, chosen, margin, factor):
 @pytest.mark.parametrize("margin", MARGINS)
 def test_an_infinite_threshold_is_strict_in_every_bin(case, margin):
     rule = contrib.by_context("position", margin=margin, theta=1.0)
-    assert not decided(rule, case, np.inf, POSITION).relaxed.any()
+    assert not decided(rule, case, np.inf, CONTEXTS["position"]).relaxed.any()
 
 
 def test_names_say_the_context():

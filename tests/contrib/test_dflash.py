@@ -36,12 +36,7 @@ def afresh(name, tokens, length):
     fused = head.fuse(config, params.draft, output)
     cache = head.absorb(config, params.draft, fused, jnp.arange(n, dtype=jnp.int32)[None], zero, cache)
     first, size = jnp.reshape(length - 1, (1,)), config.block_size
-    visible = Visible(
-        first=first,
-        positions=first[:, None] + jnp.arange(size, dtype=jnp.int32)[None],
-        slot=first,
-        seen=jnp.ones((1, size, size), bool),
-    )
+    visible = Visible.causal(first, size).replace(seen=jnp.ones((1, size, size), bool))
     last = jax.lax.dynamic_slice_in_dim(tokens, length - 1, 1, axis=1)
     hidden, _ = head.forward(config, MODEL, params, head.block(config, last), visible, cache)
     hidden = hidden[:, size - config.drafts :]

@@ -1,7 +1,5 @@
 """Published layouts of DFlash and DSpark heads, which load alike, and one-sentence errors for faulty heads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -61,8 +59,8 @@ def backbone_shapes(hidden, inner, heads, kv_heads, head_dim, features, layers):
     return shapes
 
 
-def backbone(features: int = 3, layers: int = LAYERS) -> dict[str, np.ndarray]:
-    shapes = backbone_shapes(E, INNER, 4, 2, 12, features, layers)
+def backbone() -> dict[str, np.ndarray]:
+    shapes = backbone_shapes(E, INNER, 4, 2, 12, 3, LAYERS)
     return {name: random(*shape) for name, shape in shapes.items()}
 
 
@@ -87,7 +85,7 @@ COPIES = {
 SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 SLIDING |= {"sliding_window": 7, "use_sliding_window": True}
 LAYOUTS = {
-    "z-lab": (ZLAB, lambda: backbone(), {"drafts": 15, "from_anchor": False}),
+    "z-lab": (ZLAB, backbone, {"drafts": 15, "from_anchor": False}),
     "deepseek dspark": (
         DEEPSEEK | {"markov_rank": 5, "enable_confidence_head": True},
         lambda: backbone() | COPIES | spark(V),
@@ -103,11 +101,7 @@ LAYOUTS = {
         lambda: backbone() | small_vocabulary() | spark(W),
         {"drafts": 8, "markov_rank": 5, "draft_vocab_size": W},
     ),
-    "z-lab, windows": (
-        ZLAB | SLIDING,
-        lambda: backbone(),
-        {"causal": (True, False, True)},
-    ),
+    "z-lab, windows": (ZLAB | SLIDING, backbone, {"causal": (True, False, True)}),
     "speculators, windows that see ahead": (
         SPECULATORS | {"sliding_window_non_causal": True, "transformer_layer_config": QWEN3 | SLIDING},
         lambda: backbone() | small_vocabulary(),
@@ -219,11 +213,10 @@ def test_the_full_size_shapes_are_those_of_the_published_heads(name):
     sizes = {"vocab_size": v, "hidden_size": h, "intermediate_size": inner, "num_hidden_layers": 5}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "block_size": size}
     sizes |= {"mask_token_id": v - 1, "layer_types": ["full_attention"] * 5}
-    if markov:
-        sizes |= {"markov_rank": 256, "enable_confidence_head": True}
     # Without ids of target layers, a head reads five evenly spaced layers.
     sizes |= {"target_layer_ids": ..., "dflash_config": ..., "num_target_layers": ...}
-    fields = changed(DEEPSEEK if markov else ZLAB, **sizes)
+    spark_fields = {"markov_rank": 256, "enable_confidence_head": True}
+    fields = changed(DEEPSEEK | spark_fields if markov else ZLAB, **sizes)
     config = from_dflash_json(fields, shapes, target)
     assert {row.name: row.shape for row in config.weights()} == shapes
     assert config.drafts == (7 if markov else size - 1)

@@ -1,7 +1,5 @@
 """Block drafters, compared with a transcription in PyTorch over transformers' Qwen3 layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -181,8 +179,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
             slot = jnp.full((BATCH,), first, jnp.int32)
             cache = dflash_head.absorb(config, params.draft, fused, at, slot, cache)
         size, first = config.block_size, jnp.full((BATCH,), CONTEXT, jnp.int32)
-        at = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        visible = Visible(first=first, positions=at, slot=first, seen=jnp.ones((1, size, size), bool))
+        visible = Visible.causal(first, size).replace(seen=jnp.ones((1, size, size), bool))
         tokens = dflash_head.block(config, last)
         hidden, _ = dflash_head.forward(config, model, params, tokens, visible, cache)
         logits = dflash_head.unembed(config, model, params, hidden)

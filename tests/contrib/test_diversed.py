@@ -43,13 +43,9 @@ def test_a_head_that_says_one_weight_is_the_mixture_of_that_weight():
 def test_the_weight_is_that_of_each_position():
     """Compare with the formula, written out for one node."""
     rng = np.random.default_rng(1)
-    params = {
-        "inner": jnp.asarray(rng.normal(size=(3, E)), jnp.float32),
-        "drafted": jnp.asarray(rng.normal(size=(3, F)), jnp.float32),
-        "outer": jnp.asarray(rng.normal(size=3), jnp.float32),
-        "signals": jnp.asarray([0.5, -0.7, 2.0]),
-        "bias": jnp.asarray(0.1),
-    }
+    shapes = {"inner": (3, E), "drafted": (3, F), "outer": (3,)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    params |= {"signals": jnp.asarray([0.5, -0.7, 2.0]), "bias": jnp.asarray(0.1)}
     h, d = rng.normal(size=E), rng.normal(size=F)
     p, q = (np.exp(z) / np.exp(z).sum() for z in rng.normal(size=(2, V)))
     unit, other = (x / np.sqrt((x**2).mean() + 1e-6) for x in (h, d))

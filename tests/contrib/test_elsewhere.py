@@ -1,7 +1,5 @@
 """A drafter on separate devices: the tokens, drafts and log-probabilities of the plain loop."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Phrases and equivalents: every edge compared with a path-by-path decision in Python, on chains and trees."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -26,9 +24,8 @@ def drafted(is_chain, rng):
     parents, depths = static_topology((2, 2, 1))
     tokens = rng.integers(0, VOCAB, (BATCH, len(parents)))
     tokens[1, 4] = -1
-    tokens, parents, depths = (
-        jnp.asarray(x, jnp.int32) for x in (tokens, [parents] * BATCH, [depths] * BATCH)
-    )
+    columns = (tokens, [parents] * BATCH, [depths] * BATCH)
+    tokens, parents, depths = (jnp.asarray(column, jnp.int32) for column in columns)
     return DraftTree(tokens=tokens, parents=parents, depths=depths, max_depth=3, is_chain=False)
 
 

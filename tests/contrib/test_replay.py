@@ -49,12 +49,9 @@ def test_the_longest_match_of_corpus_and_text(text, texts):
     past = contrib.corpus(texts, SIZE)
     buffer = np.full((1, 16), 1, np.int32)
     buffer[0, : len(text)] = text
-    asked = DraftInput(
-        keys=keys_from_seeds(jnp.arange(1)),
-        tokens=jnp.asarray(buffer),
-        length=jnp.asarray([len(text)], jnp.int32),
-        controls=make_controls(1, limit=16),
-    )
+    keys, controls = keys_from_seeds(jnp.arange(1)), make_controls(1, limit=16)
+    length = jnp.asarray([len(text)], jnp.int32)
+    asked = DraftInput(keys=keys, tokens=jnp.asarray(buffer), length=length, controls=controls)
     tree, _ = contrib.replay(COUNT).propose(Params((), past), (), asked)
     assert tree.tokens[0, 1:].tolist() == slow_replay(text, past.tolist(), COUNT)
 

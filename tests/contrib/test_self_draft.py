@@ -1,7 +1,5 @@
 """The target as its own draft: it drafts the target's tokens under a mask, and the output is unchanged."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

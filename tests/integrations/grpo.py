@@ -3,8 +3,6 @@
 python -m tests.integrations.grpo STEPS FILE    writes the losses and weights of both as JSON
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -82,11 +80,8 @@ def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], n
             return log(loss, *arguments, **options)
 
         trainer._log_metrics = record
-        learner = grpo_learner.GRPOLearner(
-            rl_cluster=cluster,
-            algo_config=grpo_learner.GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.04),
-            reward_fns=reward,
-        )
+        algorithm = grpo_learner.GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.04)
+        learner = grpo_learner.GRPOLearner(rl_cluster=cluster, algo_config=algorithm, reward_fns=reward)
         learner.train([{"prompts": np.array(PROMPTS[i % 2 * 2 : i % 2 * 2 + 2])} for i in range(steps)])
     return losses, trainer.model, cluster.rollout
 
@@ -108,12 +103,10 @@ def engines() -> tuple[type, type, list[Any]]:
     class Again(vanilla_rollout.VanillaRollout):
         def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
             adapter = part("generate.tokenizer_adapter").TokenizerAdapter(tokenizer)
-            size = base_rollout.CacheConfig(
-                cache_size=rollout_config.kv_cache_size,
-                num_layers=rollout_actor.config.num_layers,
-                num_kv_heads=rollout_actor.config.num_kv_heads,
-                head_dim=rollout_actor.config.head_dim,
-            )
+            model = rollout_actor.config
+            heads = {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+            slots = {"cache_size": rollout_config.kv_cache_size, "num_layers": model.num_layers}
+            size = base_rollout.CacheConfig(**slots, **heads)
             # Copy the model, as RLCluster does for its vanilla engine.
             graph, state = nnx.split(rollout_actor)
             copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))

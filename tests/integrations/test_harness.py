@@ -23,35 +23,14 @@ from tests.cli.conftest import CONTEXT, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its imports emit warnings
 
-TASK = """
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-"""
 TASKS = {
-    "said": """
-task: said
-output_type: generate_until
-doc_to_text: "{{prompt}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["STOP"], max_gen_toks: 12, do_sample: false}
-metric_list: [{metric: exact_match}]
-""",
-    "chosen": """
-task: chosen
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: [" sea", " sun and the story"]
-doc_to_target: "{{label}}"
-metric_list: [{metric: acc}]
-""",
-    "rolled": """
-task: rolled
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: bits_per_byte}]
-""",
+    "said": {"output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}"}
+    | {"generation_kwargs": {"until": ["STOP"], "max_gen_toks": 12, "do_sample": False}}
+    | {"metric_list": [{"metric": "exact_match"}]},
+    "chosen": {"output_type": "multiple_choice", "doc_to_text": "{{prompt}}", "doc_to_target": "{{label}}"}
+    | {"doc_to_choice": [" sea", " sun and the story"], "metric_list": [{"metric": "acc"}]},
+    "rolled": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    | {"metric_list": [{"metric": "bits_per_byte"}]},
 }
 PROMPTS = ["the sea", "a story of", "sun"]
 LONG = "the sea and the sun of a story " * 12  # longer than the context
@@ -99,8 +78,10 @@ def evaluate(checkpoint, folder, rows, tasks, **options):
     """Write tasks over these rows and return the results of the harness."""
     file = folder / "docs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+    shared["test_split"] = "test"
     for name in tasks:
-        (folder / f"{name}.yaml").write_text((TASK + TASKS[name]).replace("FILE", str(file)))
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | TASKS[name]))
     return simple_evaluate(
         model="mars_jax",
         model_args={"target": str(checkpoint), "draft": "ngram", "verify": "exact"},

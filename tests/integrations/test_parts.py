@@ -1,7 +1,5 @@
 """Tests of `mars-jax lm_eval --part`: rows of parts, scored by a last run, give the results of a single run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,34 +15,14 @@ from tests.cli.conftest import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its imports emit warnings
 
-TASK = """
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-doc_to_text: "{{prompt}}"
-"""
 TASKS = {
-    "said": """
-task: said
-output_type: generate_until
-doc_to_target: "{{prompt}}"
-generation_kwargs: {until: ["STOP"], max_gen_toks: 6, do_sample: true, temperature: 1.0}
-metric_list: [{metric: exact_match}]
-repeats: 2
-""",
-    "chosen": """
-task: chosen
-output_type: multiple_choice
-doc_to_choice: [" sea", " sun and the story"]
-doc_to_target: 1
-metric_list: [{metric: acc}]
-""",
-    "rolled": """
-task: rolled
-output_type: loglikelihood_rolling
-doc_to_target: "{{prompt}}"
-metric_list: [{metric: bits_per_byte}]
-""",
+    "said": {"output_type": "generate_until", "doc_to_target": "{{prompt}}", "repeats": 2}
+    | {"generation_kwargs": {"until": ["STOP"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}}
+    | {"metric_list": [{"metric": "exact_match"}]},
+    "chosen": {"output_type": "multiple_choice", "doc_to_choice": [" sea", " sun and the story"]}
+    | {"doc_to_target": 1, "metric_list": [{"metric": "acc"}]},
+    "rolled": {"output_type": "loglikelihood_rolling", "doc_to_target": "{{prompt}}"}
+    | {"metric_list": [{"metric": "bits_per_byte"}]},
 }
 PROMPTS = ["the sea", "a story of", "sun", "the sea and the sun of a story " * 3, "and"]
 ASKED = 10 + 10 + 5
@@ -54,9 +32,12 @@ ASKED = 10 + 10 + 5
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("lm_eval")
     write_checkpoint(made / "target", seed=0)
-    (made / "docs.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    file = made / "docs.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+    shared |= {"test_split": "test", "doc_to_text": "{{prompt}}"}
     for name, task in TASKS.items():
-        (made / f"{name}.yaml").write_text((TASK + task).replace("FILE", str(made / "docs.jsonl")))
+        (made / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))
     return made
 
 

@@ -1,7 +1,5 @@
 """Tests of `ray.data`: several actors give the rows of one process, even if an actor dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -72,9 +70,8 @@ class Mortal(ray_data.Generate):
 @pytest.mark.filterwarnings("default")
 def test_four_actors_give_the_rows_of_one_process_though_one_is_killed(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv(
-        "PYTHONPATH", f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    )
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     prompts = PROMPTS * 4
     rule = verify.mars(theta=0.8)
     ray.init(num_cpus=4, include_dashboard=False, logging_level="error")

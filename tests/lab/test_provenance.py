@@ -1,7 +1,5 @@
 """Tests of the provenance of a report. Oracles: git, and digests of hashlib."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import subprocess

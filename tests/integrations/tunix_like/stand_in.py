@@ -1,7 +1,5 @@
 """Stand-in for the parts of google-tunix 0.1.7 that `integrations.tunix` uses, with the same names and shapes."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import sys

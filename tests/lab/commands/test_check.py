@@ -1,7 +1,5 @@
 """Tests of `mars-jax check`: correct kernels and tokens pass, and faults are reported."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

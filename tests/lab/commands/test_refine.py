@@ -1,7 +1,5 @@
 """Tests of `--refine` and `--draft-size auto` on the command line: equal completions, and the message on stderr."""
 
-from __future__ import annotations
-
 import json
 
 import jax

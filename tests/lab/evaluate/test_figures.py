@@ -1,7 +1,5 @@
 """Tests of loop detection, acceptance by depth, and the coverage of confidence intervals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

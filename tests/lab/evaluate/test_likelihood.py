@@ -1,7 +1,5 @@
 """Tests of likelihoods of token sequences and of the scores computed from them."""
 
-from __future__ import annotations
-
 import math
 import types
 

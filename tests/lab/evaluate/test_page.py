@@ -1,7 +1,5 @@
 """Tests of the HTML report: it shows the tokens of the rows, escapes all text, and fetches no external content."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

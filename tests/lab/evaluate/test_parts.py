@@ -1,7 +1,5 @@
 """Tests of `benchmark --part`: joined rows of all parts give the summary of a single process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

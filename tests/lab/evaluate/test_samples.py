@@ -1,7 +1,5 @@
 """Tests of samples for HumanEval's evaluator and of reading its results."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

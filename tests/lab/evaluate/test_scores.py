@@ -1,7 +1,5 @@
 """Tests of scores, on hand-made cases and against the packages that define them."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of the task readers, on small files in the published layouts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of tuned arms: the report follows from the rows, and the rows equal direct decodes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -19,10 +17,8 @@ LENGTHS = (1, 3)
 @pytest.fixture(scope="module")
 def flags(target, prompts):
     """Return the flags except the output. The target drafts for itself."""
-    return [
-        *("--target", target, "--draft", f"model:{target}", "--tune", *LENGTHS, "--task", f"jsonl={prompts}"),
-        *("--max-new-tokens", 6),
-    ]
+    pair = ("--target", target, "--draft", f"model:{target}")
+    return [*pair, "--tune", *LENGTHS, "--task", f"jsonl={prompts}", "--max-new-tokens", 6]
 
 
 def run(flags, output, *more):
@@ -31,10 +27,8 @@ def run(flags, output, *more):
     return json.loads((output / "tuned.json").read_text()), rows
 
 
-ARMS = {
-    0.0: ["exact", "mars theta=0.9"],
-    0.7: ["exact", "rejection", "block", "mars theta=0.9", "mars over rejection theta=0.9"],
-}
+ARMS = {0.0: ["exact", "mars theta=0.9"]}
+ARMS[0.7] = ["exact", "rejection", "block", "mars theta=0.9", "mars over rejection theta=0.9"]
 
 
 @pytest.fixture(scope="module", params=[0.0, pytest.param(0.7, marks=pytest.mark.slow)])

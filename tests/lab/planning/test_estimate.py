@@ -1,7 +1,5 @@
 """Tests of step times estimated from the table of overheads."""
 
-from __future__ import annotations
-
 import pytest
 
 from mars_jax.lab.planning import estimate

@@ -1,7 +1,5 @@
 """Tests of plans for absent TPU slices, made with the TPU compiler."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -158,10 +156,7 @@ def test_a_type_that_is_none_gets_the_sizes_there_are(name):
 
 
 def large(layers):
-    """Return a config of 6 GiB per layer and 4 GiB for the vocabulary in bfloat16, and half in int8.
-
-    A v5e chip has 16 GiB.
-    """
+    """Return a config of 6 GiB per layer and 4 GiB for the vocabulary in bfloat16; a v5e chip has 16 GiB."""
     sizes = {"vocab_size": 2**16, "hidden_size": 2**14, "intermediate_size": 2**16}
     return dataclasses.replace(TINY, **sizes, num_layers=layers, windows=(None,) * layers)
 

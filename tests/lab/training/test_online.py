@@ -116,10 +116,7 @@ def test_an_eagle_head_learns_and_nothing_that_decodes_compiles():
 
 
 def test_small_losses_do_not_add_up(pair, monkeypatch):
-    """Each of twenty refinements loses 2.9% of tau, so only the first one stays within 3% of the first value.
-
-    A loss caused by a change of the target does not count against a refinement.
-    """
+    """Each of twenty refinements loses 2.9% of tau; a change of the target does not count against one."""
     monkeypatch.setattr(online, "_updater", lambda *_: lambda draft, state, *__: (0.971 * draft, state, 0.0))
     monkeypatch.setattr(online.Refiner, "expected_tau", lambda self, moved: 3.0 * moved * float(self._params))
     options = {"depth": DEPTH, "held_out": [[1, 2]], "rows": 4, "width": 8}
