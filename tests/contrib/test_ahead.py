@@ -28,31 +28,23 @@ def weights(noise):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("noise", "temperature", "pre_verify"),
-    [(0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
+    ("noise", "temperature", "pre_verify"), [(0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)]
 )
 def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     here, there = jax.devices()[:2]
     params = weights(noise)
     prompts, lengths = ragged([1, 2, 17], 48, 8)
-    controls = make_controls(3, limit=48 - jnp.arange(3), temperature=temperature)
-    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    settings = {"limit": 48 - jnp.arange(3), "temperature": temperature}
+    controls, keys = make_controls(3, **settings), keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     rule = verify.exact()
-    made = ahead(MODEL, drafters.language_model(MODEL, 4), rule)
-    asked = Prompts(prompts, lengths, controls, verify.for_rows(rule, 3), keys)
-    given = jax.device_put((params, asked), here)
-    state, stats, guesses = run_ahead(made, *given, draft_device=there, pre_verify=pre_verify)
-    assert state.tokens.devices() == {here}
-    plain, counted = decode_all(
-        MODEL,
-        drafters.language_model(MODEL, 3),
-        rule,
-        prompts,
-        lengths,
-        params=params,
-        limit=48 - jnp.arange(3),
-        temperature=temperature,
+    loop = ahead(MODEL, drafters.language_model(MODEL, 4), rule)
+    batch = Prompts(prompts, lengths, controls, verify.for_rows(rule, 3), keys)
+    state, stats, guesses = run_ahead(
+        loop, *jax.device_put((params, batch), here), draft_device=there, pre_verify=pre_verify
     )
+    assert state.tokens.devices() == {here}
+    drafter = drafters.language_model(MODEL, 3)
+    plain, counted = decode_all(MODEL, drafter, rule, prompts, lengths, params=params, **settings)
     assert committed(state) == committed(plain)
     assert guesses.steps == int(jnp.max(stats.steps))
     if pre_verify:
@@ -67,14 +59,11 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
 
 def test_a_drafter_that_cannot_draft_ahead_is_refused():
     model = fake.hash_model(vocab_size=8)
-    with pytest.raises(MarsError, match="no chain of at least 2"):
-        ahead(MODEL, drafters.language_model(model, 1), verify.exact())
-    with pytest.raises(MarsError, match="no chain of at least 2"):
-        ahead(MODEL, drafters.language_model(model, tree=(2, 1)), verify.exact())
+    for drafter in (drafters.language_model(model, 1), drafters.language_model(model, tree=(2, 1))):
+        with pytest.raises(MarsError, match="no chain of at least 2"):
+            ahead(MODEL, drafter, verify.exact())
+    rule, keys = verify.exact(), keys_from_seeds(jnp.zeros((1,), jnp.uint32))
+    drawn = ahead(MODEL, drafters.language_model(MODEL, 3, sample=True), rule)
+    batch = Prompts(*ragged([3], 16, 8), make_controls(1, limit=16), verify.for_rows(rule, 1), keys)
     with pytest.raises(MarsError, match="draws its drafts"):
-        drawn = ahead(MODEL, drafters.language_model(MODEL, 3, sample=True), verify.exact())
-        prompts, lengths = ragged([3], 16, 8)
-        keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
-        rule = verify.for_rows(verify.exact(), 1)
-        run_ahead(drawn, weights(0.0), Prompts(prompts, lengths, make_controls(1, limit=16), rule, keys),
-            draft_device=jax.devices()[1])  # fmt: skip
+        run_ahead(drawn, weights(0.0), batch, draft_device=jax.devices()[1])

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kernels_pallas import margin_stats
 from mars_jax import contrib, verify
 from mars_jax.contrib import context
-from mars_jax.contrib.rules.context import thresholds, token_classes
+from mars_jax.contrib.rules.context import token_classes
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from mars_jax.verify import MARGINS, evidence
+from mars_jax.verify import MARGINS
 from tests.helpers import judge, rule_oracles
 
 V, NODES, ROWS = 8, 4, 32
@@ -37,54 +36,38 @@ def decided(rule, case, theta, table=()):
     return jax.jit(judge(rule))(keys, tree, logits, rows, params=table)
 
 
-@pytest.mark.parametrize("margin", MARGINS)
-def test_factors_scale_the_gap_that_is_let_through(case, margin):
-    """Compare in units of the margin: nats for the gap, the second logit for the ratio."""
-    tree, logits, _ = case
-    found = margin_stats(logits)
-    theta = jnp.full((ROWS, NODES), {"ratio": 0.7, "gap": 1.5}[margin], jnp.float32)
-    seen = evidence(tree, logits)
-    factors = np.asarray([1.0, 0.0, 2.0, 2.0])
-    by = context("position", factors[:3], edges=(1, 2))
-    low = MARGINS[margin](found.top1, found.top2, thresholds("position", by, seen, theta, margin))
-    gap, unit = np.asarray(found.top1 - found.top2), 1.0
-    limit = {"ratio": 1 / 0.7 - 1, "gap": 1.5}[margin]
-    if margin == "ratio":
-        unit = np.where(found.top2 > 0, found.top2, np.nan)  # only where both are positive, as most are
-    expected = gap / unit < limit * factors
-    sure = (np.asarray(found.top2) > 0) & (np.abs(gap / unit - limit * factors) > 1e-5)
-    assert np.array_equal(np.asarray(low)[sure], expected[sure]) and sure.mean() > 0.8
-    assert 0 < expected[sure].mean() < 1
-    infinite = thresholds("position", by, seen, jnp.full((ROWS, NODES), jnp.inf), margin)
-    assert not MARGINS[margin](found.top1, found.top2, infinite).any()
+CONTEXTS = {
+    "position": context("position", (2.0, 0.5, 0.0), edges=(1, 2)),
+    "entropy": context("entropy", (0.0, 1.5), edges=(1.2,)),
+    "class": context("class", (1.0, 0.0, 3.0), classes=CLASSES),
+}
+
+
+def factor(by, z, i):
+    """Return the factor of the bin of a node, for its logits f32[V] and its position."""
+    if by == "position":
+        return (2.0, 0.5, 0.0, 0.0)[i]
+    if by == "entropy":
+        return 1.5 if stats.entropy(np.exp(z.astype(np.float64))) >= 1.2 else 0.0
+    return min((1.0, 0.0, 3.0)[CLASSES[t]] for t in np.argsort(-z)[:2])
 
 
 @pytest.mark.parametrize(
-    ("chosen", "factor"),
-    [
-        (context("position", (2.0, 0.5, 0.0), edges=(1, 2)), lambda z, i: (2.0, 0.5, 0.0, 0.0)[i]),
-        (
-            context("entropy", (0.0, 1.5), edges=(1.2,)),
-            lambda z, i: 1.5 if stats.entropy(np.exp(z.astype(np.float64))) >= 1.2 else 0.0,
-        ),
-        (
-            context("class", (1.0, 0.0, 3.0), classes=CLASSES),
-            lambda z, i: min((1.0, 0.0, 3.0)[CLASSES[t]] for t in np.argsort(-z)[:2]),
-        ),
-    ],
-    ids=["position", "entropy", "class"],
+    ("by", "margin"), [("position", "gap"), ("position", "ratio"), ("entropy", "gap"), ("class", "gap")]
 )
-def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
-    """Compare with a chain walked in Python, with a gap of one nat scaled by the factor."""
+def test_every_node_has_the_threshold_of_its_bin(case, by, margin):
+    """Compare with a chain walked in Python. A factor scales one nat, or the relative gap of ratio 0.7."""
     tree, logits, _ = case
-    found = decided(contrib.by_context(chosen.by, margin="gap"), case, 1.0, chosen)
+    theta = {"gap": 1.0, "ratio": 0.7}[margin]
+    found = decided(contrib.by_context(by, margin=margin, theta=theta), case, theta, CONTEXTS[by])
     some = set()
     for b in range(ROWS):
         accepted, relaxed = 0, []
         for i, x in enumerate(np.asarray(tree.tokens)[b, 1:]):
             z = np.asarray(logits)[b, i]
             first, second = np.argsort(-z)[:2]
-            low = z[first] - z[second] < factor(z, i)
+            limit = {"gap": 1.0, "ratio": (1 / 0.7 - 1) * z[second]}[margin]
+            low = z[first] - z[second] < limit * factor(by, z, i)
             if x != first and not (x == second and low):
                 break
             accepted += 1
@@ -93,6 +76,12 @@ def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
         assert int(found.num_accepted[b]) == accepted
         assert found.relaxed[b, :accepted].tolist() == relaxed
     assert (True, True) in some
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+def test_an_infinite_threshold_is_strict_in_every_bin(case, margin):
+    rule = contrib.by_context("position", margin=margin, theta=1.0)
+    assert not decided(rule, case, np.inf, CONTEXTS["position"]).relaxed.any()
 
 
 def test_names_say_the_context():

@@ -1,7 +1,5 @@
 """Published layouts of DFlash and DSpark heads, which load alike, and one-sentence errors for faulty heads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -23,56 +21,22 @@ TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_laye
 RNG = np.random.default_rng(0)
 TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
 IDS = np.sort(RNG.permutation(V)[:W])
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": V,
-    "hidden_size": E,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-    "layer_types": ["full_attention"] * LAYERS,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "dtype": "float32",
-}
-ZLAB = QWEN3 | {
-    "architectures": ["DFlashDraftModel"],
-    "block_size": 16,
-    "num_target_layers": 12,
-    "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 5, 9]},
-}
-DEEPSEEK = QWEN3 | {
-    "architectures": ["Qwen3DSparkModel"],
-    "block_size": 7,
-    "mask_token_id": 60,
-    "target_layer_ids": [1, 5, 9],
-    "markov_rank": 0,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": False,
-}
-SPECULATORS = {
-    "architectures": ["DFlashSpeculator"],
-    "speculators_model_type": "dflash",
-    "transformer_layer_config": QWEN3,
-    "draft_vocab_size": W,
-    "block_size": 8,
-    "aux_hidden_state_layer_ids": [2, 6, 10],
-    "mask_token_id": 60,
-    "speculators_config": {"algorithm": "dflash"},
-}
-DSPARK = SPECULATORS | {
-    "architectures": ["DSparkSpeculator"],
-    "speculators_model_type": "dspark",
-    "markov_rank": 5,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
+SIZES = {"vocab_size": V, "hidden_size": E, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+WINDOWS = {"layer_types": ["full_attention"] * LAYERS, "sliding_window": None, "use_sliding_window": False}
+ROPE = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "max_position_embeddings": 4096}
+QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "dtype": "float32"} | SIZES | HEADS | WINDOWS | ROPE
+ZLAB = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 16, "num_target_layers": 12}
+ZLAB |= {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 5, 9]}}
+DEEPSEEK = QWEN3 | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 60}
+DEEPSEEK |= {"target_layer_ids": [1, 5, 9], "markov_rank": 0, "markov_head_type": "vanilla"}
+DEEPSEEK |= {"enable_confidence_head": False}
+SPECULATORS = {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8}
+SPECULATORS |= {"transformer_layer_config": QWEN3, "draft_vocab_size": W, "mask_token_id": 60}
+SPECULATORS |= {"aux_hidden_state_layer_ids": [2, 6, 10], "speculators_config": {"algorithm": "dflash"}}
+DSPARK = SPECULATORS | {"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark"}
+DSPARK |= {"markov_rank": 5, "markov_head_type": "vanilla"}
+DSPARK |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
 
 
 def random(*shape: int) -> np.ndarray:
@@ -85,13 +49,8 @@ def backbone_shapes(hidden, inner, heads, kv_heads, head_dim, features, layers):
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, features * hidden)}
     shapes |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for i in range(layers):
-        attention = {
-            "q_proj": (q, hidden),
-            "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden),
-            "o_proj": (hidden, q),
-        }
-        attention |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        attention |= {"o_proj": (hidden, q), "q_norm": (head_dim,), "k_norm": (head_dim,)}
         mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         norms = ("input_layernorm", "post_attention_layernorm")
         shapes |= {f"layers.{i}.self_attn.{name}.weight": shape for name, shape in attention.items()}
@@ -100,8 +59,8 @@ def backbone_shapes(hidden, inner, heads, kv_heads, head_dim, features, layers):
     return shapes
 
 
-def backbone(features: int = 3, layers: int = LAYERS) -> dict[str, np.ndarray]:
-    shapes = backbone_shapes(E, INNER, 4, 2, 12, features, layers)
+def backbone() -> dict[str, np.ndarray]:
+    shapes = backbone_shapes(E, INNER, 4, 2, 12, 3, LAYERS)
     return {name: random(*shape) for name, shape in shapes.items()}
 
 
@@ -123,13 +82,14 @@ COPIES = {
     "embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]),
     "lm_head.weight": np.asarray(TARGET_PARAMS["unembed"]),
 }
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SLIDING |= {"sliding_window": 7, "use_sliding_window": True}
 LAYOUTS = {
-    "z-lab": (ZLAB, lambda: backbone(), {"drafts": 15, "from_anchor": False}),
-    "deepseek": (DEEPSEEK, lambda: backbone() | COPIES, {"drafts": 7, "from_anchor": True}),
+    "z-lab": (ZLAB, backbone, {"drafts": 15, "from_anchor": False}),
     "deepseek dspark": (
         DEEPSEEK | {"markov_rank": 5, "enable_confidence_head": True},
         lambda: backbone() | COPIES | spark(V),
-        {"drafts": 7, "markov_rank": 5, "confidence_markov": True, "confidence_bias": True},
+        {"from_anchor": True, "markov_rank": 5, "confidence_markov": True, "confidence_bias": True},
     ),
     "speculators": (
         SPECULATORS,
@@ -141,20 +101,9 @@ LAYOUTS = {
         lambda: backbone() | small_vocabulary() | spark(W),
         {"drafts": 8, "markov_rank": 5, "draft_vocab_size": W},
     ),
-    "z-lab, windows": (
-        ZLAB
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-        | {"sliding_window": 7, "use_sliding_window": True},
-        lambda: backbone(),
-        {"causal": (True, False, True)},
-    ),
+    "z-lab, windows": (ZLAB | SLIDING, backbone, {"causal": (True, False, True)}),
     "speculators, windows that see ahead": (
-        SPECULATORS
-        | {"sliding_window_non_causal": True}
-        | {
-            "transformer_layer_config": QWEN3
-            | {"layer_types": ["sliding_attention"] * 3, "sliding_window": 7, "use_sliding_window": True}
-        },
+        SPECULATORS | {"sliding_window_non_causal": True, "transformer_layer_config": QWEN3 | SLIDING},
         lambda: backbone() | small_vocabulary(),
         {"causal": (False,) * 3},
     ),
@@ -200,9 +149,7 @@ def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_
     assert ids == [2, 6, 10]
 
 
-@pytest.mark.parametrize(
-    "top, nested, expected", [(16, 8, 16), (16, None, 16), (None, 8, 8)], ids=["both", "top", "nested"]
-)
+@pytest.mark.parametrize(("top", "nested", "expected"), [(16, 8, 16), (None, 8, 8)], ids=["both", "nested"])
 def test_the_block_size_at_the_top_counts_as_in_the_published_class(tmp_path, top, nested, expected):
     fields = ZLAB | {"block_size": top, "dflash_config": ZLAB["dflash_config"] | {"block_size": nested}}
     path = publish(tmp_path / "head", fields, backbone())
@@ -221,37 +168,35 @@ def changed(fields, **more):
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensors", "expected"),
+    ("fields", "expected"),
     [
-        (changed(ZLAB, vocab_size=62), backbone, "vocabulary of 62 tokens and the target has 61"),
-        (changed(ZLAB, block_size=...), backbone, "no number for block_size"),
-        (changed(ZLAB, block_size=10**9), backbone, "blocks of 1000000000: expected 2 to 129 tokens"),
-        (changed(ZLAB, target_hidden_size=48), backbone, "target 48 wide and this one is 32"),
+        (changed(ZLAB, vocab_size=62), "vocabulary of 62 tokens and the target has 61"),
+        (changed(ZLAB, block_size=...), "no number for block_size"),
+        (changed(ZLAB, block_size=10**9), "blocks of 1000000000: expected 2 to 129 tokens"),
+        (changed(ZLAB, target_hidden_size=48), "target 48 wide and this one is 32"),
         (
             changed(ZLAB, dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 5, 12]}),
-            backbone,
             "reads layer 12 and the target has layers 0 to 11",
         ),
-        (changed(ZLAB, architectures=["DFlash2DraftModel"]), backbone, "DFlash-2"),
-        (changed(DEEPSEEK, markov_head_type="gated"), backbone, "markov_head_type is 'gated'"),
-        (changed(ZLAB, output_multiplier=2.0), backbone, "output_multiplier is 2.0"),
-        (changed(SPECULATORS, speculators_model_type="peagle"), backbone, "'peagle'"),
-        (changed(SPECULATORS, projector_type="domino"), backbone, "'domino'"),
-        (changed(SPECULATORS, aux_hidden_state_layer_ids=...), backbone, "does not say aux_hidden_state_layer_ids"),
-        (changed(SPECULATORS, aux_hidden_state_layer_ids=[0, 3, 6]), backbone, "hidden state 0"),
-        (SPECULATORS, backbone, "drafts from 20 of 61 tokens and has no d2t"),
+        (changed(ZLAB, architectures=["DFlash2DraftModel"]), "DFlash-2"),
+        (changed(DEEPSEEK, markov_head_type="gated"), "markov_head_type is 'gated'"),
+        (changed(ZLAB, output_multiplier=2.0), "output_multiplier is 2.0"),
+        (changed(SPECULATORS, speculators_model_type="peagle"), "'peagle'"),
+        (changed(SPECULATORS, projector_type="domino"), "'domino'"),
+        (changed(SPECULATORS, aux_hidden_state_layer_ids=...), "does not say aux_hidden_state_layer_ids"),
+        (changed(SPECULATORS, aux_hidden_state_layer_ids=[0, 3, 6]), "hidden state 0"),
+        (SPECULATORS, "drafts from 20 of 61 tokens and has no d2t"),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path, fields, tensors, expected):
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path, fields, expected):
     with pytest.raises(MarsError, match=expected):
-        contrib.load_dflash(publish(tmp_path / "head", fields, tensors()), TARGET, TARGET_PARAMS)
+        contrib.load_dflash(publish(tmp_path / "head", fields, backbone()), TARGET, TARGET_PARAMS)
 
 
 PUBLISHED = {
-    # z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat, z-lab/Qwen3-8B-DFlash-b16, deepseek-ai/dspark_qwen3_8b_block7
-    "llama-3.1-8b": (14336, 10, False),
-    "qwen3-8b": (12288, 16, False),
-    "qwen3-8b, dspark": (12288, 7, True),
+    "llama-3.1-8b": (14336, 10, False),  # z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat
+    "qwen3-8b": (12288, 16, False),  # z-lab/Qwen3-8B-DFlash-b16
+    "qwen3-8b, dspark": (12288, 7, True),  # deepseek-ai/dspark_qwen3_8b_block7
 }
 
 
@@ -265,14 +210,13 @@ def test_the_full_size_shapes_are_those_of_the_published_heads(name):
     if markov:
         shapes |= {f"markov_head.markov_w{i}.weight": (v, 256) for i in (1, 2)}
         shapes |= {"confidence_head.proj.weight": (1, h + 256), "confidence_head.proj.bias": (1,)}
-    fields = dict(DEEPSEEK if markov else ZLAB)
-    fields |= {"vocab_size": v, "hidden_size": h, "intermediate_size": inner, "num_hidden_layers": 5}
-    fields |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "block_size": size}
-    fields |= {"mask_token_id": v - 1, "layer_types": ["full_attention"] * 5}
-    if markov:
-        fields |= {"markov_rank": 256, "enable_confidence_head": True}
+    sizes = {"vocab_size": v, "hidden_size": h, "intermediate_size": inner, "num_hidden_layers": 5}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "block_size": size}
+    sizes |= {"mask_token_id": v - 1, "layer_types": ["full_attention"] * 5}
     # Without ids of target layers, a head reads five evenly spaced layers.
-    fields = changed(fields, target_layer_ids=..., dflash_config=..., num_target_layers=...)
+    sizes |= {"target_layer_ids": ..., "dflash_config": ..., "num_target_layers": ...}
+    spark_fields = {"markov_rank": 256, "enable_confidence_head": True}
+    fields = changed(DEEPSEEK | spark_fields if markov else ZLAB, **sizes)
     config = from_dflash_json(fields, shapes, target)
     assert {row.name: row.shape for row in config.weights()} == shapes
     assert config.drafts == (7 if markov else size - 1)

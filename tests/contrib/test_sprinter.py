@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import fake
@@ -32,9 +33,8 @@ def best(model, text):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(width, tokens, length):
-    out = SMALL.forward(
-        (), tokens, Visible.causal(jnp.zeros((1,), jnp.int32), width), SMALL.init_cache(1, width)
-    )
+    visible = Visible.causal(jnp.zeros((1,), jnp.int32), width)
+    out = SMALL.forward((), tokens, visible, SMALL.init_cache(1, width))
     return out.hidden[0, length - 1, 0]
 
 
@@ -108,21 +108,13 @@ def test_strict_rows_and_the_exact_prefix_trust_nothing():
 @pytest.mark.slow
 def test_trusted_tokens_of_a_drawn_draft_have_the_small_model_s_law():
     """Open the classifier, which then trusts all but the last token; the first draws follow q by chi-square."""
-    from scipy.stats import chisquare
-
     rows, prompt = 4000, [3, 1, 4]
     always = Params((), contrib.SprinterParams((), jnp.zeros((1,)), jnp.asarray(5.0, jnp.float32)))
     tokens = np.zeros((rows, len(prompt) + 2), np.int32)
     tokens[:, : len(prompt)] = prompt
+    drafter, lengths = contrib.sprinter(SMALL, 3, sample=True), jnp.full((rows,), len(prompt), jnp.int32)
     state, _ = decode_all(
-        TARGET,
-        contrib.sprinter(SMALL, 3, sample=True),
-        verify.rejection(),
-        jnp.asarray(tokens),
-        jnp.full((rows,), len(prompt), jnp.int32),
-        seeds=list(range(rows)),
-        params=always,
-        temperature=[1.0] * rows,
+        TARGET, drafter, verify.rejection(), jnp.asarray(tokens), lengths, params=always, temperature=1.0
     )
     z = logits_after(SMALL, prompt, width=64).astype(np.float64)
     q = np.exp(z - z.max()) / np.exp(z - z.max()).sum()

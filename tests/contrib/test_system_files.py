@@ -12,11 +12,9 @@ MASK = ((True, False), (False, True))
 SYSTEMS = {
     "sprinter": System(name="sprinter", draft="tiny/draft", numbers={"threshold": 0.25}),
     "trispec": System(
-        name="trispec", draft="ngram", draft_tokens=3, proxy="tiny/proxy", numbers={"margin": 0.9}
+        name="trispec", draft="ngram", draft_tokens=3, proxy="tiny/proxy", numbers={"margin": 1}
     ),
-    "via_sd": System(
-        name="via_sd", draft="tiny/draft", layers=MASK, numbers={"accept": 0.5, "escalate": 0.1}
-    ),
+    "via_sd": System(name="via_sd", draft="tiny/draft", layers=MASK, numbers={"accept": 0.5, "escalate": 0}),
 }
 
 
@@ -25,7 +23,7 @@ def test_what_is_written_is_read(kind, tmp_path):
     arrays = {"weight": np.arange(3, dtype=np.float32), "bias": np.ones(1, np.float32)}
     path = save_system(tmp_path / "it", SYSTEMS[kind], arrays if kind == "sprinter" else None)
     found = load_system(path, kind)
-    assert found == load_system(path, kind) and found.directory == path
+    assert found.directory == path
     for field in ("name", "draft", "draft_tokens", "proxy", "layers", "numbers"):
         assert getattr(found, field) == getattr(SYSTEMS[kind], field)
     if kind == "sprinter":
@@ -35,29 +33,24 @@ def test_what_is_written_is_read(kind, tmp_path):
         assert [file.name for file in path.iterdir()] == ["config.json"]
 
 
-BAD = {
-    "another system": ("via_sd", {"model_type": "llama"}, "model_type .* is 'llama': expected via_sd"),
-    "no draft": ("sprinter", {"draft": None}, "draft .* is None: expected the name of a checkpoint"),
-    "no proxy": ("trispec", {"proxy": 3}, "proxy .* is 3"),
-    "no tokens": (
-        "trispec",
-        {"draft_tokens": 0},
-        "draft_tokens .* is 0: expected a whole number from 1 to 64",
-    ),
-    "no mask": ("via_sd", {"layers": [[1, True]]}, "layers .* expected .attention, mlp. of every layer"),
-    "an empty mask": ("via_sd", {"layers": []}, "layers"),
-    "no number": ("via_sd", {"accept": "high"}, "accept .* is 'high': expected a number"),
-    "not finite": ("trispec", {"margin": float("nan")}, "margin .* is nan"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_none_can_be_is_refused(case, tmp_path):
-    kind, change, words = BAD[case]
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("via_sd", {"model_type": "llama"}, "model_type .* is 'llama': expected via_sd"),
+        ("sprinter", {"draft": None}, "draft .* is None: expected the name of a checkpoint"),
+        ("trispec", {"proxy": 3}, "proxy .* is 3"),
+        ("trispec", {"draft_tokens": 0}, "draft_tokens .* is 0: expected a whole number from 1 to 64"),
+        ("via_sd", {"layers": [[1, True]]}, "layers .* expected .attention, mlp. of every layer"),
+        ("via_sd", {"layers": []}, "layers"),
+        ("via_sd", {"accept": "high"}, "accept .* is 'high': expected a number"),
+        ("trispec", {"margin": float("nan")}, "margin .* is nan"),
+    ],
+)
+def test_what_none_can_be_is_refused(tmp_path, kind, change, message):
     path = save_system(tmp_path / "it", SYSTEMS[kind], {"weight": np.ones(2, np.float32)})
     config = json.loads((path / "config.json").read_text()) | change
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MarsError, match=words):
+    with pytest.raises(MarsError, match=message):
         load_system(path, kind)
 
 

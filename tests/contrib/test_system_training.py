@@ -45,12 +45,8 @@ def test_labels_and_features_are_those_of_one_branch_at_a_time():
         apart[0, :begin], apart[0, begin : end + 1] = 0, 1
         alone = np.asarray(read(MODEL, OTHER, jnp.asarray(whole), jnp.asarray(apart)).hidden)[0, end]
         np.testing.assert_allclose(found.hidden[row, place], alone, atol=1e-4)
-        chance = (
-            min(1.0, float(p[row, place, x] / q[row, place, x]))
-            if row
-            else float(p[row, place].argmax() == x)
-        )
-        np.testing.assert_allclose(found.accepted[row, place], chance, atol=1e-4)
+        chance = min(1.0, p[row, place, x] / q[row, place, x]) if row else p[row, place].argmax() == x
+        np.testing.assert_allclose(found.accepted[row, place], float(chance), atol=1e-4)
 
 
 def test_the_classifier_learns_what_its_features_say(tmp_path):

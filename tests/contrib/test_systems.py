@@ -6,7 +6,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import assets, specs
 from mars_jax.contrib.drafters.system_files import System, save_system
-from mars_jax.core.errors import MarsError
+from tests.helpers.checkpoint_files import message
 
 PROMPTS = ["Once upon a time", "User: What is 3 plus 4?\nAssistant:"]
 NAMES = {"sprinter": assets.SPRINTER, "trispec": assets.TRISPEC, "via_sd": assets.VIA_SD}
@@ -27,17 +27,18 @@ def test_it_loads_by_name_and_trusts_tokens(target, kind):
 
 
 def test_a_system_of_another_target_or_model_is_refused(target, tmp_path):
-    short = save_system(tmp_path / "short", System(name="via_sd", draft="ngram", layers=((True, False),) * 2))
-    with pytest.raises(MarsError, match="does not fit 'tiny/target': the mask has 2 layers and the model 6"):
-        mj.drafters.load(f"via_sd:{short}", target)
-    deaf = save_system(tmp_path / "deaf", System(name="via_sd", draft="ngram", layers=((False, True),) * 6))
-    with pytest.raises(MarsError, match="does not fit 'tiny/target': the mask leaves no attention"):
-        mj.drafters.load(f"via_sd:{deaf}", target)
+    def save(name, system, arrays=None):
+        return f"{system.name}:{save_system(tmp_path / name, system, arrays)}"
+
+    short = save("short", System(name="via_sd", draft="ngram", layers=((True, False),) * 2))
+    deaf = save("deaf", System(name="via_sd", draft="ngram", layers=((False, True),) * 6))
     arrays = {"weight": np.ones(7, np.float32), "bias": np.zeros(1, np.float32)}
-    other = save_system(tmp_path / "other", System(name="sprinter", draft=assets.DRAFT), arrays)
-    with pytest.raises(MarsError, match="is for a model of hidden size 7 and 'tiny/draft' has 128"):
-        mj.drafters.load(f"sprinter:{other}", target)
-    with pytest.raises(MarsError, match="tree does not apply to the drafter 'trispec'"):
-        mj.drafters.load("trispec:tiny/trispec", target, tree=(2, 2))
-    with pytest.raises(MarsError, match="num_draft_tokens is 3: a round"):
-        mj.drafters.load("trispec:tiny/trispec", target, num_draft_tokens=3)
+    other = save("other", System(name="sprinter", draft=assets.DRAFT), arrays)
+    for spec, options, sentence in (
+        (short, {}, "does not fit 'tiny/target': the mask has 2 layers and the model 6"),
+        (deaf, {}, "does not fit 'tiny/target': the mask leaves no attention"),
+        (other, {}, "is for a model of hidden size 7 and 'tiny/draft' has 128"),
+        ("trispec:tiny/trispec", {"tree": (2, 2)}, "tree does not apply to the drafter 'trispec'"),
+        ("trispec:tiny/trispec", {"num_draft_tokens": 3}, "num_draft_tokens is 3: a round"),
+    ):
+        assert sentence in message(mj.drafters.load, spec, target, **options)

@@ -3,8 +3,6 @@
 python -m tests.integrations.grpo STEPS FILE    writes the losses and weights of both as JSON
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -21,6 +19,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tests.integrations.tunix_like.stand_in import Tokenizer
+
 PROMPTS = ["abcabcabc", "the cat sat on the mat", "xyz", "one two three"]
 
 
@@ -29,47 +29,17 @@ def part(name: str) -> Any:
     return importlib.import_module(f"tunix.{name}")
 
 
-class Letters:
-    """Tokenizer of single letters, with the interface that Tunix's adapter expects."""
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [3 + ord(letter) % 60 for letter in text]
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return "".join(chr(61 + int(i)) for i in ids)
-
-    def bos_id(self) -> int:
-        return 1
-
-    def eos_id(self) -> int:
-        return 2
-
-    def pad_id(self) -> int:
-        return 0
-
-
-def actor(seed: int, *, width: int = 32) -> nnx.Module:
+def actor(seed: int) -> nnx.Module:
     """Return a random Qwen3 with two layers."""
     qwen3 = part("models.qwen3.model")
-
-    config = qwen3.ModelConfig(
-        num_layers=2,
-        vocab_size=64,
-        embed_dim=width,
-        hidden_dim=2 * width,
-        num_heads=4,
-        head_dim=16,
-        num_kv_heads=2,
-        rope_theta=10_000,
-        norm_eps=1e-6,
-        use_tied_embedding=True,
-    )
-    return qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
+    sizes = {"num_layers": 2, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 64}
+    heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
+    others = {"rope_theta": 10_000, "norm_eps": 1e-6, "use_tied_embedding": True}
+    return qwen3.Qwen3(qwen3.ModelConfig(**sizes, **heads, **others), rngs=nnx.Rngs(seed))
 
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Return the fraction of letters early in the alphabet, per completion."""
-    del prompts
     return [float(np.mean([c < "S" for c in text] or [0])) for text in completions]
 
 
@@ -99,7 +69,7 @@ def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], n
     trained = actor(0)
     with mesh:
         cluster = clusters.RLCluster(
-            actor=trained, reference=actor(1), tokenizer=Letters(), cluster_config=config
+            actor=trained, reference=actor(1), tokenizer=Tokenizer(), cluster_config=config
         )
         losses: list[float] = []
         trainer: Any = cluster.actor_trainer
@@ -110,11 +80,8 @@ def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], n
             return log(loss, *arguments, **options)
 
         trainer._log_metrics = record
-        learner = grpo_learner.GRPOLearner(
-            rl_cluster=cluster,
-            algo_config=grpo_learner.GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.04),
-            reward_fns=reward,
-        )
+        algorithm = grpo_learner.GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.04)
+        learner = grpo_learner.GRPOLearner(rl_cluster=cluster, algo_config=algorithm, reward_fns=reward)
         learner.train([{"prompts": np.array(PROMPTS[i % 2 * 2 : i % 2 * 2 + 2])} for i in range(steps)])
     return losses, trainer.model, cluster.rollout
 
@@ -135,19 +102,15 @@ def engines() -> tuple[type, type, list[Any]]:
 
     class Again(vanilla_rollout.VanillaRollout):
         def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
-            del mesh
-            TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
-
-            size = base_rollout.CacheConfig(
-                cache_size=rollout_config.kv_cache_size,
-                num_layers=rollout_actor.config.num_layers,
-                num_kv_heads=rollout_actor.config.num_kv_heads,
-                head_dim=rollout_actor.config.head_dim,
-            )
+            adapter = part("generate.tokenizer_adapter").TokenizerAdapter(tokenizer)
+            model = rollout_actor.config
+            heads = {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+            slots = {"cache_size": rollout_config.kv_cache_size, "num_layers": model.num_layers}
+            size = base_rollout.CacheConfig(**slots, **heads)
             # Copy the model, as RLCluster does for its vanilla engine.
             graph, state = nnx.split(rollout_actor)
             copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))
-            super().__init__(copied, TokenizerAdapter(tokenizer), size)
+            super().__init__(copied, adapter, size)
             self._given = iter(list(record))
 
         def generate(self, prompts, rollout_config, **kwargs):
@@ -168,9 +131,8 @@ def compare(steps: int) -> dict[str, Any]:
     given = jnp.asarray(last.left_padded_prompt_tokens), jnp.asarray(completions)
     mask = completions != 0
     apart = np.abs(np.asarray(rollout.get_per_token_logps(*given) - vanilla.get_per_token_logps(*given)))
-    weights = jax.tree.map(
-        lambda a, b: float(jnp.max(jnp.abs(a - b))), nnx.state(mine, nnx.Param), nnx.state(other, nnx.Param)
-    )
+    trained = (nnx.state(model, nnx.Param) for model in (mine, other))
+    weights = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), *trained)
     said = np.concatenate(last.logprobs)
     return {
         "losses with MarsRollout": ours,

@@ -1,5 +1,7 @@
 """Tests of Flax modules as language models: broken contracts are named, and params convert to nnx and back."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,6 @@ class Hash(nnx.Module):
         self.shift = nnx.Param(jnp.zeros((), jnp.uint32))
 
     def __call__(self, tokens, positions, mask, cache, slot):
-
         visible = Visible(first=slot * 0, positions=positions, slot=slot, seen=mask)
         out = HASH.forward((), tokens, visible, cache)
         return HASH.unembed((), out.hidden + self.shift[...]), out.cache
@@ -38,17 +39,12 @@ def test_a_module_decodes_as_the_functions_that_it_calls():
     prompts, lengths = ragged([1, 6, 12], 40, VOCAB)
     drafter = drafters.language_model(fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8), tree=(2, 2))
     rule = verify.mars(theta=0.5)
-    ours, _ = decode_all(
-        model, drafter, rule, prompts, lengths, params=Params(params), temperature=[0.0, 0.9, 1.2]
-    )
-    plain, _ = decode_all(HASH, drafter, rule, prompts, lengths, temperature=[0.0, 0.9, 1.2])
+    batch, temperature = (drafter, rule, prompts, lengths), [0.0, 0.9, 1.2]
+    ours, _ = decode_all(model, *batch, params=Params(params), temperature=temperature)
+    plain, _ = decode_all(HASH, *batch, temperature=temperature)
     assert committed(ours) == committed(plain)
     # Modules that differ only in weights share one model, so that nothing recompiles.
     assert bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)[0] is model
-
-
-def broken(forward=None, unembed=None, **others):
-    return HASH._replace(forward=forward or HASH.forward, unembed=unembed or HASH.unembed, **others)
 
 
 def _reads_before_it_writes(params, tokens, visible, cache):
@@ -70,11 +66,11 @@ def _mixes_rows(params, tokens, visible, cache):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (broken(_reads_before_it_writes), "two pieces"),
-        (broken(_positions_of_slots), "positions are taken from slots"),
-        (broken(_mixes_rows), "a row depends on the others"),
-        (broken(commit=lambda cache, start, path: cache), "`commit` does not move"),
-        (broken(put=lambda cache, rows, new: cache), "`put` does not replace"),
+        (HASH._replace(forward=_reads_before_it_writes), "two pieces"),
+        (HASH._replace(forward=_positions_of_slots), "positions are taken from slots"),
+        (HASH._replace(forward=_mixes_rows), "a row depends on the others"),
+        (HASH._replace(commit=lambda cache, start, path: cache), "`commit` does not move"),
+        (HASH._replace(put=lambda cache, rows, new: cache), "`put` does not replace"),
     ],
     ids=["reads first", "slots as positions", "mixed rows", "commit", "put"],
 )
@@ -93,9 +89,8 @@ def test_shapes_of_foreign_code_are_checked():
             return jnp.zeros((*tokens.shape, VOCAB)), jax.tree.map(lambda x: x.astype(jnp.float32), cache)
 
     for module, sentence in ((Short(), "logits of shape"), (Grows(), "cache of another structure")):
-        model, params = bridge.from_nnx(module, vocab_size=VOCAB, init_cache=HASH.init_cache)
         with pytest.raises(MarsError, match=sentence):
-            bridge.check(model, params)
+            bridge.check(*bridge.from_nnx(module, vocab_size=VOCAB, init_cache=HASH.init_cache))
     with pytest.raises(MarsError, match=r"takes a flax\.nnx"):
         bridge.from_nnx(linen.Dense(2), vocab_size=VOCAB, init_cache=HASH.init_cache)
     with pytest.raises(MarsError, match=r"takes a flax\.linen"):
@@ -114,12 +109,9 @@ def test_our_params_go_to_nnx_and_back():
     gradient = nnx.grad(lambda m: jnp.sum(jnp.sin(m(ids))))(module)
 
     def plain(params):
-        out = model.forward(
-            params, ids, Visible.causal(jnp.zeros((1,), jnp.int32), 3), model.init_cache(1, 3)
-        )
+        visible = Visible.causal(jnp.zeros((1,), jnp.int32), 3)
+        out = model.forward(params, ids, visible, model.init_cache(1, 3))
         return jnp.sum(jnp.sin(model.unembed(params, out.hidden)))
 
-    found = bridge.params_of(module, gradient)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, jax.grad(plain)(params)
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, bridge.params_of(module, gradient), jax.grad(plain)(params))

@@ -1,7 +1,5 @@
 """Tests of `ray.data`: several actors give the rows of one process, even if an actor dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -21,31 +19,18 @@ PROMPTS = ["Once upon a time", "The cat", "Lily wanted to", "One day, a boy", "T
 SETTINGS = {"temperature": 1.0, "max_new_tokens": 12, "log_probs": True}
 
 
-@pytest.fixture(scope="module")
-def pair():
-    target = mars_jax.load("tiny/target", dtype="float32")
-    return target, ray_data.Generate(
-        "tiny/target", "ngram", load_options={"dtype": "float32"}, seed=7, **SETTINGS
-    )
-
-
 @pytest.mark.slow
-def test_a_row_draws_with_the_base_seed_plus_its_id(pair):
-    target, decode = pair
+def test_a_row_draws_with_the_base_seed_plus_its_id_or_with_its_own_seed():
+    target = mars_jax.load("tiny/target", dtype="float32")
+    decode = ray_data.Generate("tiny/target", "ngram", load_options={"dtype": "float32"}, seed=7, **SETTINGS)
     rows = decode({"id": np.array([3, 1]), "prompt": np.array(PROMPTS[:2])}).to_pylist()
+    by_seed = decode(pyarrow.table({"seed": [10, 8], "prompt": PROMPTS[:2]})).to_pylist()
+    assert [row["tokens"] for row in by_seed] == [row["tokens"] for row in rows]
     expected = mars_jax.generate(target, "ngram", PROMPTS[:2], seed=[10, 8], **SETTINGS).completions
     assert [row["tokens"] for row in rows] == [completion.tokens for completion in expected]
     assert [row["text"] for row in rows] == [completion.text for completion in expected]
     assert [row["tau"] for row in rows] == [completion.metrics.tau for completion in expected]
     assert rows[0]["log_probs"] == pytest.approx(expected[0].log_probs.log_prob, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_seed_of_a_row_replaces_its_id(pair):
-    _, decode = pair
-    by_id = decode(pyarrow.table({"id": [0], "prompt": PROMPTS[:1]}))
-    by_seed = decode(pyarrow.table({"seed": [7], "prompt": PROMPTS[:1]}))
-    assert by_id["tokens"] == by_seed["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -85,28 +70,21 @@ class Mortal(ray_data.Generate):
 @pytest.mark.filterwarnings("default")
 def test_four_actors_give_the_rows_of_one_process_though_one_is_killed(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    )
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     prompts = PROMPTS * 4
     rule = verify.mars(theta=0.8)
     ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
     try:
         rows = ray.data.from_items([{"id": i, "prompt": text} for i, text in enumerate(prompts)])
-        arguments = {
-            "marker": str(tmp_path / "killed"),
-            "target": "tiny/target",
-            "draft": "ngram",
-            "verify": rule,
-        }
-        arguments |= {"load_options": {"dtype": "float32"}, "seed": 7, **SETTINGS}
-        done = rows.map_batches(
-            Mortal, fn_constructor_kwargs=arguments, concurrency=4, batch_size=3
-        ).take_all()
+        settings = {"load_options": {"dtype": "float32"}, "seed": 7, **SETTINGS}
+        arguments = {"target": "tiny/target", "draft": "ngram", "verify": rule, **settings}
+        arguments["marker"] = str(tmp_path / "killed")
+        mapped = rows.map_batches(Mortal, fn_constructor_kwargs=arguments, concurrency=4, batch_size=3)
+        done = sorted(mapped.take_all(), key=lambda row: row["id"])
     finally:
         ray.shutdown()
     assert (tmp_path / "killed").exists()
-    done.sort(key=lambda row: row["id"])
     target = mars_jax.load("tiny/target", dtype="float32")
     result = mars_jax.generate(target, "ngram", prompts, verify=rule, seed=7, **SETTINGS)
     assert [list(row["tokens"]) for row in done] == result.tokens

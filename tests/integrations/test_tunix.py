@@ -20,15 +20,14 @@ WIDTH = 32
 PROMPTS = ["abcabc", "xyz", "the cat sat", "the cat sat"]
 
 
-@pytest.fixture(params=["stand-in", pytest.param("stand-in llama", marks=pytest.mark.slow)])
+@pytest.fixture(params=["qwen", pytest.param("llama", marks=pytest.mark.slow)])
 def made(request, monkeypatch):
     """Return the stand-in module and an actor."""
     # User modules rely on JAX's default promotion.
     monkeypatch.setattr(tunix, "_rollout_class", functools.cache(tunix._rollout_class.__wrapped__))
     base = stand_in.install(monkeypatch)
-    llama = request.param.endswith("llama")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        if llama:
+        if request.param == "llama":
             yield base, stand_in.Llama3(stand_in.Config(use_tied_embedding=False))
         else:
             yield base, stand_in.Qwen3(stand_in.Config())
@@ -58,9 +57,8 @@ def test_samples_and_log_probabilities_are_the_actors(made):
     base, actor = made
     rollout = rollout_of(actor)
     assert isinstance(rollout, base.BaseRollout)
-    config = base.RolloutConfig(
-        max_tokens_to_generate=12, max_prompt_length=16, temperature=0.8, return_logprobs=True
-    )
+    lengths = {"max_tokens_to_generate": 12, "max_prompt_length": 16}
+    config = base.RolloutConfig(**lengths, temperature=0.8, return_logprobs=True)
     out = rollout.generate(PROMPTS, config)
     assert out.left_padded_prompt_tokens.shape == (4, 16) and len(out.text) == 4
     for row, tokens in enumerate(out.tokens):
@@ -69,31 +67,24 @@ def test_samples_and_log_probabilities_are_the_actors(made):
         assert len(tokens) == 12 or tokens[-1] == 2
         wanted = teacher_forced(actor, prompt, tokens.tolist(), 0.8)
         np.testing.assert_allclose(out.logprobs[row], wanted, atol=2e-4)
-        completion = np.zeros((1, 12), np.int32)
-        completion[0, : len(tokens)] = tokens
-        found = rollout.get_per_token_logps(
-            out.left_padded_prompt_tokens[row : row + 1], jnp.asarray(completion)
-        )
+        completion = jnp.asarray([tokens.tolist() + [0] * (12 - len(tokens))])
+        padded_prompt = out.left_padded_prompt_tokens[row : row + 1]
+        found = rollout.get_per_token_logps(padded_prompt, completion)
         wanted = teacher_forced(actor, prompt, tokens.tolist(), 1.0)
         np.testing.assert_allclose(found[0, : len(tokens)], wanted, atol=2e-4)
     again = rollout.generate(PROMPTS, config)
     assert any(a.tolist() != b.tolist() for a, b in zip(out.tokens, again.tokens, strict=True)), "other draws"
-    assert rollout_of(actor).generate(PROMPTS, config).tokens[2].tolist() == out.tokens[2].tolist(), (
-        "the same seed"
-    )
-    assert (
-        rollout.metrics.tau >= 1
-        and rollout.generate(PROMPTS, dataclasses.replace(config, return_logprobs=False)).logprobs is None
-    )
+    same_seed = rollout_of(actor).generate(PROMPTS, dataclasses.replace(config, return_logprobs=False))
+    assert same_seed.tokens[2].tolist() == out.tokens[2].tolist() and same_seed.logprobs is None
+    assert rollout.metrics.tau >= 1
 
 
 @pytest.mark.slow
 def test_an_update_is_device_work_and_compiles_nothing(made):
     base, actor = made
     rollout = rollout_of(actor)
-    config = base.RolloutConfig(
-        max_tokens_to_generate=8, max_prompt_length=16, temperature=0.0, return_logprobs=True
-    )
+    lengths = {"max_tokens_to_generate": 8, "max_prompt_length": 16}
+    config = base.RolloutConfig(**lengths, temperature=0.0, return_logprobs=True)
     first = rollout.generate(PROMPTS, config)
     state = jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param))
     with jax.transfer_guard("disallow_explicit"):
@@ -152,9 +143,8 @@ def test_what_it_refuses(made):
         rollout_of(Qwen3(stand_in.Config()))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tunix") is not None, reason="Tunix is here")
 def test_without_tunix_it_says_what_to_install(monkeypatch):
-    if importlib.util.find_spec("tunix"):
-        pytest.skip("Tunix is here.")
     monkeypatch.setattr(tunix, "_rollout_class", functools.cache(tunix._rollout_class.__wrapped__))
     with pytest.raises(MarsError, match="pip install google-tunix"):
         _ = tunix.MarsRollout

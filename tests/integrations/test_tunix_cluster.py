@@ -18,15 +18,9 @@ def test_grpo_in_a_real_cluster_has_the_losses_of_tunix(tmp_path):
     if importlib.util.find_spec("tunix") is None:
         pytest.skip("could not import 'tunix': pip install google-tunix")
     file = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.grpo", "2", str(file)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+    argv = [sys.executable, "-m", "tests.integrations.grpo", "2", str(file)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(file.read_text())
     assert len(found["losses with MarsRollout"]) >= 3

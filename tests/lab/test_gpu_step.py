@@ -1,34 +1,11 @@
 """Tests of `scripts/kernels/gpu_step.py` on a CPU with a tiny shape."""
 
-from __future__ import annotations
-
 import json
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from mars_jax.core.types import Visible
-from mars_jax.models import init_params
-from mars_jax.models.transformer import language_model
 from scripts.kernels import gpu_step
-
-
-def test_joined_products_equal_separate_ones():
-    config = gpu_step.SHAPES["tiny"].config
-    params, model = init_params(config, jax.random.key(0)), language_model(config)
-    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
-
-    def hidden(params):
-        visible = Visible.causal(jnp.zeros((1,), jnp.int32), tokens.shape[1])
-        return model.forward(params, tokens, visible, model.init_cache(1, 8)).hidden
-
-    separate = hidden(params)
-    with gpu_step.joined_products():
-        joined = hidden(gpu_step.join(params))
-    np.testing.assert_allclose(joined, separate, rtol=1e-5, atol=1e-6)
 
 
 def test_operations_are_counted_in_the_largest_loop_and_inside_its_fusions():
@@ -40,7 +17,6 @@ def test_operations_are_counted_in_the_largest_loop_and_inside_its_fusions():
   ROOT %d = f32[2]{0} copy(%p)
 }
 %body (p: (f32[2], bf16[4,8])) -> (f32[2], bf16[4,8]) {
-  %a = f32[2]{0} get-tuple-element(%p), index=0
   %f = bf16[8,8]{1,0} fusion(%b), kind=kLoop, calls=%fused
   %e = bf16[6144,4096]{1,0} concatenate(%q, %k, %v), dimensions={0}
   %g = f32[2]{0} conditional(%i, %a, %a), branch_computations={%branch, %branch}
@@ -50,29 +26,20 @@ def test_operations_are_counted_in_the_largest_loop_and_inside_its_fusions():
   ROOT %h = f32[2]{0} copy(%p)
 }
 ENTRY %main (x: f32[2]) -> f32[2] {
-  %outside = f32[2]{0} copy(%x)
   %w = (f32[2]{0}, bf16[4,8]{1,0}) while(%x), condition=%cond, body=%body
   ROOT %v = f32[2]{0} while(%x), condition=%cond, body=%small
 }
 """
-    assert gpu_step.loop_operations(text) == {
-        "concatenate": 1,
-        "copy": 1,
-        "fusion": 1,
-        "fused concatenate": 1,
-        "concatenated": {"bf16[8,8]": 1, "bf16[6144,4096]": 1},
-    }
+    concatenated = {"bf16[8,8]": 1, "bf16[6144,4096]": 1}
+    counts = {"concatenate": 1, "copy": 1, "fusion": 1, "fused concatenate": 1}
+    assert gpu_step.loop_operations(text) == counts | {"concatenated": concatenated}
 
 
 def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(monkeypatch, tmp_path):
     path = tmp_path / "report.json"
     monkeypatch.setitem(gpu_step.VARIANTS, "unknown", gpu_step.Variant({"xla_gpu_no_such_option": 1}))
-    sections = [
-        ("device", "default"),
-        ("steps", "joined"),
-        ("prompts", "no dot merger, graphs"),
-        ("prompts", "unknown"),
-    ]
+    prompts = "no dot merger, graphs"
+    sections = [("device", "default"), ("steps", "joined"), ("prompts", prompts), ("prompts", "unknown")]
     monkeypatch.setitem(gpu_step.SECTIONS, "tiny", sections)
     monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--shape", "tiny", "--output", str(path)])
     gpu_step.main()
@@ -81,26 +48,11 @@ def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(monkeypa
     rows = {name: section["rows"] for name, section in report["sections"].items()}
     [device] = rows["device: default"]
     assert device["copy_bytes_per_second"] > 0
-    assert (
-        "xla_gpu_no_such_option" in device["unsupported"]["unknown"]
-        and "default" not in device["unsupported"]
-    )
+    assert "xla_gpu_no_such_option" in device["unsupported"]["unknown"]
+    assert "default" not in device["unsupported"]
     [step] = rows["steps: joined"]
     assert step["tau"] == 1 and step["tokens_per_second"] == pytest.approx(1e3 / step["milliseconds"])
     assert step["loop"]["fusion"] > 0
-    assert [row["chunk"] for row in rows["prompts: no dot merger, graphs"]] == [16, 32]
-    assert all(row["milliseconds"] > 0 for row in rows["prompts: no dot merger, graphs"])
+    assert [row["chunk"] for row in rows[f"prompts: {prompts}"]] == [16, 32]
+    assert all(row["milliseconds"] > 0 for row in rows[f"prompts: {prompts}"])
     assert "prompts: unknown" not in rows
-
-
-def test_a_section_that_fails_or_takes_too_long_is_reported(monkeypatch, tmp_path):
-    path = tmp_path / "report.json"
-    monkeypatch.setattr(gpu_step, "__file__", str(tmp_path / "child.py"))
-    for code, limit, status in (
-        ("raise SystemExit(3)", 30, "exit code 3"),
-        ("while True: pass", 0.2, "stopped after 0.2 s"),
-    ):
-        (tmp_path / "child.py").write_text(code)
-        path.write_text('{"sections": {}}')
-        gpu_step.measure_in_child("steps", "default", "8b", path, limit)
-        assert json.loads(path.read_text())["sections"] == {"steps: default": {"rows": [], "status": status}}

@@ -1,7 +1,5 @@
 """Tests of pictures: a distinct style per rule, reproducible bytes, and axis limits that do not magnify noise."""
 
-from __future__ import annotations
-
 import pytest
 
 from mars_jax.lab.pictures import COLOURS, MARKERS, honest_limits, level, look, picture

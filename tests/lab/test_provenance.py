@@ -1,7 +1,5 @@
 """Tests of the provenance of a report. Oracles: git, and digests of hashlib."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import subprocess
@@ -35,9 +33,8 @@ def checkout(tmp_path, monkeypatch):
 
 def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypatch):
     root, git = checkout
-    monkeypatch.setattr(
-        sys, "argv", [str(root / "scripts" / "bench.py"), "--data", "/data/eval", "--turns", "3"]
-    )
+    argv = [str(root / "scripts" / "bench.py"), "--data", "/data/eval", "--turns", "3"]
+    monkeypatch.setattr(sys, "argv", argv)
     params = {"w": np.ones((2, 3))}
     data = root / "eval"
     data.mkdir()

@@ -1,7 +1,5 @@
 """Stand-in for the parts of google-tunix 0.1.7 that `integrations.tunix` uses, with the same names and shapes."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import sys
@@ -94,47 +92,36 @@ def apply_rope(x, positions, head_dim, rope_theta=1_000_000):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-class Weight(nnx.Module):
-    def __init__(self, key, *shape):
-        self.w = nnx.Param(jax.random.normal(key, shape) * 0.3 if key is not None else jnp.ones(shape))
-
-
-class Kernel(nnx.Module):
-    def __init__(self, key, *shape):
-        self.kernel = nnx.Param(jax.random.normal(key, shape) * 0.3)
-
-
-class Embedder(nnx.Module):
-    def __init__(self, key, *shape):
-        self.input_embedding = nnx.Param(jax.random.normal(key, shape) * 0.3)
-
-
 class Part(nnx.Module):
     def __init__(self, **parts):
         for name, part in parts.items():
             setattr(self, name, part)
 
 
+def _random(key, *shape):
+    return nnx.Param(jax.random.normal(key, shape) * 0.3)
+
+
+def _norm(size):
+    return Part(w=nnx.Param(jnp.ones(size)))
+
+
 def _layer(c, keys, qk_norm):
-    norms = {"q_norm": Weight(None, c.head_dim), "k_norm": Weight(None, c.head_dim)} if qk_norm else {}
+    norms = {"q_norm": _norm(c.head_dim), "k_norm": _norm(c.head_dim)} if qk_norm else {}
     attn = Part(
-        q_proj=Weight(keys[0], c.embed_dim, c.num_heads, c.head_dim),
-        k_proj=Weight(keys[1], c.embed_dim, c.num_kv_heads, c.head_dim),
-        v_proj=Weight(keys[2], c.embed_dim, c.num_kv_heads, c.head_dim),
-        o_proj=Weight(keys[3], c.num_heads, c.head_dim, c.embed_dim),
+        q_proj=Part(w=_random(keys[0], c.embed_dim, c.num_heads, c.head_dim)),
+        k_proj=Part(w=_random(keys[1], c.embed_dim, c.num_kv_heads, c.head_dim)),
+        v_proj=Part(w=_random(keys[2], c.embed_dim, c.num_kv_heads, c.head_dim)),
+        o_proj=Part(w=_random(keys[3], c.num_heads, c.head_dim, c.embed_dim)),
         **norms,
     )
     mlp = Part(
-        gate_proj=Kernel(keys[4], c.embed_dim, c.hidden_dim),
-        up_proj=Kernel(keys[5], c.embed_dim, c.hidden_dim),
-        down_proj=Kernel(keys[6], c.hidden_dim, c.embed_dim),
+        gate_proj=Part(kernel=_random(keys[4], c.embed_dim, c.hidden_dim)),
+        up_proj=Part(kernel=_random(keys[5], c.embed_dim, c.hidden_dim)),
+        down_proj=Part(kernel=_random(keys[6], c.hidden_dim, c.embed_dim)),
     )
-    return Part(
-        attn=attn,
-        mlp=mlp,
-        input_layernorm=Weight(None, c.embed_dim),
-        post_attention_layernorm=Weight(None, c.embed_dim),
-    )
+    before, after = _norm(c.embed_dim), _norm(c.embed_dim)
+    return Part(attn=attn, mlp=mlp, input_layernorm=before, post_attention_layernorm=after)
 
 
 class Qwen3(nnx.Module):
@@ -145,11 +132,11 @@ class Qwen3(nnx.Module):
     def __init__(self, config, seed=0):
         c = self.config = config
         keys = jax.random.split(jax.random.key(seed), (c.num_layers + 1, 8))
-        self.embedder = Embedder(keys[-1, 0], c.vocab_size, c.embed_dim)
+        self.embedder = Part(input_embedding=_random(keys[-1, 0], c.vocab_size, c.embed_dim))
         self.layers = nnx.List([_layer(c, keys[i], self.qk_norm) for i in range(c.num_layers)])
-        self.final_norm = Weight(None, c.embed_dim)
+        self.final_norm = _norm(c.embed_dim)
         if not c.use_tied_embedding:
-            self.lm_head = Weight(keys[-1, 1], c.embed_dim, c.vocab_size)
+            self.lm_head = Part(w=_random(keys[-1, 1], c.embed_dim, c.vocab_size))
 
     def __call__(self, tokens, positions, cache, attention_mask):
         c = self.config
@@ -170,11 +157,8 @@ class Qwen3(nnx.Module):
             weights = jax.nn.softmax(jnp.where(attention_mask[:, None], scores, -1e30), axis=-1)
             x = x + jnp.einsum("bnts,bsnh,nhd->btd", weights, v, own.o_proj.w[...])
             y, mlp = norm(x, layer.post_attention_layernorm), layer.mlp
-            x = (
-                x
-                + (jax.nn.silu(y @ mlp.gate_proj.kernel[...]) * (y @ mlp.up_proj.kernel[...]))
-                @ mlp.down_proj.kernel[...]
-            )
+            gate, up = y @ mlp.gate_proj.kernel[...], y @ mlp.up_proj.kernel[...]
+            x = x + (jax.nn.silu(gate) * up) @ mlp.down_proj.kernel[...]
         x = norm(x, self.final_norm)
         head = self.embedder.input_embedding[...].T if c.use_tied_embedding else self.lm_head.w[...]
         return x @ head, None

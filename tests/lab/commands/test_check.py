@@ -1,7 +1,5 @@
 """Tests of `mars-jax check`: correct kernels and tokens pass, and faults are reported."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -24,19 +22,6 @@ def small(monkeypatch):
     monkeypatch.setattr(kernels, "COMPILED", 300)
     monkeypatch.setattr(kernels, "INTERPRETED", 300)
     monkeypatch.setattr(kernels, "ROUNDS", 1)
-
-
-@pytest.mark.slow
-def test_every_form_equals_the_reference(small):
-    rows = kernels.check_kernels()
-    assert {(row["implementation"], row["how"]) for row in rows} == {
-        ("xla", "compiled"),
-        ("partitioned", "compiled"),
-        ("pallas_tpu", "interpreted"),
-        ("default", "compiled"),
-    }
-    assert {row["status"] for row in rows} == {"equal"} and wrong_rows(rows) == []
-    assert all((row["milliseconds"] is None) == (row["how"] == "interpreted") for row in rows)
 
 
 @pytest.mark.slow
@@ -65,12 +50,6 @@ def test_a_kernel_that_does_not_compile_fails_with_its_reason(small, monkeypatch
     ]
 
 
-def test_wrong_products_of_experts_differ(monkeypatch):
-    monkeypatch.setattr(kernels.moe, "dense_by_expert", lambda x, w, sizes: (x @ w[0].T).astype("float32"))
-    (sentence,) = wrong_rows([kernels.check_case(kernels._experts())])
-    assert "dense_by_expert as default" in sentence and "differs (result (" in sentence
-
-
 def test_the_kernel_of_a_tpu_is_compiled_unless_it_is_off(monkeypatch):
     assert kernels.forms("tpu")["pallas_tpu"] is False
     monkeypatch.setenv("MARS_JAX_PALLAS", "0")
@@ -96,11 +75,6 @@ def texts(loaded):
     return prompt, best, runner_up, float(scored.z1[-1] - scored.z2[-1])
 
 
-def test_greedy_tokens_are_equal(loaded, texts):
-    prompt, best, _, _ = texts
-    assert tokens.compare(loaded, [prompt], [best]) == {"status": "equal", "detail": None}
-
-
 def test_a_token_that_is_not_the_best_differs(loaded, texts):
     prompt, best, runner_up, gap = texts
     row = tokens.compare(loaded, [prompt, prompt], [best, runner_up])
@@ -119,16 +93,8 @@ def test_a_tie_is_not_wrong(loaded, texts, monkeypatch):
 
 # The command.
 
-EQUAL = {
-    "operation": "margin_stats",
-    "implementation": "xla",
-    "how": "compiled",
-    "shape": "[1, 2]",
-    "dtype": "float32",
-    "status": "equal",
-    "detail": None,
-    "milliseconds": 0.5,
-}
+EQUAL = {"operation": "margin_stats", "implementation": "xla", "how": "compiled", "shape": "[1, 2]"}
+EQUAL |= {"dtype": "float32", "status": "equal", "detail": None, "milliseconds": 0.5}
 
 
 @pytest.fixture
@@ -155,25 +121,12 @@ def test_a_report_names_versions_and_device(sections, capsys, tmp_path):
     assert {name: printed[name] for name in sections} == sections
 
 
-def test_a_difference_is_printed_and_ends_with_code_1(sections, capsys):
-    sections["kernels"] = [EQUAL | {"status": "differs", "detail": "top1 (1 of 2)"}]
-    assert main([]) == 1
-    assert "wrong: margin_stats as xla, [1, 2] float32: differs (top1 (1 of 2))" in capsys.readouterr().out
-
-
-LARGE = {
-    "target": "an 8B",
-    "dtype": "int4",
-    "context": 4096,
-    "copy_bytes_per_second": 1e12,
-    "product_flops": 2e14,
-    "prompt": {"tokens": 4096, "flops": 10**13, "milliseconds": 80.0},
-    "steps": [
-        {"arm": "plain", "rows": 1, "bytes": 5 * 10**9, "flops": 10**10, "milliseconds": 6.25}
-        | {"tau": 1.0, "tokens_per_second": 160.0},
-        {"arm": "tree", "rows": 32, "bytes": 1, "flops": 1, "failed": "RESOURCE_EXHAUSTED: no room"},
-    ],
-}
+PLAIN = {"arm": "plain", "rows": 1, "bytes": 5 * 10**9, "flops": 10**10, "milliseconds": 6.25}
+PLAIN |= {"tau": 1.0, "tokens_per_second": 160.0}
+TREE = {"arm": "tree", "rows": 32, "bytes": 1, "flops": 1, "failed": "RESOURCE_EXHAUSTED: no room"}
+LARGE = {"target": "an 8B", "dtype": "int4", "context": 4096, "steps": [PLAIN, TREE]}
+LARGE |= {"copy_bytes_per_second": 1e12, "product_flops": 2e14}
+LARGE |= {"prompt": {"tokens": 4096, "flops": 10**13, "milliseconds": 80.0}}
 
 
 def test_times_of_a_large_model_stand_next_to_the_limits_of_the_device(sections, capsys):
@@ -184,10 +137,6 @@ def test_times_of_a_large_model_stand_next_to_the_limits_of_the_device(sections,
     assert cells["plain"] == ["1", "6.25", "5.00", "0.05", "1.00", "160"]
     assert cells["the prompt"] == ["1", "80.00", "", "50.00", "", ""]
     assert cells["tree"][:2] == ["32", "RESOURCE_EXHAUSTED: no room"]
-
-
-def test_without_an_accelerator_there_is_no_large_model():
-    assert large.check_large() == {"missing": "an accelerator with 12 GiB of memory is needed"}
 
 
 @pytest.mark.slow
@@ -223,7 +172,7 @@ def test_a_section_that_fails_is_reported_and_the_others_run(sections, monkeypat
     assert "wrong: tokens: RuntimeError: INTERNAL: the driver is gone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [".", "missing/check.json", "x" * 300])
+@pytest.mark.parametrize("name", [".", "missing/check.json"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys, tmp_path, name):
     monkeypatch.setattr(device_check, "make_report", lambda save: pytest.fail("minutes of work"))
     assert main(["--output", str(tmp_path / name)]) == 2
@@ -237,9 +186,13 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert {row["status"] for row in report["kernels"]} == {"equal"} and len(report["kernels"]) == 27
+    rows = report["kernels"]
+    assert {row["status"] for row in rows} == {"equal"} and len(rows) == 27
+    assert {row["implementation"] for row in rows} == {"xla", "partitioned", "pallas_tpu", "default"}
+    assert all((row["milliseconds"] is None) == (row["how"] == "interpreted") for row in rows)
     assert len(report["tokens"]) == 5 and all(row["tokens"] == 192 for row in report["tokens"])
     assert {row["status"] for row in report["tokens"]} <= {"equal", "equal up to ties"}
+    assert report["large"] == {"missing": "an accelerator with 12 GiB of memory is needed"}
     assert all(row["tau"] > 2 for row in report["tokens"][1:])
 
 

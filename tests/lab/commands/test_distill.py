@@ -11,6 +11,8 @@ from safetensors.numpy import load_file
 
 import mars_jax as mj
 from mars_jax import hub
+from mars_jax.contrib.rules import diversed_training
+from mars_jax.core.mesh import parse_mesh
 from mars_jax.lab.commands import distill, distill_features, distill_run
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.training import data, distillation, eagle_training, features
@@ -93,25 +95,21 @@ def dump(call, text, target, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def head(call, dump, target, tmp_path):
-    """Train a head on the features and return its folder."""
-    code, err = call(
-        *(
-            "eagle3",
-            "--target",
-            target,
-            "--feature-layers",
-            "0,0,0",
-            "--features",
-            dump,
-            "--draft-vocab",
-            200,
-        ),
-        *("--steps-ahead", 2, "--step-tokens", 64, "--tokens", 256, "--layout", "speculators"),
-        *("--output", tmp_path / "made"),
-    )
-    assert code == 0, err
-    return tmp_path / "made"
+def train_head(call, dump, target):
+    """Return a function that trains a head on the features and returns its folder."""
+
+    def train(output, *flags):
+        sizes = ("--steps-ahead", 2, "--step-tokens", 64, "--tokens", 256, "--layout", "speculators")
+        code, err = call("eagle3", "--target", target, "--features", dump, *sizes, *flags, "--output", output)
+        assert code == 0, err
+        return output
+
+    return train
+
+
+@pytest.fixture
+def head(train_head, tmp_path):
+    return train_head(tmp_path / "made", "--feature-layers", "0,0,0", "--draft-vocab", 200)
 
 
 @pytest.mark.slow
@@ -123,13 +121,8 @@ def test_a_head_trains_on_features_that_were_written_before(head, drafts_lossles
 
 
 @pytest.mark.slow
-def test_a_head_trained_further_at_a_tiny_rate_stays_the_same(call, head, dump, target, tmp_path):
-    code, err = call(
-        *("eagle3", "--target", target, "--from", head, "--features", dump, "--steps-ahead", 2),
-        *("--step-tokens", 64, "--tokens", 256, "--layout", "speculators", "--learning-rate", 1e-12),
-        *("--output", tmp_path / "again"),
-    )
-    assert code == 0, err
+def test_a_head_trained_further_at_a_tiny_rate_stays_the_same(train_head, head, tmp_path):
+    train_head(tmp_path / "again", "--from", head, "--learning-rate", 1e-12)
     old, new = (load_file(folder / "model.safetensors") for folder in (head, tmp_path / "again"))
     jax.tree.map(np.testing.assert_array_equal, new, old)
 
@@ -143,8 +136,6 @@ def test_features_of_other_layers_are_refused(call, dump, target, tmp_path):
 
 @pytest.mark.slow
 def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, monkeypatch):
-    from mars_jax.contrib.rules import diversed_training
-
     monkeypatch.setattr(distill_run, "read_arithmetic", lambda split: read_arithmetic(split, 8))
     monkeypatch.setattr(distill_run, "EVALUATIONS", 2)
     monkeypatch.setattr(diversed_training, "ROLLOUTS", 4)
@@ -152,14 +143,12 @@ def test_the_learned_parts_of_systems_train_and_load(call, run, text, tmp_path, 
     monkeypatch.setattr(diversed_training, "UPDATES", 2)
     small = ("--target", "tiny/target", "--from", "tiny/draft")
     sizes = ("--data", text, "--tokens", 256, "--step-tokens", 64, "--length", 32)
-    specs = {
-        "sprinter": ("--draft", f"sprinter:{tmp_path / 'sprinter'}"),
-        "via_sd": ("--draft", f"via_sd:{tmp_path / 'via_sd'}"),
-        "diversed": ("--draft", "model:tiny/draft", "--verify", f"diversed:{tmp_path / 'diversed'}"),
-    }
-    for kind, flags in specs.items():
+    for kind in ("sprinter", "via_sd", "diversed"):
         code, err = call(kind, *small, *(() if kind == "diversed" else sizes), "--output", tmp_path / kind)
         assert code == 0, err
+        flags = ("--draft", f"{kind}:{tmp_path / kind}")
+        if kind == "diversed":
+            flags = ("--draft", "model:tiny/draft", "--verify", f"{kind}:{tmp_path / kind}")
         decoded = run("--target", "tiny/target", *flags, "--max-new-tokens", 4, "--json", "the sea")
         assert decoded.code == 0, decoded.err
         assert len(json.loads(decoded.out)["tokens"]) == 4
@@ -213,21 +202,16 @@ def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
 def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_path):
-    from mars_jax import load
-    from mars_jax.core.mesh import parse_mesh
-
     def train(mesh):
-        pretrained = load(str(target), dtype="float32", mesh=mesh)
+        pretrained = mj.load(str(target), dtype="float32", mesh=mesh)
         stream = data.stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
+        config = pretrained.config
         if kind == "eagle3":
-            made = eagle_training.new_eagle3(
-                pretrained.config, pretrained.params, layers=(0, 0, 0), steps=2, divergence=forward_kl
-            )
+            options = {"layers": (0, 0, 0), "steps": 2, "divergence": forward_kl}
+            made = eagle_training.new_eagle3(config, pretrained.params, **options)
         else:
-            small = load(str(draft), dtype="float32")
-            made = distillation.small_model(
-                pretrained.config, small.config, small.params, divergence=forward_kl
-            )
+            small = mj.load(str(draft), dtype="float32")
+            made = distillation.small_model(config, small.config, small.params, divergence=forward_kl)
         sizes = {"tokens": 256, "step_tokens": 128, "length": 32}
         work = tmp_path / ("mesh" if mesh else "one")
         return made.init(), distillation.train(made, pretrained.params, [stream], work, mesh=mesh, **sizes)
@@ -237,13 +221,15 @@ def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_
         # The mesh sums bfloat16 gradients in another order. Adam's first steps have the same size for any gradient.
         moved, apart = (np.linalg.norm(np.asarray(x) - np.asarray(y)) for x, y in ((a, begun), (a, b)))
         assert apart < 0.1 * moved
-    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("one", "mesh")]
-    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
+    losses = []
+    for name in ("one", "mesh"):
+        rows = (tmp_path / name / "log.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
     np.testing.assert_allclose(*losses, rtol=2e-2)
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
 
 
-SMALL = ("medusa", "--tokens", 128, "--step-tokens", 64, "--length", 32)
+SMALL = ("--tokens", 128, "--step-tokens", 64, "--length", 32)
 
 
 def files(path):
@@ -253,7 +239,7 @@ def files(path):
 @pytest.mark.slow
 def test_a_training_of_other_settings_is_refused(call, text, target, tmp_path):
     output, work = tmp_path / "made", tmp_path / "made-training"
-    argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
+    argv = ("medusa", *SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
     assert call(*argv)[0] == 0
     first = files(output)
     shutil.rmtree(output)
@@ -272,11 +258,9 @@ def test_a_training_of_other_settings_is_refused(call, text, target, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
-    call, text, target, draft, tmp_path, monkeypatch
-):
+def test_a_kill_during_writing_leaves_nothing_half(call, text, target, draft, tmp_path, monkeypatch):
     output = tmp_path / "made"
-    argv = ("model", *SMALL[1:], "--target", target, "--from", draft, "--data", text, "--output", output)
+    argv = ("model", *SMALL, "--target", target, "--from", draft, "--data", text, "--output", output)
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -291,83 +275,59 @@ def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
 
 
 @pytest.mark.parametrize(
-    "argv, sentence",
+    ("flags", "sentence"),
     [
-        (("eagle3", "--features", "none"), "'none' is no folder of features"),
-        (("eagle3", "--data", "TEXT", "--from", "none"), "there is no directory 'none'"),
-        (("eagle3", "--data", "TEXT", "--feature-layers", "0,x"), "--feature-layers is 0,x: expected layer numbers"),
-        (("diversed", "--from", "tiny/draft", "--task", "chess"), "there is no task 'chess'"),
-        (("features", "--data", "none.txt"), "'none.txt' cannot be read as text ("),
-        (("features", "--data", "TEXT", "--output", "TEXT"), "text.txt' is a file: name a folder."),
-        (("features", "--data", "TEXT", "--feature-layers", "0,99"), "feature layer 99 does not exist"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_refused_before_the_weights_load(
-    argv, sentence, call, text, target, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(hub, "load", None)
-    output = () if "--output" in argv else ("--output", tmp_path / "made")
-    argv = [text if word == "TEXT" else word for word in argv]
-    code, err = call(*argv, "--target", target, *output)
-    assert code == 2 and sentence in err.splitlines()[-1]
-    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
-
-
-HEAD = ("eagle3", "--data", "TEXT", "--from", "tiny/eagle3")
-FEATURES = ("eagle3", "--features", "FOLDER")
-
-
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (("eagle3",), "there is no text to learn from: give --data or --features"),
-        (("medusa",), "there is no text to learn from: give --data."),
-        (("medusa", "--data", "TEXT", "--draft-vocab", 30), "unrecognized arguments: --draft-vocab 30"),
-        (("features", "--data", "TEXT", "--write", 3), "unrecognized arguments: --write 3"),
-        ((*FEATURES, "--write", 3), "--write does not apply to --features"),
-        ((*FEATURES, "--data", "TEXT"), "is the text of a draft vocabulary"),
-        ((*HEAD, "--draft-vocab", 64), "--draft-vocab does not apply to a head of --from"),
-        (("eagle3", "--data", "TEXT", "--layout", "vllm"), "--layout is vllm: expected eagle or speculators"),
-        (("model", "--data", "TEXT"), "needs a checkpoint to start from"),
-        (("eagle1", "--data", "TEXT", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
-        (
-            ("medusa", "--data", "TEXT", "--heads", 10**6),
-            "--heads is 1000000: expected a whole number from 1 to 128",
-        ),
-        (
-            ("eagle1", "--data", "TEXT", "--seed", -1),
-            "--seed is -1: expected a whole number from 0 to 4294967295",
-        ),
-        (("dflash", "--data", "TEXT", "--block-size", 10**9), "blocks of 1000000000: expected 2 to 129"),
-        (("eagle1", "--data", "TEXT", "--loss", "hinge"), "the loss 'hinge' is not known"),
-        (("eagle3", "--data", "TEXT", "--draft-vocab", 999), "a draft vocabulary of 999: expected 1 to"),
-        (("eagle3", "--data", "TEXT", "--feature-layers", "7"), "feature layer 7 does not exist"),
-        (
-            ("eagle1", "--data", "TEXT", "--step-tokens", 64, "--length", 64, "--mesh", "data=2"),
-            "cannot be divided among 2 devices",
-        ),
-        (("eagle1", "--data", "TEXT", "--output", "FOLDER"), "exists and is not an empty directory"),
+        ("eagle3", "there is no text to learn from: give --data or --features"),
+        ("eagle3 --features none", "'none' is no folder of features"),
+        ("eagle3 --data TEXT --from none", "there is no directory 'none'"),
+        ("eagle3 --data TEXT --feature-layers 0,x", "--feature-layers is 0,x: expected layer numbers"),
+        ("features --data TEXT --output TEXT", "text.txt' is a file: name a folder."),
+        ("features --data TEXT --feature-layers 0,99", "feature layer 99 does not exist"),
+        ("medusa --data TEXT --draft-vocab 30", "unrecognized arguments: --draft-vocab 30"),
+        ("eagle3 --features FOLDER --write 3", "--write does not apply to --features"),
+        ("eagle3 --features FOLDER --data TEXT", "is the text of a draft vocabulary"),
+        ("eagle3 --data TEXT --from tiny/eagle3 --draft-vocab 64", "does not apply to a head of --from"),
+        ("eagle3 --data TEXT --layout vllm", "--layout is vllm: expected eagle or speculators"),
+        ("model --data TEXT", "needs a checkpoint to start from"),
+        ("eagle1 --data TEXT --tokens -1", "--tokens is -1.0: expected a number above 0"),
+        ("medusa --data TEXT --heads 1000000", "--heads is 1000000: expected a whole number from 1 to 128"),
+        ("eagle1 --data TEXT --loss hinge", "the loss 'hinge' is not known"),
+        ("eagle1 --data TEXT --output FOLDER", "exists and is not an empty directory"),
     ],
 )
-def test_bad_input_gets_a_sentence(argv, sentence, call, text, target, tmp_path):
-    output = () if "--output" in argv else ("--output", tmp_path / "made")
+def test_bad_input_is_refused_before_the_weights_load(
+    flags, sentence, call, text, target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hub, "load", None)
+    output = () if "--output" in flags else ("--output", tmp_path / "made")
     paths = {"TEXT": text, "FOLDER": tmp_path}
-    code, err = call(*(paths.get(word, word) for word in argv), "--target", target, *output)
+    code, err = call(*(paths.get(word, word) for word in flags.split()), "--target", target, *output)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ") and sentence in err
     # The work folder does not exist either: it would record these flags.
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("dflash --block-size 1000000000", "blocks of 1000000000: expected 2 to 129"),
+        ("eagle3 --draft-vocab 999", "a draft vocabulary of 999: expected 1 to"),
+        ("eagle1 --step-tokens 64 --length 64 --mesh data=2", "cannot be divided among 2 devices"),
+    ],
+)
+def test_what_does_not_fit_the_target_gets_a_sentence(flags, sentence, call, text, target, tmp_path):
+    code, err = call(*flags.split(), "--data", text, "--target", target, "--output", tmp_path / "made")
+    assert code == 2 and sentence in err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 @pytest.mark.parametrize("flag", ["--output", "--work"])
-@pytest.mark.parametrize("where", ["text.txt/x", "/proc/x", "n" * 300])
-def test_a_path_that_takes_nothing_is_refused_before_the_training(flag, where, call, text, target, tmp_path):
-    flags = {"--output": tmp_path / "made", flag: tmp_path / where}
+@pytest.mark.parametrize("path", ["text.txt/x", "/proc/x"])
+def test_a_path_that_takes_nothing_is_refused_before_the_training(flag, path, call, text, target, tmp_path):
+    flags = {"--output": tmp_path / "made", flag: tmp_path / path}
     argv = [x for pair in flags.items() for x in pair]
     code, err = call("eagle1", "--target", target, "--data", text, *argv, *SIZES)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-    if where == "n" * 300:
-        assert f"{flag} '" in err and "holds a name of 300 bytes" in err
-    else:
-        assert f"'{flags[flag]}' cannot be written (" in err or f"'{flags[flag]}' leads through" in err, err
+    assert f"'{flags[flag]}' cannot be written (" in err or f"'{flags[flag]}' leads through" in err, err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt"]

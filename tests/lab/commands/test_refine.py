@@ -1,7 +1,5 @@
 """Tests of `--refine` and `--draft-size auto` on the command line: equal completions, and the message on stderr."""
 
-from __future__ import annotations
-
 import json
 
 import jax
@@ -17,20 +15,15 @@ def test_texts_do_not_depend_on_what_the_draft_learns_or_on_its_size(run, target
     texts.write_text(TEXTS)
     asked = ["--target", target, "--draft", f"model:{draft}", "--num-draft-tokens", 2, "--verify", "exact"]
     asked += ["--dtype", "float32", "--max-new-tokens", 12, "--batch-size", 2, "--ignore-eos", *PROMPTS]
+    refined = ["--refine", texts, "--refine-every", 3]
     said = {}
-    ways = {
-        "plain": [],
-        "refined": ["--refine", texts, "--refine-every", 3],
-        "auto": ["--draft-size", "auto"],
-    }
-    for name, flags in ways.items():
+    for name, flags in (("plain", []), ("refined", refined), ("auto", ["--draft-size", "auto"])):
         output = tmp_path / f"{name}.jsonl"
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer step counter with floats
             done = run("--output", output, *flags, *asked)
         assert done.code == 0, done.err
+        assert ("the draft was refined 2 times" in done.err) == (name == "refined")
         rows = [json.loads(line) for line in output.read_text().splitlines()]
         assert all("log_probs" not in row for row in rows)
         said[name] = [row["tokens"] for row in rows]
-        if name == "refined":
-            assert "the draft was refined 2 times" in done.err
     assert len(said["plain"]) == 6 and said["plain"] == said["refined"] == said["auto"]

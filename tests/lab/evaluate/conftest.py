@@ -1,7 +1,5 @@
 """Shared fixtures: tiny random checkpoints and one finished benchmark of them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence
@@ -11,12 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from mars_jax.lab.commands import benchmark
-from mars_jax.lab.commands.benchmark import main
 from mars_jax.lab.evaluate import answers
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]
 TIMES = {"date", "seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
+
+
+def call(*argv):
+    """Run the command and return its exit code."""
+    return benchmark.main([str(arg) for arg in argv])
 
 
 def timeless(value):
@@ -83,9 +85,8 @@ def finished(flags, tmp_path_factory):
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("evaluate") / "finished"
     calls = []
+    ticks = contextlib.nullcontext(lambda *call: calls.append(call))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            benchmark, "progress", lambda name: contextlib.nullcontext(lambda *call: calls.append(call))
-        )
-        assert main([*map(str, flags), "--output", str(path)]) == 0
+        patched.setattr(benchmark, "progress", lambda name: ticks)
+        assert call(*flags, "--output", path) == 0
     return read_folder(path)._replace(progress=calls)

@@ -1,22 +1,16 @@
 """Tests of conversations: turns, the chat template, and a full context."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
 
 from mars_jax import drafters, hub
-from mars_jax.core.errors import MarsError
-from mars_jax.lab.evaluate.answers import Decoding, check_problems, prompt_tokens
+from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import MARS, make_arms
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve.session import Session
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +53,8 @@ def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
     [answer] = plain.answer(arms()["exact"], [problem("sea", "sun")], [0], temperature=0.0)
     assert len(answer.texts) == 1
     assert prompt_tokens(chatty, problem("sea"), chat=False) == chatty.tokenizer("sea")["input_ids"]
-    assert (
-        prompt_tokens(chatty, problem("sea", continues=True), chat=True)
-        == chatty.tokenizer("sea")["input_ids"]
-    )
+    continued = problem("sea", continues=True)
+    assert prompt_tokens(chatty, continued, chat=True) == chatty.tokenizer("sea")["input_ids"]
 
 
 def test_a_turn_that_does_not_fit_is_left_out(decoding):
@@ -72,13 +64,6 @@ def test_a_turn_that_does_not_fit_is_left_out(decoding):
 
 
 def test_arms_draw_by_their_seed(decoding):
-    drawn = [
-        decoding.answer(arms(1.0)["autoregressive"], [problem("sea")], [seed], temperature=1.0)[0].tokens
-        for seed in (0, 0, 1)
-    ]
+    arm = arms(1.0)["autoregressive"]
+    drawn = [decoding.answer(arm, [problem("sea")], [n], temperature=1.0)[0].tokens for n in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_a_prompt_that_does_not_fit_is_named(chatty):
-    with pytest.raises(MarsError, match=r"t, problem 7: the prompt has \d+ tokens and .* a context of 64"):
-        check_problems(chatty, [problem("sea"), problem("sun " * 60, id="7")], chat=True)

@@ -24,10 +24,6 @@ def exercises(split):
     return list(generator.generate(generator.COUNTS[split], split=split))
 
 
-def equations(exercise):
-    return [(int(a), sign, int(b), int(c)) for a, sign, b, c in EQUATION.findall(exercise.answer)]
-
-
 def test_the_file_holds_the_problems_of_the_generator(split, exercises):
     problems = read_arithmetic(split)
     assert [p.turns for p in problems] == [(exercise.question,) for exercise in exercises]
@@ -41,7 +37,7 @@ def test_a_problem_is_correct_by_its_own_answer(split, exercises):
 
 def test_every_equation_is_true_and_within_the_limits(exercises):
     for exercise in exercises:
-        steps = equations(exercise)
+        steps = [(int(a), sign, int(b), int(c)) for a, sign, b, c in EQUATION.findall(exercise.answer)]
         assert 1 <= len(steps) <= 3 and exercise.answer.count("=") == len(steps)
         assert steps[-1][3] == exercise.result
         assert all(before[3] == after[0] for before, after in pairwise(steps))

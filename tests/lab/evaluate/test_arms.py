@@ -1,7 +1,5 @@
 """Tests of the arms, and of the control that samples from the truncated set."""
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -28,40 +26,44 @@ LOW = [1.0, 9.6, 10.0, 8.0]  # z2 / z1 = 0.96
 HIGH = [1.0, 5.0, 10.0, 8.0]  # 0.8
 
 
-def draw(logits, *, theta=0.9, temperature=0.0, margin="ratio", **controls):
-    """Sample `ROWS` tokens without a draft and return their counts."""
-    z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, len(logits)))
-    made = make_rows(ROWS, limit=9, theta=theta, temperature=temperature, **controls)
-    tree = chain(jnp.zeros((ROWS, 1), jnp.int32))
+def two_best(scale):
+    """Return the distribution over the two best tokens of `LOW`."""
+    second = 1 / (1 + math.exp(0.4 * scale))
+    return [0, second, 1 - second, 0]
+
+
+BEST = [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("logits", "options", "expected"),
+    [
+        (LOW, {}, two_best(1)),
+        (LOW, {"temperature": 1.0}, two_best(1)),
+        (LOW, {"temperature": 0.5}, two_best(2)),
+        (LOW, {"margin": "gap", "theta": 0.5}, two_best(1)),
+        (LOW, {"margin": "gap", "theta": 0.3}, BEST),
+        (HIGH, {}, BEST),
+        (HIGH, {"temperature": 1.0}, np.exp(HIGH) / np.exp(HIGH).sum()),
+        (LOW, {"theta": math.inf}, BEST),
+        (LOW, {"strict": True}, BEST),
+        (LOW, {"stop_tokens": [1]}, BEST),
+        (LOW, {"stop_tokens": [2]}, BEST),
+    ],
+)
+def test_a_low_margin_draws_one_of_the_two_best_and_a_high_one_as_the_target(logits, options, expected):
+    """Compare `ROWS` tokens that are sampled without a draft with their distribution."""
+    options = {"theta": 0.9, "temperature": 0.0} | options
+    margin = options.pop("margin", "ratio")
+    z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, 4))
+    tree, keys = chain(jnp.zeros((ROWS, 1), jnp.int32)), jax.random.split(jax.random.key(0), ROWS)
     rule = low_margin_sampling(margin, theta=0.5 if margin != "gap" else 1.0)
-    verdict = jax.jit(judge(rule))(jax.random.split(jax.random.key(0), ROWS), tree, z, made)
+    verdict = jax.jit(judge(rule))(keys, tree, z, make_rows(ROWS, limit=9, **options))
     assert not verdict.num_accepted.any() and verdict.relaxed.shape == (ROWS, 0)
-    return np.bincount(np.asarray(verdict.next_token), minlength=len(logits))
-
-
-def check(counts, probabilities):
-    expected = ROWS * np.asarray(probabilities)
+    counts, expected = np.bincount(np.asarray(verdict.next_token), minlength=4), np.asarray(expected)
     assert not counts[expected == 0].any()
-    if (expected > 0).sum() > 1:
-        assert stats.chisquare(counts[expected > 0], expected[expected > 0]).pvalue > 1e-3
-
-
-@pytest.mark.parametrize(("temperature", "effective"), [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
-def test_where_the_margin_is_low_it_draws_one_of_the_two_best(temperature, effective):
-    second = 1 / (1 + math.exp(0.4 / effective))
-    check(draw(LOW, temperature=temperature), [0, second, 1 - second, 0])
-
-
-def test_elsewhere_it_is_the_target():
-    check(draw(HIGH), [0, 0, 1, 0])
-    p = np.exp(np.asarray(HIGH))
-    check(draw(HIGH, temperature=1.0), p / p.sum())
-
-
-def test_a_gap_in_nats():
-    second = 1 / (1 + math.exp(0.4))
-    check(draw(LOW, margin="gap", theta=0.5), [0, second, 1 - second, 0])
-    check(draw(LOW, margin="gap", theta=0.3), [0, 0, 1, 0])
+    drawn = expected > 0
+    assert drawn.sum() == 1 or stats.chisquare(counts[drawn], ROWS * expected[drawn]).pvalue > 1e-3
 
 
 def test_the_arms_of_a_run():
@@ -77,17 +79,11 @@ def test_the_arms_of_a_run():
     assert len(make_arms(MARS, [0.8], temperature=0.0)) == 4
 
 
-OWN = """
-from mars_jax import verify
-
-
-def gate(entropy: float = 1.5):
-    return verify.mars(base=verify.rejection(), theta=0.5)
-"""
-
-
 def test_a_users_rule_is_one_arm(tmp_path):
-    (tmp_path / "gates.py").write_text(OWN)
+    (tmp_path / "gates.py").write_text(
+        "from mars_jax.verify import mars, rejection\n\n"
+        "def gate(entropy: float = 1.5):\n    return mars(base=rejection(), theta=0.5)\n"
+    )
     choice = RuleChoice(f"{tmp_path}/gates.py:gate", {"entropy": 2.0})
     arms = make_arms(choice, [], temperature=1.0)
     assert [(arm.name, arm.role, arm.theta) for arm in arms] == [
@@ -129,26 +125,17 @@ def test_fewer_controls():
 def test_the_exact_prefix_of_the_rule_is_its_controls_too():
     """A node decides about the token after it, so the root decides about the first of the remaining strict tokens."""
     z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))
-    given = verify.evidence(chain(jnp.full((4, 2), 2, jnp.int32)), z, start=jnp.asarray([5, 6, 7, 8], jnp.int32),
-                            prompt_length=jnp.full((4,), 6, jnp.int32))  # fmt: skip
+    tree, start = chain(jnp.full((4, 2), 2, jnp.int32)), jnp.asarray([5, 6, 7, 8], jnp.int32)
+    given = verify.evidence(tree, z, start=start, prompt_length=jnp.full((4,), 6, jnp.int32))
     rule = low_margin_sampling(theta=0.5, exact_prefix=2)
     drawn = []
     for seed in range(30):
         keys = verify.evidence(given.tree, z, seeds=[seed * 4 + i for i in range(4)]).keys
         verdict, _ = verify.for_rows(rule, 4)(given.replace(keys=keys))
-        drawn.append(
-            [(int(n), int(t)) for n, t in zip(verdict.num_accepted, verdict.next_token, strict=True)]
-        )
+        drawn.append(list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)))
     first, second, third, fourth = (set(column) for column in zip(*drawn, strict=True))
     assert first == {(1, 2)}  # both tokens of the step are strict, so they are the target's best
     assert second == {(1, 1), (1, 2)}  # only the first token of this step is strict
     assert third == fourth == {(0, 1), (1, 1), (1, 2)}
     arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0)
     assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2]
-
-
-@pytest.mark.parametrize(
-    "strict", [{"theta": math.inf}, {"strict": True}, {"stop_tokens": [1]}, {"stop_tokens": [2]}]
-)
-def test_strict_rows_and_stop_tokens_are_not_relaxed(strict):
-    check(draw(LOW, **strict), [0, 0, 1, 0])

@@ -1,7 +1,5 @@
 """Tests of datasets in the Hub's layout, read from folders by `datasets`, and of the calls that read the Hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,23 +10,30 @@ from mars_jax.lab.evaluate.tasks import datasets as hub
 from mars_jax.lab.evaluate.tasks.catalogue import read
 
 GSM8K = {"question": "How many?", "answer": "3 * 4 = 12.\n#### 12"}
-ROWS = {
-    "gsm8k": GSM8K,
-    "humaneval": {"task_id": "HumanEval/0", "prompt": "def a():\n", "entry_point": "a", "test": "def check(a): ..."},
-    "mbpp": {"task_id": 2, "text": "Add.", "test_setup_code": "", "test_list": ["assert a(1) == 1"]},
-    "mt_bench": {"prompt_id": 7, "category": "math", "prompt": ["One?", "Two?"], "reference": []},
-    "alpaca": {"instruction": "Name it.", "input": "A dog.", "output": "Rex."},
-    "cnn_dm": {"id": "x1", "article": "Long.", "highlights": "Short."},
-    "wmt19": {"translation": {"zh": "\u4f60\u597d", "en": "Hello"}},
-}  # fmt: skip
+TESTED = {"prompt": "def a():\n", "entry_point": "a", "test": "def check(a): ..."}
+ADD = {"task_id": 2, "text": "Add.", "test_setup_code": "", "test_list": ["assert a(1) == 1"]}
+CASES = {
+    "gsm8k": (GSM8K, "final_answer", ("12",), "0"),
+    "humaneval": (TESTED | {"task_id": "HumanEval/0"}, "pass@1", (), "HumanEval/0"),
+    "mbpp": (ADD, "pass@1", (), "2"),
+    "mt_bench": ({"prompt_id": 7, "category": "math", "prompt": ["One?", "Two?"]}, "likelihood", (), "7"),
+    "alpaca": ({"instruction": "Name it.", "input": "A dog."}, "likelihood", (), "0"),
+    "cnn_dm": ({"id": "x1", "article": "Long.", "highlights": "Short."}, "rouge_l", ("Short.",), "x1"),
+    "wmt19": ({"translation": {"zh": "\u4f60\u597d", "en": "Hello"}}, "bleu", ("Hello",), "0"),
+}
+"""By task: a row, and the metric, references and id of its problem."""
+TURNS = {
+    "mt_bench": ("One?", "Two?"),
+    "alpaca": ("Name it.\n\nA dog.",),
+    "cnn_dm": ("Summarize: Long.",),
+    "wmt19": ("Translate the following Chinese text to English.\n\n\u4f60\u597d",),
+}
 
 
 @pytest.fixture(autouse=True)
 def datasets(tmp_path, monkeypatch):
     """Import `datasets` with a temporary cache. The first of these tests pays for the import."""
-    found = pytest.importorskip(
-        "datasets", reason="datasets of the Hub need it: pip install 'mars-jax[evaluate]'"
-    )
+    found = pytest.importorskip("datasets", reason="pip install 'mars-jax[evaluate]'")
     monkeypatch.setattr(found.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return found
 
@@ -50,44 +55,34 @@ def published(tmp_path):
     return call
 
 
-@pytest.mark.parametrize("task", ROWS)
+@pytest.mark.parametrize("task", CASES)
 def test_the_layouts_of_the_hub_are_problems(published, task):
-    [problem] = read(task, published(task, ROWS[task]), chat=True)
-    expected = {
-        "gsm8k": ("final_answer", ("12",)),
-        "humaneval": ("pass@1", ()),
-        "mbpp": ("pass@1", ()),
-        "mt_bench": ("likelihood", ()),
-        "alpaca": ("likelihood", ()),
-        "cnn_dm": ("rouge_l", ("Short.",)),
-        "wmt19": ("bleu", ("Hello",)),
-    }
-    assert (problem.metric, problem.references) == expected[task]
-    asked = {
-        "mt_bench": ("One?", "Two?"),
-        "alpaca": ("Name it.\n\nA dog.",),
-        "cnn_dm": ("Summarize: Long.",),
-        "wmt19": ("Translate the following Chinese text to English.\n\n\u4f60\u597d",),
-    }
-    assert problem.turns == asked.get(task, problem.turns)
-    ids = {"humaneval": "HumanEval/0", "mbpp": "2", "mt_bench": "7", "cnn_dm": "x1"}
-    assert problem.id == ids.get(task, "0")
+    row, metric, references, number = CASES[task]
+    [problem] = read(task, published(task, row), chat=True)
+    assert (problem.metric, problem.references, problem.id) == (metric, references, number)
+    assert problem.turns == TURNS.get(task, problem.turns)
 
 
 def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *args, **more: asked.append((*args, more)) or [GSM8K]
-    )
+
+    def load(*args, **more):
+        asked.append((*args, more))
+        return [GSM8K]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     for path in ("openai/gsm8k", "openai/gsm8k:socratic", "openai/gsm8k::train", "a/b:c:d"):
         [problem] = read("gsm8k", path, chat=True)
         assert problem.references == ("12",)
-    assert asked == [
-        ("openai/gsm8k", "main", {"split": "test", "streaming": True}),
-        ("openai/gsm8k", "socratic", {"split": "test", "streaming": True}),
-        ("openai/gsm8k", "main", {"split": "train", "streaming": True}),
-        ("a/b", "c", {"split": "d", "streaming": True}),
+    names = [(name, config, more["split"]) for name, config, more in asked]
+    main = ("openai/gsm8k", "main")
+    assert names == [
+        (*main, "test"),
+        ("openai/gsm8k", "socratic", "test"),
+        (*main, "train"),
+        ("a/b", "c", "d"),
     ]
+    assert all(more["streaming"] for _, _, more in asked)
 
 
 @pytest.mark.parametrize("path", ["a/missing.jsonl", "missing", "a:b"])
@@ -100,7 +95,7 @@ def test_what_datasets_cannot_read_is_said(datasets, published, monkeypatch):
     with pytest.raises(MarsError, match=r"row 0: it has no question|reference is None|turns is None"):
         read("gsm8k", published("gsm8k", {"a": 1}), chat=True)
 
-    broken = Path(published("mbpp", ROWS["mbpp"]))
+    broken = Path(published("mbpp", CASES["mbpp"][0]))
     (broken / "rows.jsonl").write_text('{"task_id": 1,\n')
     with pytest.raises(MarsError, match=r"cannot be read \(.*\): give a file of JSON lines"):
         read("mbpp", str(broken), chat=True)
@@ -109,7 +104,5 @@ def test_what_datasets_cannot_read_is_said(datasets, published, monkeypatch):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub.\nMore.")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(
-        MarsError, match=r"'a/b' cannot be read \(Dataset 'a/b' doesn't exist on the Hub\): write"
-    ):
+    with pytest.raises(MarsError, match=r"'a/b' cannot be read \(Dataset 'a/b' doesn't exist on the Hub\)"):
         read("gsm8k", "a/b", chat=True)

@@ -1,7 +1,5 @@
 """Tests of likelihoods of token sequences and of the scores computed from them."""
 
-from __future__ import annotations
-
 import math
 import types
 
@@ -17,7 +15,7 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.placement.shardings import parse_mesh
 from mars_jax.serve import likelihood
 
-TEXTS = [[1, 5, 3], list(range(2, 60)), [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]]
+TEXTS = [[1, 5, 3], list(range(2, 60)), [7] * 17]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +49,8 @@ def test_an_answer_is_scored_without_its_prompt(loaded):
     made = arm_rows.score_answers(loaded, prompts, answers)
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     logits = [s.log_p for s in likelihood.score(loaded, texts)]
-    assert made == [
-        [pytest.approx(logits[0][1], abs=1e-4), 1],
-        [pytest.approx(logits[1][3:].sum(), abs=1e-4), 3],
-    ]
+    sums = [pytest.approx(logits[0][1], abs=1e-4), pytest.approx(logits[1][3:].sum(), abs=1e-4)]
+    assert made == [[sums[0], 1], [sums[1], 3]]
     sums = np.asarray([[made[0][0] + made[1][0], 4.0, 2.0]])
     assert total("likelihood", sums)[0] == pytest.approx(math.exp(sums[0, 0] / 4))
 
@@ -102,10 +98,12 @@ def test_the_public_score_is_teacher_forcing_by_transformers():
     for completion, found in zip(result.completions, mj.score(embedded, whole), strict=True):
         new = len(completion.tokens)
         np.testing.assert_allclose(found.log_p[-new:], completion.log_probs.log_prob, atol=1e-4)
-    for given, sentence in (
-        ("The", "texts is one text"),
-        ([[]], "no tokens"),
-        ([[1] * 5000], "text 0 has 5000 tokens"),
-    ):
-        with pytest.raises(mj.MarsError, match=sentence):
-            mj.score(embedded, given)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [("The", "texts is one text"), ([[]], "no tokens"), ([[1] * 5000], "text 0 has 5000 tokens")],
+)
+def test_texts_that_cannot_be_scored_are_refused(texts, message):
+    with pytest.raises(mj.MarsError, match=message):
+        mj.score(mj.load("tiny/draft"), texts)

@@ -1,22 +1,16 @@
 """Tests of `benchmark --part`: joined rows of all parts give the summary of a single process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from mars_jax.lab.commands.benchmark import main
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots
-from tests.lab.evaluate.conftest import dying_after, read_folder, timeless
+from tests.helpers import slow_but
+from tests.lab.evaluate.conftest import call, dying_after, read_folder, timeless
 
 PARTS = 4
 PROMPTS = ["the sea", "a story", "of the sun", "and the", "a sea"]
-
-
-def call(*argv):
-    return main([str(a) for a in argv])
 
 
 def blank(summary, folder, caption):
@@ -38,7 +32,7 @@ def flags(target, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", slow_but([1, 2], 1))
 def test_joined_rows_of_parts_are_summarised_without_a_decode(flags, tmp_path, monkeypatch, batch_size):
     monkeypatch.setattr(plots, "draw", blank)
     flags = [*flags, "--batch-size", batch_size]

@@ -1,9 +1,6 @@
 """Tests of recipes: each one parses and reports its needs, and one runs from a checkpoint server to its table."""
 
-from __future__ import annotations
-
 import json
-import re
 
 import jax
 import pytest
@@ -42,23 +39,18 @@ def test_flags_that_are_given_count_instead_of_the_recipe_s():
     assert paper.problems == tuned.problems == 7 and paper.target == "qwen3-8b"
 
 
-def test_an_unknown_recipe_is_refused():
-    with pytest.raises(MarsError, match="there is no recipe 'qwen3-8'"):
-        parse(["--recipe", "qwen3-8", "--output", "x"])
-
-
-def test_a_recipe_needs_an_output():
-    with pytest.raises(MarsError, match="there is no --output"):
-        parse(["--recipe", "qwen3-8b"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--recipe qwen3-8 --output x", "no recipe 'qwen3-8'"), ("--recipe qwen3-8b", "there is no --output")],
+)
+def test_an_unknown_recipe_and_one_without_an_output_are_refused(flags, message):
+    with pytest.raises(MarsError, match=message):
+        parse(flags.split())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("[flags]\ntarget = 'a'", "a target and a draft"),
-        ("nothing", "is no recipe"),
-        ("x = 1", "is no recipe"),
-    ],
+    [("[flags]\ntarget = 'a'", "a target and a draft"), ("nothing", "is no recipe")],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, message):
     (tmp_path / "own.toml").write_text(text)
@@ -86,24 +78,13 @@ def test_a_recipe_runs_from_a_server_to_its_table(tmp_path, monkeypatch, capsys)
     pytest.importorskip("rouge_score")
     monkeypatch.setattr(checkpoints, "CONTEXT", 512)
     target = checkpoints.write_checkpoint(tmp_path / "target", seed=0)
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        if (file := target / name).exists():
-            text = re.sub(r'"chat_template": ".*?(?<!\\)",?', "", file.read_text())
-            file.unlink() if name.endswith("jinja") else file.write_text(text)
     layer = hub.read_config(target)
-    config = EagleConfig(
-        version=1,
-        layer=layer,
-        target_hidden_size=layer.hidden_size,
-        draft_vocab_size=layer.vocab_size,
-        own_unembed=False,
-    )
-    head = hub.save_eagle(
-        tmp_path / "head", config, eagle_head.init_params(config, jax.random.key(2), scale=0.3)
-    )
-    rows = [
-        {"question_id": i, "turns": ["the sea", "a story"][i : i + 1], "reference": ["a b"]} for i in (0, 1)
-    ]
+    sizes = {"target_hidden_size": layer.hidden_size, "draft_vocab_size": layer.vocab_size}
+    config = EagleConfig(version=1, layer=layer, own_unembed=False, **sizes)
+    params = eagle_head.init_params(config, jax.random.key(2), scale=0.3)
+    head = hub.save_eagle(tmp_path / "head", config, params)
+    prompts = [["the sea"], ["a story"]]
+    rows = [{"question_id": i, "turns": p, "reference": ["a b"]} for i, p in enumerate(prompts)]
     (tmp_path / "cnn_dm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = recipes.read("vicuna-13b")
     with serving(tmp_path / "cache", monkeypatch) as server:

@@ -1,21 +1,13 @@
 """Tests of scores, on hand-made cases and against the packages that define them."""
 
-from __future__ import annotations
+import sys
 
 import numpy as np
 import pytest
 
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.scoring import scores
-from mars_jax.lab.evaluate.scoring.scores import (
-    bleu_counts,
-    check_metrics,
-    final_answer,
-    last_number,
-    rouge_l,
-    score,
-    total,
-)
+from mars_jax.lab.evaluate.scoring.scores import bleu_counts, final_answer, last_number, rouge_l, score, total
 from mars_jax.lab.evaluate.tasks.problems import Problem
 
 
@@ -29,14 +21,11 @@ def problem(metric, *references):
         ("12 + 5 = 17.\n#### 17", 17),
         ("####17", 17),
         ("####   $1,234 \nUser: next", 1234),
-        ("#### 17.", 17),
         ("#### -3", -3),
         ("#### 17\nUser: more\n#### 18", 17),
-        ("#### 12345", 12345),
         ("#### 17.5", None),
         ("#### seventeen", None),
         ("### 17", None),
-        ("17", None),
         ("", None),
     ],
 )
@@ -65,28 +54,17 @@ def test_last_number(text, number):
 def test_rouge_l_by_hand():
     pytest.importorskip("rouge_score")
     # "cats sat" is common to both: precision 2/3, recall 2/4. Stemming reduces "cats" to "cat".
-    assert rouge_l("cats sat down", ["the cat sat here"]) == pytest.approx(
-        2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
-    )
+    f1 = 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4)
+    assert rouge_l("cats sat down", ["the cat sat here"]) == pytest.approx(f1)
     assert rouge_l("cats sat", ["nothing alike", "cats sat"]) == 1.0
     assert rouge_l("", ["cats"]) == 0.0
 
 
-HYPOTHESES = [
-    "the cat sat on a mat",
-    "there is a dog in the garden",
-    "yes",
-    "he reads the big red book today",
-]
-REFERENCES = [
-    "the cat sat on the mat",
-    "a dog is in the garden",
-    "no",
-    "he is reading the big red book today",
-]
+HYPOTHESES = ["the cat sat on a mat", "there is a dog in the garden", "yes", "he reads the red book"]
+REFERENCES = ["the cat sat on the mat", "a dog is in the garden", "no", "he is reading the red book"]
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0], [3, 3, 1], [2], [2, 2, 1]])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0], [3, 3, 1], [2]])
 def test_bleu_is_that_of_sacrebleu(rows):
     sacrebleu = pytest.importorskip("sacrebleu")
     hypotheses, references = [HYPOTHESES[i] for i in rows], [REFERENCES[i] for i in rows]
@@ -99,10 +77,8 @@ def test_bleu_is_that_of_sacrebleu(rows):
     ("metric", "package"), [("rouge_l", "rouge_score.rouge_scorer"), ("bleu", "sacrebleu.metrics.bleu")]
 )
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch, metric, package):
-    import sys
-
     monkeypatch.setitem(sys.modules, package, None)
     scores._rouge.cache_clear()
     scores._bleu_metric.cache_clear()
     with pytest.raises(MarsError, match="pip install "):
-        check_metrics([problem(metric, "a")])
+        scores.check_metrics([problem(metric, "a")])

@@ -1,7 +1,5 @@
 """Tests of the task readers, on small files in the published layouts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -14,10 +12,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks.catalogue import ARITHMETIC_PROBLEMS, STORY_WORDS, read
 
 DATA = Path(__file__).parents[2] / "data"
-PUBLISHED = {
-    name: f"{name}.jsonl.xz" for name in ("humaneval", "mt_bench", "alpaca", "cnn_dm", "wmt19", "spec_bench")
-}
-PUBLISHED["gsm8k"] = "gsm8k_test.jsonl.xz"
+COUNTS = {"humaneval": 100, "mt_bench": 80, "alpaca": 80, "cnn_dm": 20, "wmt19": 100}
+COUNTS |= {"spec_bench": 60, "gsm8k": 100}
 
 
 @pytest.fixture
@@ -65,26 +61,16 @@ def test_gsm8k(write):
     assert chat.metric == "final_answer" and chat.references == ("1200",)
     [plain] = read("gsm8k", path, chat=False, limit=1)
     assert plain.turns[0].endswith("Question: How many?\nAnswer:") and plain.turns[0].count("####") == 2
-    # The equations in the examples of the prompt are true.
-    for line in plain.turns[0].splitlines():
-        for left, _, right in (part.partition(" = ") for part in line.split(". ") if " = " in part):
-            expression = left[left.rindex(next(w for w in left.split() if w[0].isdigit())) :]
-            assert eval(expression) == int(right.split()[0])
     with pytest.raises(MarsError, match=r"line 1: its answer does not end in ####"):
         read("gsm8k", write({"question": "How many?", "answer": "12"}), chat=True)
 
 
 def test_humaneval_in_its_own_layout_has_tests(write):
     prompt = 'def one():\n    """Return 1."""\n'
-    row = {
-        "task_id": "HumanEval/0",
-        "prompt": prompt,
-        "entry_point": "one",
-        "test": "def check(f): assert f()",
-    }
+    row = {"task_id": "HumanEval/0", "prompt": prompt, "entry_point": "one", "test": "def check(f): ..."}
     [plain] = read("humaneval", write(row), chat=False)
     assert plain.id == "HumanEval/0" and plain.turns == (prompt,) and plain.metric == "pass@1"
-    assert plain.code == (prompt, "one", "def check(f): assert f()")
+    assert plain.code == (prompt, "one", "def check(f): ...")
     [chat] = read("humaneval", write(row), chat=True)
     assert chat.turns[0] == f"Complete the code I provided.\n\n{prompt}"
 
@@ -95,19 +81,8 @@ def test_humaneval_of_the_mars_release_has_none(write):
 
 
 def test_mbpp_in_both_layouts(write):
-    full = {
-        "task_id": 2,
-        "text": "Add.",
-        "code": "",
-        "test_setup_code": "x = 1",
-        "test_list": ["assert a(1) == x"],
-    }
-    sanitized = {
-        "task_id": 3,
-        "prompt": "Add.",
-        "test_imports": ["import math"],
-        "test_list": ["assert a(1)"],
-    }
+    full = {"task_id": 2, "text": "Add.", "test_setup_code": "x = 1", "test_list": ["assert a(1) == x"]}
+    sanitized = {"task_id": 3, "prompt": "Add.", "test_imports": ["import math"], "test_list": ["a(1)"]}
     first, second = read("mbpp", write(full, sanitized), chat=False)
     assert "Add. Your code should pass these tests:\n\nassert a(1) == x\n[BEGIN]\n" in first.turns[0]
     assert first.code is not None and first.code.test.startswith("x = 1\nassert a(1) == x\n")
@@ -164,7 +139,7 @@ def test_anybodys_prompts(write):
     [
         ([{}], "line 1: it has no prompt"),
         ([{"prompt": "a"}, {"prompt": 3}], "line 2: prompt is 3: expected a text"),
-        ([{"turns": []}], "line 1: turns is \\[\\]: expected a list of texts"),
+        ([{"turns": []}], r"line 1: turns is \[\]: expected a list of texts"),
         ([{"prompt": "a", "metric": "vibes"}], "metric is 'vibes': expected one of none"),
         ([{"prompt": "a", "metric": "final_answer", "reference": "twelve"}], "expected a whole number"),
         ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "2 problems of jsonl with the id 1"),
@@ -178,42 +153,40 @@ def test_lines_that_are_no_problems(write, rows, message):
         read("jsonl", write(*rows), chat=True)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "there is no file"),
+        ("broken.jsonl.xz", b"no xz", "cannot be read"),
+        ("broken.jsonl", b"{", "line 1: it is not JSON"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(MarsError, match=message):
+        read("jsonl", str(path), chat=True)
+
+
+def test_a_task_that_there_is_not_or_without_its_file():
     with pytest.raises(MarsError, match="there is no task 'chess': choose one of stories"):
         read("chess", "a", chat=True)
     with pytest.raises(MarsError, match="gsm8k needs a file: write gsm8k=PATH"):
         read("gsm8k", chat=True)
-    with pytest.raises(MarsError, match="there is no file"):
-        read("gsm8k", str(tmp_path / "none.jsonl"), chat=True)
-    broken = tmp_path / "broken.jsonl.xz"
-    broken.write_bytes(b"no xz")
-    with pytest.raises(MarsError, match="cannot be read"):
-        read("gsm8k", str(broken), chat=True)
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("{")
-    with pytest.raises(MarsError, match="line 1: it is not JSON"):
-        read("jsonl", str(broken), chat=True)
 
 
 def test_the_published_files():
-    counts = {
-        name: len(read(name, str(DATA / "eval" / file), chat=False)) for name, file in PUBLISHED.items()
-    }
-    assert counts == {
-        "humaneval": 100, "mt_bench": 80, "alpaca": 80, "cnn_dm": 20, "wmt19": 100, "spec_bench": 60, "gsm8k": 100
-    }  # fmt: skip
-    parts = Counter(
-        p.task for p in read("spec_bench", str(DATA / "eval" / PUBLISHED["spec_bench"]), chat=True)
-    )
+    files = {name: str(DATA / "eval" / f"{name}.jsonl.xz") for name in COUNTS}
+    files["gsm8k"] = str(DATA / "eval" / "gsm8k_test.jsonl.xz")
+    assert {name: len(read(name, file, chat=False)) for name, file in files.items()} == COUNTS
+    parts = Counter(p.task for p in read("spec_bench", files["spec_bench"], chat=True))
     assert set(parts.values()) == {10} and len(parts) == 6
     assert len(read("stories", str(DATA / "tinystories_heldout.txt.xz"), chat=False)) > 250
 
 
 def test_the_data_of_other_people_is_what_its_page_says():
-    listed = dict(
-        re.findall(
-            r"^\| `([^`]+)` \|.*\| `([0-9a-f]{64})` \|$", (DATA / "README.md").read_text(), re.MULTILINE
-        )
-    )
+    row = re.compile(r"^\| `([^`]+)` \|.*\| `([0-9a-f]{64})` \|$", re.MULTILINE)
+    listed = dict(row.findall((DATA / "README.md").read_text()))
     found = {str(path.relative_to(DATA)): path for path in DATA.rglob("*.xz")}
     assert listed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}

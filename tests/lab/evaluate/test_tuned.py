@@ -1,17 +1,15 @@
 """Tests of tuned arms: the report follows from the rows, and the rows equal direct decodes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 import mars_jax as mj
 from mars_jax.core.errors import MarsError
-from mars_jax.lab.commands.benchmark import main, parse
+from mars_jax.lab.commands.benchmark import parse
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import tuned
-from tests.lab.evaluate.conftest import PROMPTS, dying_after
+from tests.lab.evaluate.conftest import PROMPTS, call, dying_after
 
 LENGTHS = (1, 3)
 
@@ -19,22 +17,18 @@ LENGTHS = (1, 3)
 @pytest.fixture(scope="module")
 def flags(target, prompts):
     """Return the flags except the output. The target drafts for itself."""
-    return [
-        *("--target", target, "--draft", f"model:{target}", "--tune", *LENGTHS, "--task", f"jsonl={prompts}"),
-        *("--max-new-tokens", 6),
-    ]
+    pair = ("--target", target, "--draft", f"model:{target}")
+    return [*pair, "--tune", *LENGTHS, "--task", f"jsonl={prompts}", "--max-new-tokens", 6]
 
 
 def run(flags, output, *more):
-    assert main([*map(str, flags), *more, "--output", str(output)]) == 0
+    assert call(*flags, *more, "--output", output) == 0
     rows = [json.loads(line) for line in (output / "rows.jsonl").read_text().splitlines()]
     return json.loads((output / "tuned.json").read_text()), rows
 
 
-ARMS = {
-    0.0: ["exact", "mars theta=0.9"],
-    0.7: ["exact", "rejection", "block", "mars theta=0.9", "mars over rejection theta=0.9"],
-}
+ARMS = {0.0: ["exact", "mars theta=0.9"]}
+ARMS[0.7] = ["exact", "rejection", "block", "mars theta=0.9", "mars over rejection theta=0.9"]
 
 
 @pytest.fixture(scope="module", params=[0.0, pytest.param(0.7, marks=pytest.mark.slow)])
@@ -70,9 +64,8 @@ def test_what_is_told_follows_from_the_rows(finished):
     assert table["best_lossless"] in (("rejection", "block") if temperature else ("exact",))
     for arm in table["arms"]:
         value, low, high = arm["over_lossless"]
-        assert (
-            value == pytest.approx(rates[arm["arm"]] / rates[table["best_lossless"]]) and low <= value <= high
-        )
+        assert value == pytest.approx(rates[arm["arm"]] / rates[table["best_lossless"]])
+        assert low <= value <= high
     scored = [arm["score"] - table["alone"]["score"] for arm in table["arms"]]
     assert [arm["score_change"] for arm in table["arms"]] == pytest.approx(scored)
     assert f"The best lossless arm is {table['best_lossless']}." in tuned.markdown(made)
@@ -84,9 +77,8 @@ def test_rows_are_those_of_a_decode_at_that_length(finished, target):
     sampled = "rejection" in ARMS[temperature]
     name, rule = ("rejection", mj.verify.rejection()) if sampled else ("mars theta=0.9", mj.verify.mars())
     drafter = mj.drafters.load(f"model:{target}", model, num_draft_tokens=3, sample=sampled)
-    done = mj.generate(
-        model, drafter, PROMPTS[:1], verify=rule, temperature=temperature, seed=[0], max_new_tokens=6
-    )
+    options = {"temperature": temperature, "seed": [0], "max_new_tokens": 6}
+    done = mj.generate(model, drafter, PROMPTS[:1], verify=rule, **options)
     [row] = [r for r in rows if (r["arm"], r["length"], r["id"]) == (name, 3, "0")]
     assert row["tokens"] == [list(done.tokens[0])]
 
@@ -98,7 +90,7 @@ def test_it_goes_on_after_a_kill(flags, tmp_path):
     whole = run(flags, tmp_path / "whole", *more)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(answers, "_decoded", dying_after(5))
-        assert main([*map(str, flags), *more, "--output", str(tmp_path / "out")]) == 130
+        assert call(*flags, *more, "--output", tmp_path / "out") == 130
     kept = (tmp_path / "out" / "rows.jsonl").read_bytes()
     assert kept.count(b"\n") == 5
     _, rows = run(flags, tmp_path / "out", *more)
@@ -124,5 +116,5 @@ def test_flags_that_do_not_apply_are_refused(flags, message):
 
 def test_a_task_of_one_problem_is_refused(target, prompts, tmp_path, capsys):
     flags = ["--tune", "1", "--target", target, "--draft", f"model:{target}", "--task", f"jsonl={prompts}"]
-    assert main([*map(str, flags), "--problems", "1", "--output", str(tmp_path / "out")]) == 2
+    assert call(*flags, "--problems", 1, "--output", tmp_path / "out") == 2
     assert "ask for at least 2" in capsys.readouterr().err

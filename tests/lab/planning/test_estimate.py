@@ -1,45 +1,28 @@
 """Tests of step times estimated from the table of overheads."""
 
-from __future__ import annotations
-
 import pytest
 
+from mars_jax.lab.planning import estimate
 from mars_jax.lab.planning.chips import CHIPS
-from mars_jax.lab.planning.estimate import (
-    HOP_SECONDS,
-    LAUNCH_SECONDS,
-    StepBytes,
-    Work,
-    collective_seconds,
-    overheads,
-    step_time,
-)
+from mars_jax.lab.planning.estimate import HOP_SECONDS, LAUNCH_SECONDS, StepBytes, Work
 
-PLAIN = Work(
-    bytes=StepBytes(layers=3 * 10**9, unembed=10**8, draft=0),
-    flops=1e9,
-    dtype="bfloat16",
-    tokens=1,
-    context=4096,
-    num_layers=32,
-    hidden_size=4096,
-    num_experts=0,
-    devices=1,
-    draft="none",
-    passes=0,
-    draft_layers=0,
-)
+MODEL = {"dtype": "bfloat16", "num_layers": 32, "hidden_size": 4096, "num_experts": 0}
+DRAFT = {"draft": "none", "passes": 0, "draft_layers": 0}
+READ = StepBytes(layers=3 * 10**9, unembed=10**8, draft=0)
+PLAIN = Work(bytes=READ, flops=1e9, tokens=1, context=4096, devices=1, **MODEL, **DRAFT)
 
 
 def time_of(**changes):
     chip = CHIPS["v5e"]
     work = PLAIN._replace(**changes)
-    return step_time(work, "v5e", bandwidth=chip.bandwidth, peak_flops=chip.peak_flops, link=chip.link)
+    return estimate.step_time(
+        work, "v5e", bandwidth=chip.bandwidth, peak_flops=chip.peak_flops, link=chip.link
+    )
 
 
 def test_an_estimate_adds_the_measured_overheads_to_the_bytes():
-    layer = overheads()["v5e"]["layers"]["bfloat16"]["1"]
-    rest = overheads()["v5e"]["drafts"]["none"]
+    table = estimate.overheads()["v5e"]
+    layer, rest = table["layers"]["bfloat16"]["1"], table["drafts"]["none"]
     launches = 32 * layer["launches"] + rest["step_launches"]
     seconds = (layer["stretch"] * 3e9 + 1e8) / 819e9 + rest["step_seconds"]
     time = time_of()
@@ -77,9 +60,9 @@ def test_what_the_table_does_not_cover_has_a_lower_bound(changes, message):
 
 
 def test_a_ring_that_passes_both_ways():
-    assert collective_seconds("all-gather", 0, 0, 4, 90e9) == 2 * HOP_SECONDS
-    assert collective_seconds("all-reduce", 0, 0, 8, 90e9) == 8 * HOP_SECONDS
-    large = 90 * 10**6
-    assert collective_seconds("all-reduce", large, large // 2, 4, 90e9) == pytest.approx(4e-6 + 1.5 * 0.75e-3)
-    assert collective_seconds("reduce-scatter", large, large // 4, 4, 90e9) == pytest.approx(2e-6 + 0.75e-3)
-    assert collective_seconds("all-reduce", 1 << 20, 1 << 20, 1, 90e9) == 0
+    seconds, large = estimate.collective_seconds, 90 * 10**6
+    assert seconds("all-gather", 0, 0, 4, 90e9) == 2 * HOP_SECONDS
+    assert seconds("all-reduce", 0, 0, 8, 90e9) == 8 * HOP_SECONDS
+    assert seconds("all-reduce", large, large // 2, 4, 90e9) == pytest.approx(4e-6 + 1.5 * 0.75e-3)
+    assert seconds("reduce-scatter", large, large // 4, 4, 90e9) == pytest.approx(2e-6 + 0.75e-3)
+    assert seconds("all-reduce", 1 << 20, 1 << 20, 1, 90e9) == 0

@@ -18,25 +18,12 @@ from mars_jax.models import ModelConfig
 from tests.helpers.training_heads import IDS, SIZES, TARGET, WEIGHTS, drafted_text, scored_drafts, train
 
 LAYER = ModelConfig(family="qwen3", qk_norm=True, num_layers=2, windows=(None, 6), **SIZES)
-DFLASH = DFlashConfig(
-    layer=LAYER,
-    target_hidden_size=16,
-    feature_layers=(0, 2),
-    block_size=4,
-    mask_token=3,
-    draft_vocab_size=12,
-    own_unembed=True,
-    causal=(False, True),
-)
+DRAFTED = {"block_size": 4, "mask_token": 3, "draft_vocab_size": 12, "own_unembed": True}
+READ = {"target_hidden_size": 16, "feature_layers": (0, 2)}
+DFLASH = DFlashConfig(layer=LAYER, causal=(False, True), **DRAFTED, **READ)
+CONFIDENCE = {"confidence": True, "confidence_bias": True, "confidence_markov": True}
 DSPARK = dataclasses.replace(
-    DFLASH,
-    draft_vocab_size=16,
-    own_unembed=False,
-    from_anchor=True,
-    markov_rank=4,
-    confidence=True,
-    confidence_bias=True,
-    confidence_markov=True,
+    DFLASH, draft_vocab_size=16, own_unembed=False, from_anchor=True, markov_rank=4, **CONFIDENCE
 )
 FEATURES = TARGET.with_features((0, 2))
 
@@ -50,20 +37,19 @@ def test_what_is_scored_is_what_is_drafted(config):
     both = Params(target=WEIGHTS, draft=params if ids is None else params | {"ids": ids})
     text, tree = drafted_text(dflash(config, TARGET, sample=True), both, verify.rejection(), 1.0)
     n = text.shape[1]
+
     # One block per position, so that one begins at the last token of the prompt.
-    scored = scored_drafts(
-        lambda divergence: dflash_training.dflash(
+    def loss(divergence):
+        return dflash_training.dflash(
             config, FEATURES, ids=ids, blocks=n, divergence=divergence, dtype="float32"
-        ),
-        params,
-        text,
-    )
+        )
+
+    scored = scored_drafts(loss, params, text)
     places = dflash_training.anchors(text, n)
     np.testing.assert_array_equal(places[0], np.arange(n))
-    wide = config.widen(both, scored[0][:, 11])
-    np.testing.assert_allclose(
-        jax.nn.log_softmax(wide), jax.nn.log_softmax(tree.draft_logits[:, : config.drafts]), atol=2e-5
-    )
+    wide = jax.nn.log_softmax(config.widen(both, scored[0][:, 11]))
+    drafted = jax.nn.log_softmax(tree.draft_logits[:, : config.drafts])
+    np.testing.assert_allclose(wide, drafted, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -12,17 +12,8 @@ from mars_jax.drafters.eagle import eagle
 from mars_jax.lab.training import eagle_training
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
-from tests.helpers.training_heads import (
-    EAGLE3,
-    FEATURES,
-    IDS,
-    LAYER,
-    TARGET,
-    WEIGHTS,
-    drafted_text,
-    scored_drafts,
-    train,
-)
+from tests.helpers import training_heads
+from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, LAYER, TARGET, WEIGHTS
 
 
 @pytest.mark.slow
@@ -30,11 +21,10 @@ def test_step_j_of_training_is_the_jth_drafted_token():
     """If the drafts of a chain equal the text, training scores each distribution of the chain."""
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4) | {"ids": IDS}
     both = Params(target=WEIGHTS, draft=params)
-    text, tree = drafted_text(eagle(EAGLE3, TARGET, 4), both, verify.exact(), 0.0)
-    scored = scored_drafts(
-        lambda divergence: eagle_training.eagle3(
-            EAGLE3, FEATURES, ids=IDS, steps=4, divergence=divergence, dtype="float32"
-        ),
+    text, tree = training_heads.drafted_text(eagle(EAGLE3, TARGET, 4), both, verify.exact(), 0.0)
+    options = {"ids": IDS, "steps": 4, "dtype": "float32"}
+    scored = training_heads.scored_drafts(
+        lambda divergence: eagle_training.eagle3(EAGLE3, FEATURES, divergence=divergence, **options),
         params,
         text,
     )
@@ -65,12 +55,11 @@ def test_training_raises_the_acceptance_of_eagle_heads(version):
         config = EAGLE3
         loss = eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32")
     else:
-        config = EagleConfig(
-            version=1, layer=LAYER, target_hidden_size=16, draft_vocab_size=16, own_unembed=False
-        )
+        sizes = {"target_hidden_size": 16, "draft_vocab_size": 16}
+        config = EagleConfig(version=1, layer=LAYER, own_unembed=False, **sizes)
         loss = eagle_training.eagle1(config, TARGET, dtype="float32")
     params = head.init_params(config, jax.random.key(1))
     params.pop("ids", None)
-    figures = train(loss, params, steps=60)
+    figures = training_heads.train(loss, params, steps=60)
     assert figures[-1]["loss"] < 0.8 * figures[0]["loss"]
     assert figures[-1]["accept_1"] > figures[0]["accept_1"] + 0.1

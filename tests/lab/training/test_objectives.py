@@ -13,13 +13,7 @@ from mars_jax.models import ModelConfig, init_params
 from mars_jax.models.transformer import language_model
 
 CONFIG = ModelConfig(
-    vocab_size=29,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    tie_embeddings=True,
+    vocab_size=29, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
 )
 
 

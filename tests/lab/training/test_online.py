@@ -1,5 +1,7 @@
 """Tests of online refinement: rejected positions, gains, restored weights, and no compilation while decoding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +23,8 @@ DEPTH = 3
 
 @pytest.fixture(scope="module")
 def pair():
-    target = mj.Pretrained.from_parts(
-        MODEL, init_params(CONFIG, jax.random.key(0), scale=0.5), max_positions=512, name="target"
-    )
+    weights = init_params(CONFIG, jax.random.key(0), scale=0.5)
+    target = mj.Pretrained.from_parts(MODEL, weights, max_positions=512, name="target")
     params = init_params(CONFIG, jax.random.key(1), scale=0.5)
     return target, mj.drafters.LoadedDrafter(mj.drafters.language_model(MODEL, DEPTH), params)
 
@@ -42,17 +43,8 @@ def texts_of(result):
 
 
 def make_refiner(target, draft_model, params, held_out, **options):
-    return online.Refiner(
-        target.model,
-        draft_model,
-        params,
-        depth=DEPTH,
-        held_out=held_out,
-        target_params=target.params,
-        width=64,
-        rows=16,
-        **options,
-    )
+    options |= {"depth": DEPTH, "held_out": held_out, "width": 64, "rows": 16}
+    return online.Refiner(target.model, draft_model, params, target_params=target.params, **options)
 
 
 def refine(refiner, target, steps):
@@ -105,16 +97,12 @@ def test_a_draft_model_learns_and_nothing_that_decodes_compiles(pair, decoded):
     assert again.before == pytest.approx(refined.after, abs=1e-4), "it continues with the refined weights"
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
-LAYER = ModelConfig(num_layers=1, **SIZES)
-
-
 @pytest.mark.slow
 def test_an_eagle_head_learns_and_nothing_that_decodes_compiles():
     config = EagleConfig(
-        version=3, layer=LAYER, target_hidden_size=16, draft_vocab_size=30, feature_layers=(0, 1)
+        version=3, layer=CONFIG, target_hidden_size=16, draft_vocab_size=30, feature_layers=(0, 1)
     )
-    deep = ModelConfig(num_layers=2, **SIZES)
+    deep = dataclasses.replace(CONFIG, num_layers=2, windows=(None, None))
     model = language_model(deep)
     weights = init_params(deep, jax.random.key(0), scale=0.5)
     target = mj.Pretrained.from_parts(model, weights, max_positions=512)
@@ -128,15 +116,11 @@ def test_an_eagle_head_learns_and_nothing_that_decodes_compiles():
 
 
 def test_small_losses_do_not_add_up(pair, monkeypatch):
-    """Each of twenty refinements loses 2.9% of tau, so only the first one stays within 3% of the first value.
-
-    A loss caused by a change of the target does not count against a refinement.
-    """
+    """Each of twenty refinements loses 2.9% of tau; a change of the target does not count against one."""
     monkeypatch.setattr(online, "_updater", lambda *_: lambda draft, state, *__: (0.971 * draft, state, 0.0))
     monkeypatch.setattr(online.Refiner, "expected_tau", lambda self, moved: 3.0 * moved * float(self._params))
-    refiner = online.Refiner(
-        MODEL, MODEL, jnp.float32(1.0), depth=DEPTH, held_out=[[1, 2]], target_params=1.0, rows=4, width=8
-    )
+    options = {"depth": DEPTH, "held_out": [[1, 2]], "rows": 4, "width": 8}
+    refiner = online.Refiner(MODEL, MODEL, jnp.float32(1.0), target_params=1.0, **options)
     refiner._texts.append(([1, 2, 3], [False, True, True]))
     results = [refiner.refine(1.0, steps=1) for _ in range(20)]
     assert [result.kept for result in results] == [True] + 19 * [False]
@@ -162,9 +146,8 @@ def test_weights_are_restored_if_the_draft_would_forget(pair, decoded):
 @pytest.mark.slow
 def test_what_cannot_be_refined_is_refused(pair):
     target, draft = pair
-    eagle1 = EagleConfig(
-        version=1, layer=LAYER, target_hidden_size=16, draft_vocab_size=32, own_unembed=False
-    )
+    sizes = {"target_hidden_size": 16, "draft_vocab_size": 32}
+    eagle1 = EagleConfig(version=1, layer=CONFIG, own_unembed=False, **sizes)
     with pytest.raises(MarsError, match="an EAGLE-1 head learns features"):
         make_refiner(target, eagle1, {}, [[1, 2]])
     with pytest.raises(MarsError, match="there are no held-out texts"):
