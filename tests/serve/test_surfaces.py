@@ -198,10 +198,7 @@ def told_as_it_is_said() -> list[Any]:
             tokens[event.index] += event.tokens
         else:
             found[event.index] = event.completion
-            assert (event.completion.text, event.completion.tokens) == (
-                texts[event.index],
-                tokens[event.index],
-            )
+            assert (event.completion.text, event.completion.tokens) == (texts[event.index], tokens[event.index])
     return [found[i] for i in range(len(prompts))]
 
 
@@ -255,14 +252,13 @@ def test_texts_are_those_of_a_loop_over_the_target(surface):
         if one is None:
             continue
         assert (one.tokens, one.text, one.finish_reason) == (want.tokens, want.text, want.finish), row
-        told, metrics = one.log_probs, one.metrics
-        np.testing.assert_allclose(told.log_prob, want.log_probs, atol=1e-3)
-        np.testing.assert_allclose(told.regret, want.regrets, atol=1e-3)
-        assert set(told.kind) <= {"exact", "corrected"} and len(told.kind) == len(one.tokens)
+        scores, metrics = one.log_probs, one.metrics
+        np.testing.assert_allclose(scores.log_prob, want.log_probs, atol=1e-3)
+        np.testing.assert_allclose(scores.regret, want.regrets, atol=1e-3)
+        assert set(scores.kind) <= {"exact", "corrected"} and len(scores.kind) == len(one.tokens)
         assert metrics.accepted_relaxed == 0 and metrics.steps <= metrics.emitted
-        assert metrics.emitted >= len(one.tokens) and (
-            one.request.stop_strings or metrics.emitted == len(one.tokens)
-        )
+        assert metrics.emitted == len(one.tokens) or one.request.stop_strings
+        assert metrics.emitted >= len(one.tokens)
         assert metrics.steps + metrics.accepted_exact >= metrics.emitted
         assert sum(metrics.depth_histogram) == metrics.steps and one.seconds > 0
         if one.request.constraint is not None and one.request.constraint.kind == "choice":
