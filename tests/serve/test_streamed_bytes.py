@@ -40,16 +40,13 @@ def byte_fallback():
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581cat", "dog", SPECIAL]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     made = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    spaces = decoders.Replace("\u2581", " ")
-    made.decoder = decoders.Sequence(
-        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     return made
 
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback}
-WORDS, WORD, SPECIAL_ID = [256, 257], 257, 258
-SIZE = 259
+WORDS, WORD, SPECIAL_ID, SIZE = [256, 257], 257, 258, 259
 
 
 @functools.cache
@@ -65,13 +62,10 @@ def bytes_of(text):
     return list(text.encode())
 
 
-TOKENS = st.lists(
-    st.one_of(
-        st.sampled_from([bytes_of(character) for character in CHARACTERS]),
-        st.sampled_from([*WORDS, SPECIAL_ID, 0xFF, 0xE2, 0x82, 0xAC]).map(lambda token: [token]),
-    ),
-    max_size=8,
-).map(lambda runs: [token for run in runs for token in run])
+RUNS = st.sampled_from(
+    [*map(bytes_of, CHARACTERS), *([t] for t in (*WORDS, SPECIAL_ID, 0xFF, 0xE2, 0x82, 0xAC))]
+)
+TOKENS = st.lists(RUNS, max_size=8).map(lambda runs: [token for run in runs for token in run])
 """Complete characters, parts of them, invalid bytes, words and special tokens."""
 PROMPTS = {"a word": [256, WORD], "an emoji in bytes": [WORD, *bytes_of("🙂€")]}
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
