@@ -20,7 +20,6 @@ SIMULATED = f"{MODEL} --verify simulated --tau 2"
     ("flags", "message"),
     [
         ("--verify exact --theta 0.9", "--theta does not apply to the rule exact, which has no settings"),
-        ("--verify rejection --base exact", "--base does not apply to the rule rejection"),
         ("--block", "--block does not apply to the rule mars, which has base, margin, theta,"),
         ("--verify mars --rule-option block=true", "--rule-option block does not apply to the"),
         ("--draft none --verify rejection", "--verify rejection does not apply to --draft none"),
@@ -52,6 +51,10 @@ SIMULATED = f"{MODEL} --verify simulated --tau 2"
         ("--min-p 0.1 --temperature 0", "--min-p does not apply at temperature 0"),
         ("--theta 1.5", "--theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
         ("--resume", "--resume does not apply without --output"),
+        ("--part 0/1", "--part does not apply without --output, the file of its rows"),
+        ("--num-processes 2", "--num-processes does not apply without --mesh"),
+        ("--relax-constrained", "--relax-constrained does not apply without --regex, --json-schema"),
+        ("--system x", "--system does not apply without --chat or messages, which have a chat"),
         ("--stream --json", "--stream does not apply with --json"),
         ("--stream --output rows.jsonl", "--stream does not apply with --output"),
         ("--compare --verify exact", "--verify does not apply with --compare"),

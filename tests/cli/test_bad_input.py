@@ -166,16 +166,6 @@ def test_weights_that_are_not_numbers(refused, refused_unwritten, broken):
     assert f"{expected} for 2 of 2 prompts" in refused(*argv, "world", "--json")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"), [([], "add --resume"), (["--resume"], "is not a row of this run")]
-)
-def test_an_output_that_exists(refused, target, tmp_path, flags, message):
-    output = tmp_path / "rows.jsonl"
-    output.write_text("mine\n")
-    assert message in refused("--target", target, "--output", output, *flags, *FEW, "hello")
-    assert output.read_text() == "mine\n"
-
-
 CLEAR = "\x1b[2J\x9b31m\u202e"
 """Control characters that clear the terminal, set a colour and reverse the text direction."""
 

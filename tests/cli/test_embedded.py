@@ -1,12 +1,11 @@
 """The embedded models: the default of a command that names no model."""
 
-import json
-
 import pytest
 
 from mars_jax import assets
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
+from tests.cli.conftest import timeless
 
 
 @pytest.mark.parametrize(
@@ -31,21 +30,9 @@ def test_what_is_left_open_follows_from_what_is_given(argv, draft, rule, size):
 
 
 @pytest.mark.slow
-def test_the_embedded_pair_tells_a_story(run):
-    outcome = run("--max-new-tokens", 40, "Once upon a time")
-    assert outcome.code == 0
-    assert outcome.out.startswith("Once upon a time")
-    assert len(outcome.out.split()) > 20
-
-
-@pytest.mark.slow
 def test_the_rows_are_the_same_with_a_draft_device(run):
     argv = ["--json", "--batch-size", 2, "--num-draft-tokens", 3, "--max-new-tokens", 24]
     argv += ["Once upon a time", "The sea", "Tom had"]
 
-    def timeless(outcome):
-        rows = [json.loads(line) for line in outcome.out.splitlines()]
-        return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
-
-    plain = timeless(run(*argv))
-    assert timeless(run(*argv, "--draft-device", 1)) == plain and len(plain) == 3
+    plain = timeless(run(*argv).out)
+    assert timeless(run(*argv, "--draft-device", 1).out) == plain and len(plain) == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.prompts import from_texts
 from mars_jax.serve import generation as serving
 from mars_jax.serve import session
+from tests.cli.conftest import rows_of, timeless
 from tests.helpers.checkpoint_files import edit_config, edit_weights
 
 FEW = ["--max-new-tokens", "8"]
@@ -28,19 +27,10 @@ KEYS += ["accepted_exact", "accepted_relaxed", "depth_histogram", "seconds", "to
 KEYS += ["sampling", "run"]
 
 
-def rows(text):
-    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
-
-
-def timeless(text):
-    left_out = ("seconds", "tokens_per_second", "fingerprint")
-    return [{key: value for key, value in row.items() if key not in left_out} for row in rows(text)]
-
-
 def test_json_is_one_object_a_prompt_and_nothing_else(run, target):
     outcome = run("--target", target, *FEW, "--json", "the sea", "a story of")
     assert outcome.code == 0 and outcome.err == ""
-    first, second = rows(outcome.out)
+    first, second = rows_of(outcome.out)
     assert list(first) == KEYS
     assert (first["prompt"], second["prompt"]) == ("the sea", "a story of")
     for row in (first, second):
@@ -60,12 +50,12 @@ def test_chatter_of_libraries_stays_off_stdout(run, target, monkeypatch):
 
     monkeypatch.setattr(session, "Queue", chatty)
     outcome = run("--target", target, *PLAIN, "--json", "the sea")
-    assert len(rows(outcome.out)) == 1 and "Loading weights" in outcome.err
+    assert len(rows_of(outcome.out)) == 1 and "Loading weights" in outcome.err
 
 
 def test_streamed_text_is_that_of_the_device_loop(run, target):
     argv = ["--target", target, *PLAIN, "the sea", "a story of"]
-    texts = [row["prompt"] + row["text"] for row in rows(run(*argv, "--json").out)]
+    texts = [row["prompt"] + row["text"] for row in rows_of(run(*argv, "--json").out)]
     lines = [text if text.endswith("\n") else text + "\n" for text in texts]
     streamed, whole = run(*argv), run(*argv, "--no-stream")
     assert streamed.code == whole.code == 0
@@ -118,8 +108,8 @@ def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
 @pytest.mark.slow
 def test_a_draft_with_another_tokenizer_drafts_and_says_so(run, target, foreign):
     flags = ["--target", target, "--verify", "exact", "--json", "the sea"]
-    [plain], found = rows(run(*flags, *PLAIN).out), run(*flags, *FEW, "--draft", f"model:{foreign}")
-    assert rows(found.out)[0]["tokens"] == plain["tokens"]
+    [plain], found = rows_of(run(*flags, *PLAIN).out), run(*flags, *FEW, "--draft", f"model:{foreign}")
+    assert rows_of(found.out)[0]["tokens"] == plain["tokens"]
     assert f"note: '{foreign}' has another tokenizer and drafts the 25" in found.err
 
 
@@ -136,29 +126,10 @@ def test_a_row_stops_its_own_draft(run, target, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "the sea", "draft_stop": 0}\n{"prompt": "the sea"}\n')
     argv = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", "3", "--ignore-eos", *FEW]
-    stopped, other = rows(run(*argv, "--verify", "exact", "--json", "--prompts-file", file).out)
+    stopped, other = rows_of(run(*argv, "--verify", "exact", "--json", "--prompts-file", file).out)
     assert stopped["tokens"] == other["tokens"]
     assert (stopped["proposed"], stopped["steps"]) == (0, 8)
     assert (other["proposed"], other["steps"]) == (6, 2)
-
-
-@pytest.mark.slow
-def test_rows_choose_for_themselves_and_batches_change_nothing(run, target, tmp_path):
-    file = tmp_path / "p.jsonl"
-    lines = [
-        {"prompt": "the sea", "id": "a", "temperature": 1.0, "seed": 5},
-        {"prompt": "the sea", "temperature": 1.0},
-        {"prompt_tokens": [70, 71], "max_new_tokens": 3},
-        {"prompt": "the sea", "id": 7, "temperature": 1.0, "seed": 4},
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    argv = ["--target", target, *PLAIN, "--ignore-eos", "--json", "--seed", "3", "--prompts-file", file]
-    together = run(*argv).out
-    first, second, third, fourth = rows(together)
-    assert [row["id"] for row in rows(together)] == ["a", 1, 2, 7] and list(first) == KEYS
-    assert third["prompt"] is None and len(third["tokens"]) == 3 and third["prompt_tokens"] == [70, 71]
-    assert second["tokens"] == fourth["tokens"] != first["tokens"]  # row 1 draws with the seed 3 + 1
-    assert timeless(run(*argv, "--batch-size", "3").out) == timeless(together)
 
 
 @pytest.mark.slow
@@ -168,7 +139,7 @@ def test_the_comparison_is_a_table(run, target):
     assert table.code == 0 and "\x1b" not in table.out and table.err == ""
     words = ("autoregressive", "exact", "mars", "speedup", "tau", "relaxed", "tokens/s")
     assert all(word in table.out for word in words)
-    [comparison] = rows(run(*argv, "--json").out)
+    [comparison] = rows_of(run(*argv, "--json").out)
     plain, exact, mars = comparison["rules"]
     assert [row["rule"] for row in (plain, exact, mars)] == ["autoregressive", "exact", "mars"]
     assert plain["speedup"] == 1.0 and plain["tau"] == 1.0 and plain["tokens"] == exact["tokens"]
@@ -190,7 +161,7 @@ def test_what_a_run_wrote_is_drafted_in_the_next_one(run, refused, target, tmp_p
     first, argv = tmp_path / "first.jsonl", ["--target", target, *FEW, "the sea", "--verify", "exact"]
     assert run(*argv, "--draft", "none", "--output", first).code == 0
     again = [*argv, "--draft", f"replay:{first}"]
-    [before], [now] = rows(first.read_text()), rows(run(*again, "--json").out)
+    [before], [now] = rows_of(first.read_text()), rows_of(run(*again, "--json").out)
     assert now["tokens"] == before["tokens"] and now["steps"] < before["steps"]
     assert run(*again, "--output", tmp_path / "second.jsonl").code == 0
     assert "nothing to do" in run(*again, "--output", tmp_path / "second.jsonl", "--resume").err
@@ -223,10 +194,8 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, ta
     file, output = tmp_path / "p.txt", tmp_path / "rows.jsonl"
     file.write_text("".join(f"prompt {i}\n" for i in range(7)))
     argv = ["--target", target, *PLAIN, "--temperature", "1", "--batch-size", "2", "--prompts-file", file]
-    argv = [str(a) for a in argv]
-    killed = subprocess.run(
-        [sys.executable, "-c", DIES, *argv, "--output", str(output)], capture_output=True, cwd=_root()
-    )
+    command = [sys.executable, "-c", DIES, *map(str, argv), "--output", str(output)]
+    killed = subprocess.run(command, capture_output=True, cwd=Path(mars_jax.__file__).parent.parent)
     assert killed.returncode == -9
     torn = output.read_bytes()
     assert torn.count(b"\n") == 3 and not torn.endswith(b"\n")
@@ -262,11 +231,6 @@ def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target,
     assert f"'{output}' was begun with other weights of the {part}: choose another" in message
 
 
-def _root():
-    """Return the directory from which `python -m mars_jax.generate` runs the package under test."""
-    return Path(mars_jax.__file__).parent.parent
-
-
 def test_the_module_is_the_function_too(target):
     """Importing the submodule replaces the function of the same name, so the module must be callable like it."""
     import mars_jax.generate
@@ -277,20 +241,10 @@ def test_the_module_is_the_function_too(target):
     assert mars_jax.generate.main is main
 
 
-def test_the_function_comes_without_the_module():
-    code = "import sys, mars_jax as mj; mj.generate.__name__; sys.exit('mars_jax.generate' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=_root(), env=os.environ)
-
-
 @pytest.mark.slow
 def test_simulated_acceptance_gives_the_tau_and_says_what_the_text_is_worth(run, refused, target, draft):
-    models = ["--target", target, "--draft", f"model:{draft}", "--num-draft-tokens", 3]
-    models += ["--verify", "simulated"]
-    prompts = [f"the sea {i}" for i in range(8)]
-    outcome = run(*models, "--tau", 2.5, "--ignore-eos", "--no-stream", "--max-new-tokens", 48, *prompts)
-    assert outcome.code == 0 and "the text means nothing" in outcome.err
-    # About 150 steps. The token limit cuts the last step of each prompt.
-    tau = float(outcome.err.partition("tau ")[2].split()[0])
-    assert abs(tau - 2.5) < 0.35
-    message = refused(*models, "--tau", 5, "the sea")
-    assert "--tau is 5, and this draft gives 4 tokens a step at most" in message
+    argv = ["--target", target, "--draft", f"model:{draft}", "--num-draft-tokens", 3, "--verify", "simulated"]
+    argv += ["--ignore-eos", "--no-stream", "--max-new-tokens", 48, "the sea", "--tau"]
+    outcome = run(*argv, 4)
+    assert outcome.code == 0 and "the text means nothing" in outcome.err and "tau 4.00" in outcome.err
+    assert "--tau is 5, and this draft gives 4 tokens a step at most" in refused(*argv, 5)

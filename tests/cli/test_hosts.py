@@ -12,17 +12,12 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from mars_jax import hub
-from mars_jax.cli.generate.applies import check_flags
-from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, init_params
 from mars_jax.placement import hosts
 
@@ -162,17 +157,8 @@ def test_numbers_that_make_no_run_are_named(given, expected):
         hosts.connect(*given)
 
 
-FIRST = [
-    "--target",
-    "tiny/target",
-    "--mesh",
-    "data=2",
-    "--num-processes",
-    "2",
-    "--process-id",
-    "0",
-    "--coordinator",
-]
+FIRST = ["--target", "tiny/target", "--mesh", "data=2", "--num-processes", "2", "--process-id", "0"]
+FIRST += ["--coordinator"]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp6"), reason="needs Linux's table of sockets")
@@ -198,30 +184,6 @@ def test_an_address_of_another_machine_is_refused_by_the_first_process():
     _, err = start([*FIRST, "192.0.2.1:4567", "hello"]).communicate(timeout=60)
     problem = "--coordinator is 192.0.2.1:4567, where this machine cannot listen"
     assert err.startswith(f"error: {problem}: name an address of process 0's")
-
-
-def test_without_a_mesh_the_flags_of_several_hosts_do_not_apply():
-    with pytest.raises(MarsError, match="--num-processes does not apply without --mesh"):
-        check_flags(parse(["--num-processes", "2", "x"]), [])
-
-
-def test_alone_there_is_nothing_to_wait_for(monkeypatch):
-    monkeypatch.delenv("SLURM_NTASKS", raising=False)
-    hosts.connect()
-    hosts.connect("localhost:1", 1, 0)
-    assert not jax.distributed.is_initialized() and hosts.is_first() and hosts.broadcast(7) == 7
-    hosts.check_equal("anything", "flags")
-    hosts.check_mesh(None)
-    hosts.leave(3)
-
-
-def test_what_is_put_on_a_mesh_is_fetched_as_it_was():
-    mesh = parse_mesh("data=2,model=4")
-    tree = {"tokens": jnp.arange(8).reshape(4, 2), "keys": jax.random.split(jax.random.key(1), 4)}
-    placed = hosts.put(tree, jax.tree.map(lambda _: jax.NamedSharding(mesh, P("data")), tree))
-    assert len(placed["keys"].sharding.device_set) == 8
-    np.testing.assert_array_equal(hosts.fetch(placed["tokens"]), tree["tokens"])
-    np.testing.assert_array_equal(jax.random.key_data(placed["keys"]), jax.random.key_data(tree["keys"]))
 
 
 @pytest.mark.slow

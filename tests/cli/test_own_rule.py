@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mars_jax.lab.commands import benchmark, calibrate
+from tests.cli.conftest import rows_of
 from tests.helpers import noisy_copy, slow_but
 
 ENTROPY_GATE = '''
@@ -29,10 +30,6 @@ class EntropyGate(verify.Relaxed):
 def entropy_gate(entropy: float = 1.5):
     """Also keeps the runner-up where the target's entropy is high."""
     return EntropyGate(base=verify.exact(), entropy=jnp.float32(entropy))
-
-
-def over_rejection(entropy: float = 1.5):
-    return EntropyGate(base=verify.rejection(), entropy=jnp.float32(entropy))
 
 
 def thresholded(theta: float = 1.5):
@@ -61,7 +58,7 @@ def pair(target, near):
 
 def rows(outcome):
     assert outcome.code == 0, outcome.err
-    return [json.loads(line) for line in outcome.out.splitlines()]
+    return rows_of(outcome.out)
 
 
 PROMPTS = ["the sea", "a story of", "the sun"]
@@ -82,21 +79,6 @@ FLAGS = ["--ignore-eos", "--max-new-tokens", "24", "--json"]
 
 
 @pytest.mark.slow
-def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
-    """Compare each row with a run of only that row. The second row takes its number from the flag."""
-    file = tmp_path / "p.jsonl"
-    entropies = [ALWAYS, None, NEVER]
-    lines = [{"prompt": "a story of"} | ({} if e is None else {"entropy": e}) for e in entropies]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    own = [*pair, *FLAGS, "--verify", f"{gates}:entropy_gate"]
-    together = rows(run(*own, "--rule-option", "entropy=4.9", "--prompts-file", file))
-    for row, entropy in zip(together, (ALWAYS, 4.9, NEVER), strict=True):
-        [alone] = rows(run(*own, "--rule-option", f"entropy={entropy}", "a story of"))
-        assert row["tokens"] == alone["tokens"] and row["accepted_relaxed"] == alone["accepted_relaxed"]
-    assert together[0]["accepted_relaxed"] > together[2]["accepted_relaxed"] == 0
-
-
-@pytest.mark.slow
 def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [{"theta": 0.5}, {"max_relaxed_run": 0}, {"theta": float("inf")}, {}, {"exact_prefix": 24}]
@@ -108,15 +90,6 @@ def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
         assert row["tokens"] == alone["tokens"]
     assert found[0]["accepted_relaxed"] > 0 == found[1]["accepted_relaxed"] == found[4]["accepted_relaxed"]
     assert found[4]["tokens"] != found[3]["tokens"]
-
-
-@pytest.mark.slow
-def test_a_rule_of_ones_own_over_rejection_gets_a_sampled_draft(run, pair, gates):
-    flags = [*pair, "--ignore-eos", "--max-new-tokens", "16", "--json", "--temperature", "1", "the sea"]
-    own = ["--verify", f"{gates}:over_rejection", "--rule-option", f"entropy={NEVER}"]
-    [gated], [rejection] = rows(run(*flags, *own)), rows(run(*flags, "--verify", "rejection"))
-    assert gated["tokens"] == rejection["tokens"]
-    assert gated["depth_histogram"] == rejection["depth_histogram"]
 
 
 @pytest.mark.parametrize(
@@ -209,110 +182,97 @@ from mars_jax import verify
 @flax.struct.dataclass(frozen=True)
 class Gate(verify.{base}):
     theta: object = np.float32(1)
-
-    {method}
+    {budget}
+    def {method}:
+        {statement}
 
 
 def gate():
-    return {made}
+    return {rule}
+
+
+def exact(self, evidence):
+    verdict, _ = verify.exact()(evidence)
+    return dataclasses.replace(verdict, next_token=verdict.next_token.astype("float32")), self
 """
-RAISES = "def low(self, evidence):\n        {} # here"
-"""Source of a method whose second line fails."""
-FAILURES = {
-    "raise": (
-        RAISES.format("raise ValueError('no\\nentropy')"),
-        "low raised ValueError (no); expected low to return bool[B, N]",
+BUDGET = """
+    def relaxable(self, evidence):
+        return evidence.tree.tokens > 0
+    def cost(self, evidence):
+        return jnp.ones(evidence.tree.tokens.shape), self.theta
+"""
+LOW, COST, CALL = "low(self, evidence)", "cost(self, evidence)", "__call__(self, evidence)"
+SPEND, TARGET = "spend(self, left)", "target(self, log_p, log_q, evidence)"
+SHAPES = "dot_general requires contracting dimensions to have the same shape, got (3,) and (4,)"
+REPLACED = "a rule whose theta is float32[]; expected a rule whose theta is float32[1]"
+VERDICT = "a verdict whose next_token is float32[1]; expected a verdict whose next_token is int32[1]"
+ANOTHER = "an object of type Exact; expected an object of type Gate with the same structure"
+FAILURES = [
+    (LOW, "raise ValueError('no\\nentropy')", "raised ValueError (no); expected low to return bool[B, N]"),
+    (
+        LOW,
+        "return jnp.ones(3) @ jnp.ones(4)",
+        f"raised TypeError ({SHAPES}); expected low to return bool[B, N]",
     ),
-    "inside jax": (
-        RAISES.format("return jnp.ones(3) @ jnp.ones(4)"),
-        "low raised TypeError (dot_general requires contracting dimensions to have the same shape, got (3,) and (4,)); "
-        "expected low to return bool[B, N]",
+    (LOW, "return verify.entropy(evidence.logits)", "returned float32[1, 3]; expected bool[1, 3]"),
+    (COST, "return self.theta, self.theta", "returned a cost float32[1]; expected a cost float32[1, 3]"),
+    (COST, "return self.theta", "returned float32[1]; expected (f32[B, N], f32[B]) or None"),
+    (SPEND, "return dataclasses.replace(self, theta=left[0])", f"returned {REPLACED}"),
+    (TARGET, "return log_p[:, 0]", "returned float32[1, 269]; expected float32[1, 3, 269]"),
+    (
+        CALL,
+        "return verify.exact()(evidence)[0]",
+        "returned an object of type Verdict; expected (Verdict, rule)",
     ),
-    "dtype": (
-        "def low(self, evidence): # here\n        return verify.entropy(evidence.logits)",
-        "low returned float32[1, 3]; expected bool[1, 3]",
-    ),
-    "cost": (
-        "def relaxable(self, evidence):\n        return evidence.tree.tokens > 0\n"
-        "    def cost(self, evidence): # here\n        return self.theta, self.theta",
-        "cost returned a cost float32[1]; expected a cost float32[1, 3]",
-    ),
-    "budget": (
-        "def relaxable(self, evidence):\n        return evidence.tree.tokens > 0\n"
-        "    def cost(self, evidence): # here\n        return self.theta",
-        "cost returned float32[1]; expected (f32[B, N], f32[B]) or None",
-    ),
-    "spend": (
-        "def relaxable(self, evidence):\n        return evidence.tree.tokens > 0\n"
-        "    def cost(self, evidence):\n        return jnp.ones(evidence.tree.tokens.shape), self.theta\n"
-        "    def spend(self, left): # here\n        return dataclasses.replace(self, theta=left[0])",
-        "spend returned a rule whose theta is float32[]; expected a rule whose theta is float32[1]",
-    ),
-    "target": (
-        "def target(self, log_p, log_q, evidence): # here\n        return log_p[:, 0]",
-        "target returned float32[1, 269]; expected float32[1, 3, 269]",
-    ),
-    "no pair": (
-        "def __call__(self, evidence): # here\n        return verify.exact()(evidence)[0]",
-        "__call__ returned an object of type Verdict; expected (Verdict, rule)",
-    ),
-    "verdict": (
-        "def __call__(self, evidence): # here\n        verdict, _ = verify.exact()(evidence)\n"
-        "        return dataclasses.replace(verdict, next_token=verdict.next_token.astype('float32')), self",
-        "__call__ returned a verdict whose next_token is float32[1]; expected a verdict whose next_token is int32[1]",
-    ),
-    "another rule": (
-        "def __call__(self, evidence): # here\n        return verify.exact()(evidence)",
-        "__call__ returned an object of type Exact; expected an object of type Gate with the same structure",
-    ),
-}
-CONSTRUCTORS = {
-    "exits": ("sys.exit('stop') # here", "gate raised SystemExit (stop); expected gate to return a rule"),
-    "no rule": ("3", "gate returned 3; expected a rule"),
-}
-IMPORTS = {
-    "exit": ("import sys\nsys.exit(1) # here", "<module> raised SystemExit (1)"),
-    "syntax": ("def gate(: # here", "SyntaxError (invalid syntax)"),
-}
+    (CALL, "return exact(self, evidence)", f"returned {VERDICT}"),
+    (CALL, "return verify.exact()(evidence)", f"returned {ANOTHER}"),
+]
+"""For each rule: a method, its only statement, and the problem."""
+EXITS = ("sys.exit('stop')", "sys.exit", "gate raised SystemExit (stop); expected gate to return a rule")
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Return a function that writes a rule file; it returns the path and the number of the line marked "here"."""
-
-    def written(source, marker="# here"):
-        path = tmp_path / "gate.py"
-        path.write_text(source)
-        return path, next(n for n, line in enumerate(source.splitlines(), start=1) if marker in line)
-
-    return written
+def line_of(source, text):
+    """Return the number of the last line that contains the text."""
+    return max(n for n, line in enumerate(source.splitlines(), start=1) if text in line)
 
 
-@pytest.mark.parametrize("kind", slow_but(FAILURES, "raise", "dtype"))
-def test_a_method_that_fails_gets_one_sentence(kind, refused, pair, write):
-    method, problem = FAILURES[kind]
-    base = "Retargeted" if kind == "target" else "Relaxed"
-    file, line = write(FAILING.format(method=method, made="Gate()", base=base))
-    sampled = ["--temperature", "1"] if kind == "target" else []
-    sentence = refused(*pair, *sampled, "--max-new-tokens", "4", "--verify", f"{file}:gate", "the sea")
-    assert sentence == f"error: the rule Gate fails in {file}, line {line}: {problem}.\n"
+@pytest.mark.parametrize(("method", "statement", "problem"), slow_but(FAILURES, FAILURES[0], FAILURES[2]))
+def test_a_method_that_fails_gets_one_sentence(method, statement, problem, refused, pair, tmp_path):
+    base, sampled = ("Retargeted", ["--temperature", "1"]) if method == TARGET else ("Relaxed", [])
+    budget = BUDGET if method in (COST, SPEND) else ""
+    file = tmp_path / "gate.py"
+    source = FAILING.format(base=base, budget=budget, method=method, statement=statement, rule="Gate()")
+    file.write_text(source)
+    line = line_of(source, statement if problem.startswith("raised") else f"def {method}")
+    message = refused(*pair, *sampled, "--max-new-tokens", "4", "--verify", f"{file}:gate", "the sea")
+    name = method.partition("(")[0]
+    assert message == f"error: the rule Gate fails in {file}, line {line}: {name} {problem}.\n"
 
 
-@pytest.mark.parametrize("kind", slow_but(CONSTRUCTORS, "exits"))
-def test_a_constructor_that_fails_gets_one_sentence(kind, refused, pair, write):
-    made, problem = CONSTRUCTORS[kind]
-    source = FAILING.format(method="pass", made=made, base="Relaxed")
-    file, line = write(source, "# here" if kind == "exits" else "def gate")
-    sentence = refused(*pair, "--verify", f"{file}:gate", "the sea")
-    assert sentence.startswith(f"error: the rule is {file}:gate: {file}, line {line}: {problem}")
+@pytest.mark.parametrize(
+    ("rule", "marker", "problem"),
+    slow_but([EXITS, ("3", "def gate", "gate returned 3; expected a rule")], EXITS),
+)
+def test_a_constructor_that_fails_gets_one_sentence(rule, marker, problem, refused, pair, tmp_path):
+    file = tmp_path / "gate.py"
+    file.write_text(FAILING.format(base="Relaxed", budget="", method=LOW, statement="pass", rule=rule))
+    message = refused(*pair, "--verify", f"{file}:gate", "the sea")
+    line = line_of(file.read_text(), marker)
+    assert message.startswith(f"error: the rule is {file}:gate: {file}, line {line}: {problem}")
 
 
-@pytest.mark.parametrize("kind", slow_but(IMPORTS, "exit", "syntax"))
-def test_a_file_that_fails_gets_one_sentence(kind, refused, write):
-    source, problem = IMPORTS[kind]
-    file, line = write(source)
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import sys\nsys.exit(1) # here", "<module> raised SystemExit (1)"),
+        ("def gate(: # here", "SyntaxError (invalid syntax)"),
+    ],
+)
+def test_a_file_that_fails_gets_one_sentence(source, problem, refused, tmp_path):
+    file = tmp_path / "gate.py"
+    file.write_text(source)
     expected = (
-        f"error: the file of a rule '{file}' does not run: {file}, line {line}: {problem}; expected a file "
-        "that defines a function that makes a rule.\n"
+        f"error: the file of a rule '{file}' does not run: {file}, line {line_of(source, 'here')}: {problem}; "
+        "expected a file that defines a function that makes a rule.\n"
     )
     assert refused("--target", "nowhere", "--verify", f"{file}:gate", "the sea") == expected

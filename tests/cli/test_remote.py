@@ -17,6 +17,7 @@ from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
+from tests.cli.conftest import timeless
 from tests.helpers.shell import HEEDS
 
 ROOT = Path(mars_jax.__file__).parents[1]
@@ -62,11 +63,6 @@ def parquet(rows):
 
 def told(rows):
     return [(row.prompt, row.messages, row.tokens, row.id, row.settings, row.numbers) for row in rows]
-
-
-def timeless(data):
-    rows = [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return [{name: value for name, value in row.items() if "second" not in name} for row in rows]
 
 
 # Prompts.
@@ -191,4 +187,4 @@ def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(number, word, run,
     assert run(*argv, "--output", output, "--resume").code == 0
     assert run(*argv, "--output", whole).code == 0
     assert resumed.read_bytes().startswith(kept)
-    assert timeless(resumed.read_bytes()) == timeless(whole.read_bytes())
+    assert timeless(resumed.read_text()) == timeless(whole.read_text())

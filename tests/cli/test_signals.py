@@ -123,29 +123,21 @@ signals.handle()
 """
 LOCK = 'lock = threading.Lock()\nlock.acquire()\nwith signals.ending(lambda: " with 3 rows"):\n    '
 LOCK += 'print("now", flush=True)\n    lock.acquire()'
+FAILS = 'with signals.ending(lambda: {}["rows"]):\n    wait()'
+SECOND = "with signals.ending(wait):\n    send(signal.SIGTERM)\n    time.sleep(60)"
 STOP = "with signals.stoppable() as stop:\n    send(signal.SIGINT)\n    assert stop.wait(10)\n"
+# The signal comes after the mark has been read and before the main thread leaves the block.
+LATE = "mark = signals._state.marked.wait\nsignals._state.marked.wait = lambda: (mark(), wait())\n"
+LATE += "with signals.stoppable():\n    pass"
 FORK = "child = os.fork()\nif not child:\n    send(signal.SIGTERM)\n    time.sleep(60)\n"
+FORK += "assert os.waitpid(child, 0)[1] == signal.SIGTERM\ntime.sleep(0.2)\nwait()"
 ENDINGS = {
     "an action runs while the main thread waits for a lock": (LOCK, " with 3 rows"),
-    "an action that fails is part of the line": (
-        'with signals.ending(lambda: {}["rows"]):\n    wait()',
-        ": 'rows'",
-    ),
-    "a second signal ends an action that takes long": (
-        "with signals.ending(wait):\n    send(signal.SIGTERM)\n    time.sleep(60)",
-        "",
-    ),
+    "an action that fails is part of the line": (FAILS, ": 'rows'"),
+    "a second signal ends an action that takes long": (SECOND, ""),
     "a second signal ends a command whose reply was stopped": (f"{STOP}{STOP}    wait()", ""),
-    # The signal comes after the mark has been read and before the main thread leaves the block.
-    "a signal comes right after a reply": (
-        "mark = signals._state.marked.wait\nsignals._state.marked.wait = lambda: (mark(), wait())\n"
-        "with signals.stoppable():\n    pass",
-        "",
-    ),
-    "a signal of a forked child does not end the command": (
-        f"{FORK}assert os.waitpid(child, 0)[1] == signal.SIGTERM\ntime.sleep(0.2)\nwait()",
-        "",
-    ),
+    "a signal comes right after a reply": (LATE, ""),
+    "a signal of a forked child does not end the command": (FORK, ""),
 }
 """For each situation: code after `HANDLES`, and the end of the line on stderr."""
 
@@ -192,26 +184,16 @@ def test_the_entry_point_quiets_libraries_and_keeps_the_previous_hook():
     assert process.stdout == "hook another\nTrue\nFalse\n", process.stderr
 
 
-def test_a_command_that_a_program_calls_keeps_its_hooks_and_log_levels(capsys):
-    def settings():
-        return sys.unraisablehook, *(logging.getLogger(name).level for name in ("absl", "concurrent.futures"))
-
-    before = settings()
-    assert commands.main(["generate", "--list-rules"]) == 0
-    assert settings() == before
-
-
 @pytest.mark.parametrize("name", commands.COMMANDS)
-def test_a_command_that_a_program_calls_leaves_its_handlers_alone(name, monkeypatch, capsys):
-    def handlers():
-        return [signal.getsignal(number) for number in WORDS]
+def test_a_command_that_a_program_calls_keeps_its_handlers_hooks_and_log_levels(name, monkeypatch, capsys):
+    def settings():
+        levels = [logging.getLogger(logger).level for logger in ("absl", "concurrent.futures")]
+        return [signal.getsignal(number) for number in WORDS], sys.unraisablehook, levels
 
-    during, before = [], handlers()
     module = commands.importlib.import_module(commands._HOME[name])
-    monkeypatch.setattr(
-        module, "main", lambda argv, main=module.main: (during.append(handlers()), main(argv))[1]
-    )
-    codes = []
+    during, before = [], settings()
+    main, codes = module.main, []
+    monkeypatch.setattr(module, "main", lambda argv: (during.append(settings()), main(argv))[1])
 
     def call():
         try:
@@ -223,7 +205,7 @@ def test_a_command_that_a_program_calls_leaves_its_handlers_alone(name, monkeypa
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert codes == [0, 0] and during == [before, before] and handlers() == before
+    assert codes == [0, 0] and during == [before, before] and settings() == before
 
 
 def test_the_terminal_is_as_the_command_found_it():

@@ -23,12 +23,8 @@ from tests.fuzz.harness import Surface, empty
 
 _NAMES = sorted({name for row in specs.RULES.values() for name in row.settings} | {"block", "x", "theta "})
 _WORDS = (*TEXTS, *map(str, NUMBERS), "ratio", "gap", "exact", "rejection", "false", "0.9", "٣", "1_0")
-_SPECS = st.one_of(
-    st.sampled_from(sorted(specs.RULES)),
-    st.sampled_from(
-        ("learned:x", "mars:x", "equivalent:case", "equivalent:", "a.py:b", "os:getcwd", ":", "x:y", "")
-    ),
-)
+_OTHER = ("learned:x", "mars:x", "equivalent:case", "equivalent:", "a.py:b", "os:getcwd", ":", "x:y", "")
+_SPECS = st.one_of(st.sampled_from(sorted(specs.RULES)), st.sampled_from(_OTHER))
 _TEXT = st.sampled_from(_WORDS)
 _VALUE = st.one_of(HOSTILE, _TEXT, st.lists(st.sampled_from(NUMBERS), max_size=3))
 
@@ -145,14 +141,15 @@ _RESUMED = st.one_of(
     st.tuples(st.one_of(_ROWS, _OTHERS), _VALID),
     st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_RECORDED)),
 )
+
+
+def _settings(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(names), _VALUE, max_size=3)
+
+
 _CHOSEN = st.one_of(
-    st.sampled_from(sorted(specs.RULES)).flatmap(
-        lambda name: st.tuples(
-            st.just(name),
-            st.dictionaries(st.sampled_from([*specs.RULES[name].settings, "block"]), _VALUE, max_size=3),
-        )
-    ),
-    st.tuples(_SPECS, st.dictionaries(st.sampled_from(_NAMES), _VALUE, max_size=3)),
+    *(st.tuples(st.just(row.name), _settings([*row.settings, "block"])) for row in specs.RULES.values()),
+    st.tuples(_SPECS, _settings(_NAMES)),
 )
 _TREE = st.lists(
     st.sampled_from(("dynamic", ":", "-", "0", "1", "4", "8", "9999", "99999", "٣", " ", "")), max_size=7

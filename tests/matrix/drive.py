@@ -1,8 +1,4 @@
-"""Decoding of a case through its surface, and comparison with slow references.
-
-References: the target without a draft, the same requests in batches without refilling, and log-probabilities from one
-forward over the text.
-"""
+"""Decoding of a case through its surface, and comparison with the target without a draft and other slow references."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""In bfloat16, a chain under `exact` gives plain decoding's exact tokens and log-probabilities, on a CPU.
-
-Oracle: plain decoding of each prompt in a batch of one. scripts/bits.py of 5336526 measured the same over more prompts.
-"""
+"""In bfloat16, a chain under `exact` gives plain decoding's exact tokens and log-probabilities, on a CPU."""
 
 from __future__ import annotations
 

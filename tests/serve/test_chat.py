@@ -75,17 +75,6 @@ def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
     assert second["prompt_tokens"] == target.encode("The")
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--system", "x", "The"], "--system does not apply without --chat or messages, which have a chat"),
-        (["--chat", "--template-arg", "x", "The"], "--template-arg is 'x': expected NAME=VALUE"),
-    ],
-)
-def test_flags_without_a_conversation_are_refused(flags, sentence, capsys):
-    assert main(flags) == 2 and sentence in capsys.readouterr().err
-
-
 def test_template_variables_that_do_not_apply_get_a_sentence(chatty):
     target = hub.outline(str(chatty))
     with pytest.raises(mj.MarsError, match="system and template_args do not apply to plain texts"):

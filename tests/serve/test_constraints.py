@@ -136,20 +136,6 @@ def test_bad_options_get_a_sentence(target, options, sentence):
         mj.generate(target, "ngram", TEXT, **options)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--regex", "a("], "the pattern 'a(' is no regular expression"),
-        (["--json-schema", "none.json"], "cannot be read"),
-        (["--relax-constrained"], "--relax-constrained does not apply without --regex, --json-schema"),
-        (["--strict-in", "thought"], "the span is 'thought'"),
-    ],
-)
-def test_bad_flags_get_a_sentence(flags, sentence, capsys):
-    assert main([*flags, TEXT]) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def test_prompts_choose_whether_rules_relax_in_their_constraint():
     patterns, relax = ["a+", "b+", None], [False, True, True]
     requests = mj.make_requests(mj.load(), ["a", "b", "c"], regex=patterns, relax_constrained=relax)

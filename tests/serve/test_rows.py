@@ -136,15 +136,6 @@ def test_a_file_of_something_else_is_refused(path, content):
     assert "is not a" in refusal(path)
 
 
-def test_a_full_disk_is_one_sentence(path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(MarsError, match=r"cannot be written \(No space left on device\)"):
-        write(path, 0)
-
-
 @pytest.mark.parametrize(("name", "reason"), [(".", "is not a regular file"), ("none/x", "cannot be opened")])
 def test_a_path_that_takes_no_file_is_refused(tmp_path, name, reason):
     with pytest.raises(MarsError, match=reason):

@@ -45,17 +45,6 @@ def requests(target, **options):
     return make_requests(target, WORDS, **{"max_new_tokens": 8} | options)
 
 
-@pytest.mark.slow
-def test_a_rule_with_a_number_for_each_request_deals_them_out(pair):
-    thetas = [0.1, 0.99, 0.1]
-    session = pair.using(verify.LoadedRule(verify.mars(theta=thetas)))
-    batches = session.batches(requests(pair.target, max_new_tokens=24))
-    found = [completion.tokens for batch in batches for completion in batch.session.run(batch.requests)]
-    for word, theta, tokens in zip(WORDS, thetas, found, strict=True):
-        rule = verify.mars(theta=theta)
-        assert mj.generate(pair.target, pair.drafter, word, verify=rule, max_new_tokens=24).tokens == [tokens]
-
-
 def test_more_requests_than_rows_are_refused(pair):
     asked = requests(pair.target)
     alone = dataclasses.replace(pair, batch_size=1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 
 import hypothesis.strategies as st
 import pytest
@@ -131,15 +129,3 @@ def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_the_text(kind):
         tokens = [0xAC, WORD]
         pieces = [detokenizer.feed([token]) for token in tokens]
         assert "".join(pieces) == target.decode(tokens) == "\N{REPLACEMENT CHARACTER}dog"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_invalid_byte_exists_only_with_byte_fallback(kind, tmp_path):
-    target = pretrained(kind)
-    expected = 0xFF if kind == "byte fallback" else None
-    assert target.invalid_byte == expected
-    target.tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    without_transformers = dataclasses.replace(target, path=tmp_path, own_tokenizer=None)
-    assert without_transformers._plain is not None and without_transformers.invalid_byte == expected

@@ -1,7 +1,6 @@
 """Every entry point gives the completions of a loop over the target in PyTorch that decodes one token at a time.
 
-Each request has its own limits, stop tokens and strings, biases, bans, penalties, constraints, and filters that leave
-one token to draw. The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
+The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
 """
 
 from __future__ import annotations
