@@ -10,121 +10,88 @@ from mars_jax import specs
 from mars_jax.cli.flags import OF_DRAFT, WITH, WITHOUT
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse, parser
-from mars_jax.cli.generate.prompts import CONSTRAINTS, from_texts
+from mars_jax.cli.generate.prompts import CONSTRAINTS, from_texts, read_prompts
 
-MODEL = ["--draft", "model:small"]
-EAGLE = ["--draft", "eagle:head"]
-MEDUSA = ["--draft", "medusa:heads"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--verify", "exact", "--theta", "0.9"], "--theta does not apply to the rule exact, which has no"),
-        (["--verify", "exact", "--margin", "gap"], "--margin does not apply to the rule exact"),
-        (["--verify", "exact", "--max-relaxed-run", "0"], "--max-relaxed-run does not apply to the rule"),
-        (["--verify", "rejection", "--theta", "0.9"], "--theta does not apply to the rule rejection, which"),
-        (["--verify", "rejection", "--base", "exact"], "--base does not apply to the rule rejection"),
-        (["--draft", "none", "--theta", "0.9"], "--theta does not apply to the rule exact, which has no"),
-        (["--verify", "exact", "--block"], "--block does not apply to the rule exact, which has no settings"),
-        (["--block"], "--block does not apply to the rule mars, which has base, margin, theta,"),
-        (["--verify", "mars", "--rule-option", "block=true"], "--rule-option block does not apply to the"),
-        (["--draft", "none", "--verify", "mars"], "--verify mars does not apply to --draft none"),
-        (["--draft", "none", "--verify", "rejection"], "--verify rejection does not apply to --draft none"),
-        (["--draft", "none", "--num-draft-tokens", "4"], "--num-draft-tokens does not apply to --draft none"),
-        (["--draft-size", "auto", "--theta", "0.9"], "--draft-size auto does not apply to the rule mars"),
-        (["--draft-size", "auto", "--draft", "none"], "--draft-size auto does not apply to --draft none"),
-        (
-            [*MODEL, "--draft-size", "auto", "--verify", "exact", "--tree", "2-2"],
-            "--draft-size auto does not apply with --tree",
-        ),
-        (["--head-embed", "target"], "--head-embed does not apply to --draft ngram, which has no embedding"),
-        (["--any-rule"], "--any-rule does not apply without --draft-size auto or --refine"),
-        (["--verify", "exact", "--draft-size", "auto", "--any-rule"], "--any-rule does not apply to the"),
-        (["--refine", "x.txt"], "--refine does not apply to --draft ngram"),
-        ([*MODEL, "--verify", "mars", "--refine", "x.txt"], "--refine does not apply to the rule mars"),
-        (
-            [*MODEL, "--verify", "exact", "--refine", "x.txt", "--output", "y", "--resume"],
-            "--refine does not apply with --resume",
-        ),
-        ([*MODEL, "--refine-every", "4"], "--refine-every does not apply without --refine"),
-        (["--tree", "2-2"], "--tree does not apply to --draft ngram"),
-        (["--draft", "none", "--tree", "2-2"], "--tree does not apply to --draft none"),
-        ([*MODEL, "--tree", "2-2", "--num-draft-tokens", "2"], "--num-draft-tokens does not apply with"),
-        ([*MODEL, "--tree", "2-2", "--verify", "rejection", "--block"], "--tree does not apply to the rule"),
-        (
-            [*EAGLE, "--tree", "dynamic", "--base", "rejection", "--block"],
-            "--tree does not apply to the rule",
-        ),
-        ([*MEDUSA, "--tree", "2-2", "--verify", "cactus"], "--tree does not apply to the rule cactus"),
-        ([*MEDUSA, "--tree", "dynamic:4-3-9"], "--tree dynamic does not apply to --draft medusa:PATH"),
-        (["--tree", "dynamic"], "--tree does not apply to --draft ngram"),
-        (["--draft-device", "1"], "--draft-device does not apply to --draft ngram: leave it out, or draft"),
-        (["--draft-device", "1,x"], "--draft-device is '1,x': expected the number of a device"),
-        ([*MODEL, "--draft-device", "1", "--tree", "2-2"], "--draft-device does not apply with --tree"),
-        ([*MODEL, "--draft-device", "1", "--verify", "rejection"], "--draft-device does not apply to"),
-        ([*MODEL, "--draft-device", "1", "--compare"], "--draft-device does not apply with --compare"),
-        ([*MODEL, "--draft-device", "1", "--regex", "a+"], "--draft-device does not apply where a text is"),
-        (["--draft-stop", "1"], "--draft-stop does not apply to --draft ngram"),
-        (["--draft", "none", "--draft-stop", "inf"], "--draft-stop does not apply to --draft none"),
-        (["--top-p", "0.9"], "--top-p does not apply at temperature 0"),
-        (["--top-k", "5"], "--top-k does not apply at temperature 0"),
-        (["--min-p", "0.1", "--temperature", "0"], "--min-p does not apply at temperature 0"),
-        (["--theta", "1.5"], "--theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
-        (["--resume"], "--resume does not apply without --output"),
-        (["--stream", "--json"], "--stream does not apply with --json"),
-        (["--stream", "--output", "rows.jsonl"], "--stream does not apply with --output"),
-        (["--compare", "--verify", "exact"], "--verify does not apply with --compare"),
-        (["--compare", "--base", "exact"], "--base does not apply with --compare"),
-        (["--compare", "--base", "rejection", "--block"], "--base does not apply with --compare"),
-        (["--compare", "--stream"], "--stream does not apply with --compare"),
-        (["--compare", "--no-stream"], "--no-stream does not apply with --compare"),
-        (["--compare", "--output", "rows.jsonl"], "--output does not apply with --compare"),
-        (["--compare", "--resume"], "--resume does not apply with --compare"),
-        (["--compare", "--draft", "none"], "--compare does not apply to --draft none"),
-        (["--compare", "--tau", "2"], "--tau does not apply to the rule mars"),
-        (["--tau", "2"], "--tau does not apply to the rule mars, which has base, margin, "),
-        ([*MODEL, "--verify", "simulated"], "--verify simulated needs a --tau"),
-        (["--verify", "simulated", "--tau", "2"], "--verify simulated does not apply to --draft ngram,"),
-        (
-            [*MODEL, "--verify", "simulated", "--tau", "2", "--draft-stop", "1"],
-            "--draft-stop does not apply to --verify simulated",
-        ),
-        (
-            [*MODEL, "--verify", "simulated", "--tau", "2", "--theta", "0.9"],
-            "--theta does not apply to the rule simulated",
-        ),
-    ],
-)
-def test_a_flag_that_does_not_apply_is_refused(refused, argv, message):
-    assert refused("--target", "nowhere", *argv, "hello").startswith(f"error: {message}")
+MODEL = "--draft model:small"
+SIMULATED = f"{MODEL} --verify simulated --tau 2"
 
 
 @pytest.mark.parametrize(
-    ("row", "argv", "message"),
+    ("flags", "message"),
     [
-        ({"theta": 0.5}, ["--verify", "exact"], "theta does not apply to the rule exact, which has no"),
-        ({"max_relaxed_run": 2}, ["--draft", "none"], "max_relaxed_run does not apply to the rule exact"),
-        ({"draft_stop": 0.5}, [], "draft_stop does not apply to --draft ngram"),
-        ({"draft_stop": 0.5}, ["--draft", "none"], "draft_stop does not apply to --draft none"),
-        ({"tau": 2}, ["--verify", "mars"], "tau does not apply to the rule mars, which has base, "),
-        ({"margin": "gap"}, ["--verify", "mars"], "margin is one for all prompts: leave it out, and give"),
-        ({"theta": 2}, ["--verify", "mars"], "theta is 2.0: expected a number above 0 and at most 1 for the"),
-        ({"strict": True}, ["--verify", "exact"], "strict does not apply to the rule exact, which relaxes"),
-        ({"strict": True}, ["--verify", "rejection"], "strict does not apply to the rule rejection"),
-        (
-            {"draft_stop": 1},
-            [*MODEL, "--verify", "simulated", "--tau", "2"],
-            "draft_stop does not apply to --verify",
-        ),
-        ({"top_p": 0.5}, [], "top_p does not apply at temperature 0"),
-        ({"top_k": 5, "temperature": 0}, ["--temperature", "1"], "top_k does not apply at temperature 0"),
+        ("--verify exact --theta 0.9", "--theta does not apply to the rule exact, which has no settings"),
+        ("--block", "--block does not apply to the rule mars, which has base, margin, theta,"),
+        ("--verify mars --rule-option block=true", "--rule-option block does not apply to the"),
+        ("--draft none --verify rejection", "--verify rejection does not apply to --draft none"),
+        ("--draft none --num-draft-tokens 4", "--num-draft-tokens does not apply to --draft none"),
+        ("--draft-size auto --theta 0.9", "--draft-size auto does not apply to the rule mars"),
+        ("--draft-size auto --draft none", "--draft-size auto does not apply to --draft none"),
+        (f"{MODEL} --draft-size auto --tree 2-2", "--draft-size auto does not apply with --tree"),
+        ("--head-embed target", "--head-embed does not apply to --draft ngram, which has no embedding"),
+        ("--any-rule", "--any-rule does not apply without --draft-size auto or --refine"),
+        ("--verify exact --draft-size auto --any-rule", "--any-rule does not apply to the"),
+        ("--refine x.txt", "--refine does not apply to --draft ngram"),
+        (f"{MODEL} --verify mars --refine x.txt", "--refine does not apply to the rule mars"),
+        (f"{MODEL} --refine x.txt --output y --resume", "--refine does not apply with --resume"),
+        (f"{MODEL} --refine-every 4", "--refine-every does not apply without --refine"),
+        ("--tree 2-2", "--tree does not apply to --draft ngram"),
+        (f"{MODEL} --tree 2-2 --num-draft-tokens 2", "--num-draft-tokens does not apply with"),
+        (f"{MODEL} --tree 2-2 --verify rejection --block", "--tree does not apply to the rule rejection by"),
+        ("--draft eagle:head --tree dynamic --base rejection --block", "--tree does not apply to the rule"),
+        ("--draft medusa:heads --tree 2-2 --verify cactus", "--tree does not apply to the rule cactus"),
+        ("--draft medusa:heads --tree dynamic", "--tree dynamic does not apply to --draft medusa:PATH"),
+        ("--draft-device 1", "--draft-device does not apply to --draft ngram: leave it out, or draft"),
+        ("--draft-device 1,x", "--draft-device is '1,x': expected the number of a device"),
+        (f"{MODEL} --draft-device 1 --tree 2-2", "--draft-device does not apply with --tree"),
+        (f"{MODEL} --draft-device 1 --verify rejection", "--draft-device does not apply to"),
+        (f"{MODEL} --draft-device 1 --compare", "--draft-device does not apply with --compare"),
+        (f"{MODEL} --draft-device 1 --regex a+", "--draft-device does not apply where a text is"),
+        ("--draft-stop 1", "--draft-stop does not apply to --draft ngram"),
+        ("--top-p 0.9", "--top-p does not apply at temperature 0"),
+        ("--min-p 0.1 --temperature 0", "--min-p does not apply at temperature 0"),
+        ("--theta 1.5", "--theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
+        ("--resume", "--resume does not apply without --output"),
+        ("--part 0/1", "--part does not apply without --output, the file of its rows"),
+        ("--num-processes 2", "--num-processes does not apply without --mesh"),
+        ("--relax-constrained", "--relax-constrained does not apply without --regex, --json-schema"),
+        ("--system x", "--system does not apply without --chat or messages, which have a chat"),
+        ("--stream --json", "--stream does not apply with --json"),
+        ("--stream --output rows.jsonl", "--stream does not apply with --output"),
+        ("--compare --verify exact", "--verify does not apply with --compare"),
+        ("--compare --base exact", "--base does not apply with --compare"),
+        ("--compare --stream", "--stream does not apply with --compare"),
+        ("--compare --no-stream", "--no-stream does not apply with --compare"),
+        ("--compare --output rows.jsonl", "--output does not apply with --compare"),
+        ("--compare --resume", "--resume does not apply with --compare"),
+        ("--compare --draft none", "--compare does not apply to --draft none"),
+        (f"{MODEL} --verify simulated", "--verify simulated needs a --tau"),
+        ("--verify simulated --tau 2", "--verify simulated does not apply to --draft ngram,"),
+        (f"{SIMULATED} --draft-stop 1", "--draft-stop does not apply to --verify simulated"),
     ],
 )
-def test_a_setting_of_a_row_that_does_not_apply_is_refused(refused, tmp_path, row, argv, message):
+def test_a_flag_that_does_not_apply_is_refused(refused, flags, message):
+    assert refused("--target", "nowhere", *flags.split(), "hello").startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "message"),
+    [
+        ({"theta": 0.5}, "--verify exact", "theta does not apply to the rule exact, which has no"),
+        ({"draft_stop": 0.5}, "", "draft_stop does not apply to --draft ngram"),
+        ({"tau": 2}, "--verify mars", "tau does not apply to the rule mars, which has base, "),
+        ({"margin": "gap"}, "--verify mars", "margin is one for all prompts: leave it out, and give"),
+        ({"theta": 2}, "--verify mars", "theta is 2.0: expected a number above 0 and at most 1 for the"),
+        ({"strict": True}, "--verify exact", "strict does not apply to the rule exact, which relaxes"),
+        ({"draft_stop": 1}, SIMULATED, "draft_stop does not apply to --verify"),
+        ({"top_p": 0.5}, "", "top_p does not apply at temperature 0"),
+        ({"top_k": 5, "temperature": 0}, "--temperature 1", "top_k does not apply at temperature 0"),
+    ],
+)
+def test_a_setting_of_a_row_that_does_not_apply_is_refused(refused, tmp_path, row, flags, message):
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "b"} | row) + "\n")
-    assert f"p.jsonl, line 2: {message}" in refused("--target", "nowhere", "--prompts-file", file, *argv)
+    sentence = refused("--target", "nowhere", "--prompts-file", file, *flags.split())
+    assert f"p.jsonl, line 2: {message}" in sentence
 
 
 def test_the_tables_name_flags_and_keys_that_there_are():
@@ -156,8 +123,6 @@ def test_text_streams_unless_it_is_switched_off():
 
 
 def test_sampling_flags_apply_where_a_row_samples(tmp_path):
-    from mars_jax.cli.generate.prompts import read_prompts
-
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a", "temperature": 1}\n{"prompt": "b"}\n')
     args = parse(["--top-p", "0.9", "--seed", "3"])

@@ -11,14 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.cli import commands
+from tests.helpers.checkpoint_files import edit_config, edit_weights
 
 FEW = ["--max-new-tokens", "8"]
-
-
-def edit_weights(directory, change):
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -34,15 +29,28 @@ def refused_unwritten(refused, tmp_path):
     return call
 
 
+@pytest.fixture
+def prompts_file(tmp_path):
+    """Return a function that writes rows to a prompts file."""
+
+    def write(*rows):
+        file = tmp_path / "p.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    return write
+
+
 def test_a_missing_path(refused_unwritten, tmp_path, target):
     where = tmp_path / "nowhere"
-    assert f"there is no directory '{where}'" in refused_unwritten("--target", where, "hello")
-    message = refused_unwritten("--target", target, "--draft", f"model:{where}", "hello")
-    assert f"there is no directory '{where}'" in message
-    for kind in ("eagle", "medusa"):
-        message = refused_unwritten("--target", target, "--draft", f"{kind}:{where}", "hello")
-        assert f"there is no directory '{where}'" in message
-    assert "holds no weights" in refused_unwritten("--target", _without_weights(target, tmp_path), "hello")
+    for draft in ("none", f"model:{where}", f"eagle:{where}", f"medusa:{where}"):
+        argv = ["--target", where if draft == "none" else target, "--draft", draft, "hello"]
+        assert f"there is no directory '{where}'" in refused_unwritten(*argv)
+
+
+def test_a_checkpoint_without_weights(refused_unwritten, broken):
+    (broken / "model.safetensors").unlink()
+    assert "holds no weights" in refused_unwritten("--target", broken, "hello")
 
 
 def test_a_missing_file_is_refused_before_weights_load(refused_unwritten, tmp_path, target, monkeypatch):
@@ -52,18 +60,8 @@ def test_a_missing_file_is_refused_before_weights_load(refused_unwritten, tmp_pa
         assert f"--refine is {path}, and there is no such file: check the path." in refused_unwritten(*argv)
 
 
-def _without_weights(target, tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in target.iterdir():
-        if file.suffix == ".json":
-            (bare / file.name).write_bytes(file.read_bytes())
-    return bare
-
-
 def test_an_unknown_architecture(refused_unwritten, broken):
-    config = json.loads((broken / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
-    (broken / "config.json").write_text(json.dumps(config))
+    edit_config(broken, architectures=["MambaForCausalLM"])
     message = refused_unwritten("--target", broken, "hello")
     assert "MambaForCausalLM is not supported" in message and "Qwen3ForCausalLM" in message
 
@@ -73,7 +71,7 @@ def test_a_config_that_is_no_json(refused_unwritten, broken):
     assert "config.json" in refused_unwritten("--target", broken, "hello")
 
 
-@pytest.mark.parametrize("keep", [0, 5, 1000, -1])
+@pytest.mark.parametrize("keep", [0, 1000, -1])
 def test_truncated_safetensors(refused_unwritten, broken, keep):
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -94,12 +92,12 @@ def test_tensors_that_do_not_fit(refused_unwritten, broken):
 
 
 def test_heads_that_are_not_the_targets(refused_unwritten, target, foreign, eagle, medusa):
-    message = refused_unwritten("--target", foreign, "--draft", f"medusa:{medusa}", "hello")
-    assert "Medusa heads" in message and "are for a vocabulary of" in message
-    message = refused_unwritten("--target", foreign, "--draft", f"eagle:{eagle}", "hello")
-    assert "the EAGLE head is for a vocabulary of" in message
-    message = refused_unwritten("--target", target, "--draft", f"medusa:{eagle}", "hello")
-    assert "medusa_num_heads of" in message
+    for path, draft, message in (
+        (foreign, f"medusa:{medusa}", "are for a vocabulary of"),
+        (foreign, f"eagle:{eagle}", "the EAGLE head is for a vocabulary of"),
+        (target, f"medusa:{eagle}", "medusa_num_heads of"),
+    ):
+        assert message in refused_unwritten("--target", path, "--draft", draft, "hello")
     argv = ["--target", target, "--draft", f"medusa:{medusa}", "--num-draft-tokens", "4", "hello"]
     assert "4 tokens in a row needs as many Medusa heads, and there are 3" in refused_unwritten(*argv)
 
@@ -113,23 +111,16 @@ def test_heads_that_are_not_numbers(refused_unwritten, target, medusa, tmp_path)
     assert f"the weights of the draft '{damaged}' are not finite (heads.1.blocks.0.bias)" in message
 
 
-def test_a_prompt_longer_than_the_context(refused_unwritten, target, tmp_path):
+def test_a_prompt_longer_than_the_context(refused_unwritten, target, prompts_file):
     message = refused_unwritten("--target", target, "q" * 64)
     assert "the prompt has 64 tokens" in message and "a context of 64" in message
-    file = tmp_path / "p.jsonl"
-    file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "q" * 64}) + "\n")
-    assert "p.jsonl, line 2: the prompt has 64 tokens" in refused_unwritten(
-        "--target", target, "--prompts-file", file
-    )
+    file = prompts_file({"prompt": "a"}, {"prompt": "q" * 64})
+    message = refused_unwritten("--target", target, "--prompts-file", file)
+    assert "p.jsonl, line 2: the prompt has 64 tokens" in message
 
 
-def test_an_empty_prompt(refused_unwritten, target):
-    assert "the prompt is empty" in refused_unwritten("--target", target, "fine", "")
-
-
-def test_tokens_outside_of_the_vocabulary(refused_unwritten, target, tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt_tokens": [100000]}\n')
+def test_tokens_outside_of_the_vocabulary(refused_unwritten, target, prompts_file):
+    file = prompts_file({"prompt_tokens": [100000]})
     message = refused_unwritten("--target", target, "--prompts-file", file)
     assert "line 1: prompt token 100000 is outside of" in message
 
@@ -138,9 +129,7 @@ def test_a_chat_without_a_template(refused_unwritten, target):
     assert "has no chat template" in refused_unwritten("--target", target, "--chat", "hello")
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no system turns') }}", "{% if", "{{ ''.__class__.__mro__ }}"]
-)
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if", "{{ ''.__class__.__mro__ }}"])
 def test_a_chat_template_that_cannot_be_applied(refused_unwritten, broken, template):
     (broken / "chat_template.jinja").write_text(template)
     message = refused_unwritten("--target", broken, "--chat", "hello")
@@ -160,48 +149,35 @@ def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tm
     assert f"--no-check does not apply to '{target}', which is no conversion" in message
 
 
-def test_a_missing_tokenizer(refused, broken, tmp_path):
+def test_a_missing_tokenizer(refused, broken, prompts_file):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (broken / file).unlink()
     assert "no tokenizer could be read" in refused("--target", broken, "hello")
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt_tokens": [1]}\n')
+    file = prompts_file({"prompt_tokens": [1]})
     assert "no text to show" in refused("--target", broken, "--prompts-file", file)
 
 
-def test_weights_that_are_not_numbers(run, refused, refused_unwritten, broken):
+def test_weights_that_are_not_numbers(refused, refused_unwritten, broken):
     edit_weights(broken, lambda tensors: tensors["model.norm.weight"].fill(np.nan))
     expected = f"the logits of '{broken}' are not finite"
-    assert expected in refused_unwritten("--target", broken, "--draft", "none", *FEW, "hello")
-    assert expected in refused("--target", broken, "--draft", "none", *FEW, "hello")
-    message = refused("--target", broken, "--draft", "none", *FEW, "--json", "hello", "world")
-    assert f"{expected} for 2 of 2 prompts" in message
-
-
-def test_an_output_that_exists(refused, target, tmp_path):
-    output = tmp_path / "rows.jsonl"
-    output.write_text("mine\n")
-    for flags in ([], ["--resume"]):
-        message = refused("--target", target, "--output", output, *flags, *FEW, "hello")
-        assert ("add --resume" if not flags else "is not a row of this run") in message
-        assert output.read_text() == "mine\n"
+    argv = ["--target", broken, "--draft", "none", *FEW, "hello"]
+    assert expected in refused_unwritten(*argv)
+    assert expected in refused(*argv)
+    assert f"{expected} for 2 of 2 prompts" in refused(*argv, "world", "--json")
 
 
 CLEAR = "\x1b[2J\x9b31m\u202e"
 """Control characters that clear the terminal, set a colour and reverse the text direction."""
 
 
-@pytest.mark.parametrize("where", ["path", "tensor", "key", "template", "command"])
-def test_no_terminal_obeys_what_an_error_quotes(broken, tmp_path, capsys, where):
+@pytest.mark.parametrize("place", ["path", "tensor", "template", "command"])
+def test_no_terminal_obeys_what_an_error_quotes(broken, capsys, place):
     argv = ["generate", "--target", str(broken), "hello"]
-    if where == "path":
+    if place == "path":
         argv = ["generate", "--target", f"./{CLEAR}", "hello"]
-    elif where == "tensor":
+    elif place == "tensor":
         edit_weights(broken, lambda tensors: tensors.update({CLEAR: np.ones(3, np.float32)}))
-    elif where == "key":
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", CLEAR: 1}))
-        argv = ["generate", "--target", str(broken), "--prompts-file", str(tmp_path / "rows.jsonl")]
-    elif where == "template":
+    elif place == "template":
         (broken / "chat_template.jinja").write_text("{{ raise_exception('" + CLEAR + "') }}")
         argv.insert(-1, "--chat")
     else:

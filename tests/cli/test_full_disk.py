@@ -13,70 +13,51 @@ import pytest
 
 from mars_jax.cli.program import command
 
-FULL = os.strerror(errno.ENOSPC)
+FULL, QUOTA = os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)
+ERRORS = {
+    "with a name": OSError(errno.ENOSPC, FULL, "rows.jsonl"),
+    "without a name": OSError(errno.EDQUOT, QUOTA),
+    "of tensorstore": ValueError(f"RESOURCE_EXHAUSTED: Failed to write: {FULL} [os_error_code='28']"),
+    "of safetensors": Exception(f"Error while serializing: I/O error: {FULL} (os error 28)"),
+    "chained": RuntimeError("the checkpoint failed"),
+}
+ERRORS["chained"].__cause__ = OSError(errno.ENOSPC, FULL)
 
 
-def chained():
-    try:
-        raise OSError(errno.ENOSPC, FULL)
-    except OSError as error:
-        raise RuntimeError("the checkpoint failed") from error
+def failing(error):
+    """Run a command that raises `error`; return its exit code."""
 
-
-def raising(error):
-    def fail():
+    def body(args, out):
         raise error
 
-    return fail
-
-
-ERRORS = {
-    "with a name": (raising(OSError(errno.ENOSPC, FULL, "rows.jsonl")), FULL),
-    "without a name": (raising(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))), os.strerror(errno.EDQUOT)),
-    "of tensorstore": (
-        raising(ValueError(f"RESOURCE_EXHAUSTED: Failed to write: {FULL} [os_error_code='28']")),
-        FULL,
-    ),
-    "of safetensors": (raising(Exception(f"Error while serializing: I/O error: {FULL} (os error 28)")), FULL),
-    "chained": (chained, FULL),
-}
+    return command(lambda argv: argparse.Namespace(output="out"), body, [])
 
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_a_full_disk_gets_one_sentence_whatever_library_raises_it(kind, capsys):
-    fail, reason = ERRORS[kind]
-    assert command(lambda argv: argparse.Namespace(output="out"), lambda args, out: fail(), []) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == f"error: cannot write to 'out': {reason}; make room, or choose another path.\n"
+    reason = QUOTA if kind == "without a name" else FULL
+    assert failing(ERRORS[kind]) == 2
+    sentence = f"error: cannot write to 'out': {reason}; make room, or choose another path.\n"
+    assert capsys.readouterr() == ("", sentence)
 
 
 def test_other_errors_of_this_package_keep_their_traceback():
     with pytest.raises(OSError, match="a bug"):
-        command(
-            lambda argv: argparse.Namespace(output="out"), lambda args, out: raising(OSError("a bug"))(), []
-        )
+        failing(OSError("a bug"))
 
 
 @pytest.mark.parametrize("hides", [False, True])
 def test_a_bug_while_a_full_disk_is_handled_keeps_its_traceback(hides):
-    def fail():
-        try:
-            raise OSError(errno.ENOSPC, FULL)
-        except OSError:
-            if hides:
-                raise ZeroDivisionError("a bug") from None
-            raise ZeroDivisionError("a bug")  # noqa: B904
-
+    bug = ZeroDivisionError("a bug")
+    bug.__context__, bug.__suppress_context__ = OSError(errno.ENOSPC, FULL), hides
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        command(lambda argv: argparse.Namespace(output="out"), lambda args, out: fail(), [])
+        failing(bug)
 
 
 def test_an_error_of_the_system_is_judged_by_its_number():
     # The file is named like the error message of a full disk.
-    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL)
     with pytest.raises(FileNotFoundError):
-        command(lambda argv: argparse.Namespace(output="out"), lambda args, out: raising(missing)(), [])
+        failing(OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL))
 
 
 LIMITED = """

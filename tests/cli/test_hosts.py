@@ -12,17 +12,12 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from mars_jax import hub
-from mars_jax.cli.generate.applies import check_flags
-from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, init_params
 from mars_jax.placement import hosts
 
@@ -64,17 +59,27 @@ def start(arguments, *own, command="generate", devices=4):
     )
 
 
-def start_two(arguments, *own, **options):
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    flags = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+        return free.getsockname()[1]
+
+
+def start_two(arguments, *own, **options):
+    flags = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"]
     return [start(arguments, *own, *flags, str(i), **options) for i in range(2)]
 
 
+def finish(*processes):
+    """Wait for the processes, which must succeed; return stdout and stderr of each."""
+    printed = [process.communicate(timeout=900) for process in processes]
+    assert all(process.returncode == 0 for process in processes), printed
+    return printed
+
+
 def rows(text):
-    made = [json.loads(line) for line in text.splitlines()]
-    return [(row["prompt_tokens"], row["tokens"], row["steps"]) for row in made]
+    decoded = [json.loads(line) for line in text.splitlines()]
+    return [(row["prompt_tokens"], row["tokens"], row["steps"]) for row in decoded]
 
 
 @pytest.mark.slow
@@ -86,9 +91,7 @@ def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments
     file = tmp_path / "rows.jsonl"
     assert main([*arguments, "--output", str(file)]) == 0
     file.write_text(file.read_text().splitlines(keepends=True)[0])
-    both = start_two(arguments, "--output", str(file), "--resume")
-    printed = [process.communicate(timeout=600) for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
+    printed = finish(*start_two(arguments, "--output", str(file), "--resume"))
     assert rows(printed[0][0]) == rows(expected)[1:] and len(rows(expected)) == 6
     assert rows(file.read_text()) == rows(expected)
     assert "tokens/s" in printed[0][1]
@@ -97,8 +100,7 @@ def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others(arguments):
-    long = [*[a for a in arguments if a != "--json"], "--max-new-tokens", "1900", "--json"]
-    first, second = start_two(long)
+    first, second = start_two([*arguments, "--max-new-tokens", "1900"])
     assert first.stdout.readline()  # the first batch is done and the second is running
     second.kill()
     _, errors = first.communicate(timeout=hosts.HEARTBEAT + 40)
@@ -108,47 +110,38 @@ def test_a_process_that_is_killed_ends_the_others(arguments):
 
 
 STUDIES = {
-    "benchmark": ("--verify exact --temperatures 0", "rows.jsonl"),
-    "calibrate": ("--risk regret --bound 0.9 --confidence 0.5 --thetas 0.9 0.5", ""),
+    "benchmark": "--verify exact --temperatures 0",
+    "calibrate": "--risk regret --bound 0.9 --confidence 0.5 --thetas 0.9 0.5",
 }
-"""For each measuring command: its flags, and the file to read in its output folder ("": the output is a file)."""
+"""Flags of each command that measures."""
 
 
-def study(folder, name):
-    """Return the results of a study without times, date and provenance."""
-    file = STUDIES[name][1]
-    text = (folder / file).read_text() if file else folder.read_text()
-    rows = [json.loads(line) for line in text.splitlines()] if file else [json.loads(text)]
-    return [
-        {key: value for key, value in row.items() if "second" not in key and key not in ("date", "made")}
-        for row in rows
-    ]
+def study(path):
+    """Return the rows of a benchmark or the file of a calibration, without times, date and provenance."""
+    if path.is_dir():
+        rows = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
+    else:
+        rows = [json.loads(path.read_text())]
+    kept = {key for row in rows for key in row if "second" not in key} - {"date", "made"}
+    return [{key: value for key, value in row.items() if key in kept} for row in rows]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_two_processes_measure_what_one_does(name, tmp_path):
-    flags = (
-        f"--task arithmetic --problems 4 --max-new-tokens 16 --draft ngram --dtype float32 {STUDIES[name][0]}"
-    )
-    flags = [*flags.split(), "--batch-size", "2", "--mesh", "data=2"]
-    one = start([*flags, "--output", str(tmp_path / "one")], command=name, devices=2)
-    said = one.communicate(timeout=900)
-    assert one.returncode == 0, said
-    both = start_two([*flags, "--output", str(tmp_path / "two")], command=name, devices=1)
-    printed = [process.communicate(timeout=900) for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
-    assert study(tmp_path / "two", name) == study(tmp_path / "one", name)
+    flags = "--task arithmetic --problems 4 --max-new-tokens 16 --draft ngram --dtype float32 --batch-size 2"
+    flags = [*flags.split(), "--mesh", "data=2", *STUDIES[name].split(), "--output"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(start([*flags, str(one)], command=name, devices=2))
+    printed = finish(*start_two([*flags, str(two)], command=name, devices=1))
+    assert study(two) == study(one)
     assert printed[1][0] == "" and printed[0][0]
     if name == "benchmark":
         # Resume as if the run had been killed: both processes must skip the same rows, and only the first one writes.
-        file = tmp_path / "two" / "rows.jsonl"
-        rows = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(rows[:-3]))
-        again = start_two([*flags, "--output", str(tmp_path / "two")], command=name, devices=1)
-        printed = [process.communicate(timeout=900) for process in again]
-        assert [process.returncode for process in again] == [0, 0], printed
-        assert study(tmp_path / "two", name) == study(tmp_path / "one", name)
+        rows = (two / "rows.jsonl").read_text().splitlines(keepends=True)
+        (two / "rows.jsonl").write_text("".join(rows[:-3]))
+        finish(*start_two([*flags, str(two)], command=name, devices=1))
+        assert study(two) == study(one)
 
 
 @pytest.mark.parametrize(
@@ -164,15 +157,14 @@ def test_numbers_that_make_no_run_are_named(given, expected):
         hosts.connect(*given)
 
 
+FIRST = ["--target", "tiny/target", "--mesh", "data=2", "--num-processes", "2", "--process-id", "0"]
+FIRST += ["--coordinator"]
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp6"), reason="needs Linux's table of sockets")
 def test_the_first_process_listens_where_it_was_told_and_nowhere_else():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = start(
-        ["--target", "tiny/target", "--mesh", "data=2", "hello"],
-        *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", "0"),
-    )
+    port = free_port()
+    process = start([*FIRST, f"127.0.0.1:{port}", "hello"])
     try:
         found: set[str] = set()
         while not found and process.poll() is None:
@@ -189,71 +181,36 @@ def test_the_first_process_listens_where_it_was_told_and_nowhere_else():
 
 @pytest.mark.slow
 def test_an_address_of_another_machine_is_refused_by_the_first_process():
-    own = ["--coordinator", "192.0.2.1:4567", "--num-processes", "2", "--process-id", "0"]
-    _, err = start(["--target", "tiny/target", "--mesh", "data=2", "hello"], *own).communicate(timeout=60)
-    assert err.startswith(
-        "error: --coordinator is 192.0.2.1:4567, where this machine cannot listen: name an address of process 0's"
-    )
-
-
-def test_without_a_mesh_the_flags_of_several_hosts_do_not_apply():
-    with pytest.raises(MarsError, match="--num-processes does not apply without --mesh"):
-        check_flags(parse(["--num-processes", "2", "x"]), [])
-
-
-def test_alone_there_is_nothing_to_wait_for(monkeypatch):
-    monkeypatch.delenv("SLURM_NTASKS", raising=False)
-    hosts.connect()
-    hosts.connect("localhost:1", 1, 0)
-    assert not jax.distributed.is_initialized() and hosts.is_first() and hosts.broadcast(7) == 7
-    hosts.check_equal("anything", "flags")
-    hosts.check_mesh(None)
-    hosts.leave(3)
-
-
-def test_what_is_put_on_a_mesh_is_fetched_as_it_was():
-    mesh = parse_mesh("data=2,model=4")
-    tree = {"tokens": jnp.arange(8).reshape(4, 2), "keys": jax.random.split(jax.random.key(1), 4)}
-    placed = hosts.put(tree, jax.tree.map(lambda _: jax.NamedSharding(mesh, P("data")), tree))
-    assert len(placed["keys"].sharding.device_set) == 8
-    np.testing.assert_array_equal(hosts.fetch(placed["tokens"]), tree["tokens"])
-    np.testing.assert_array_equal(jax.random.key_data(placed["keys"]), jax.random.key_data(tree["keys"]))
+    _, err = start([*FIRST, "192.0.2.1:4567", "hello"]).communicate(timeout=60)
+    problem = "--coordinator is 192.0.2.1:4567, where this machine cannot listen"
+    assert err.startswith(f"error: {problem}: name an address of process 0's")
 
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path):
     """Train a head. Only the first process writes checkpoints and logs."""
     text = tmp_path / "text.txt"
-    text.write_text(
-        "Once upon a time there was a cat. The cat sat on a mat and saw a dog. They ran home. " * 60
-    )
+    text.write_text("Once upon a time there was a cat. The cat sat on a mat and saw a dog. " * 70)
 
-    def command(output, work):
-        sizes = (
-            "--tokens 2048 --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2 --dtype float32"
-        )
+    def flags(output, work):
+        sizes = "--tokens 2048 --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2"
         where = f"--mesh data=2,model=4 --data {text} --output {tmp_path / output} --work {tmp_path / work}"
-        return f"eagle3 --target tiny/draft {where} {sizes}".split()
+        return f"eagle3 --target tiny/draft --dtype float32 {where} {sizes}".split()
 
-    def run(processes):
-        for process in processes:
-            said = process.communicate(timeout=600)[1]
-            assert process.returncode == 0, said
+    def losses(work):
+        lines = (tmp_path / work / "log.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
 
-    run([start(command("one", "one-work"), command="distill", devices=8)])
-    run(start_two(command("two", "two-work"), command="distill"))
+    def head(output):
+        return hub.load_eagle(str(tmp_path / output), target.config, target.params)[1]
+
+    finish(start(flags("one", "one-work"), command="distill", devices=8))
+    finish(*start_two(flags("two", "two-work"), command="distill"))
     # This run resumes from the last checkpoint, so the head is identical.
-    run(start_two(command("again", "two-work"), command="distill"))
-    logs = [
-        [json.loads(line) for line in (tmp_path / f"{name}-work" / "log.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    ]
-    assert len(logs[0]) == len(logs[1]) == 8
-    np.testing.assert_allclose([r["loss"] for r in logs[1]], [r["loss"] for r in logs[0]], rtol=2e-3)
+    finish(*start_two(flags("again", "two-work"), command="distill"))
+    assert len(losses("one-work")) == len(losses("two-work")) == 8
+    np.testing.assert_allclose(losses("two-work"), losses("one-work"), rtol=2e-3)
     target = hub.load("tiny/draft")
-    one, two, again = (
-        hub.load_eagle(str(tmp_path / name), target.config, target.params)[1]
-        for name in ("one", "two", "again")
-    )
+    one, two, again = head("one"), head("two"), head("again")
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2), one, two)
     jax.tree.map(np.testing.assert_array_equal, two, again)

@@ -19,12 +19,10 @@ ROOT = Path(__file__).parent.parent.parent
 def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, number, tmp_path):
     pytest.importorskip("matplotlib")
     results = tmp_path / "kills.json"
-    argv = ["--times", "2", "--only", command, "--signal", number, "--work", tmp_path / "work"]
-    argv += ["--results", results]
-    run = subprocess.run(
-        [sys.executable, "-m", "scripts.checks.kills", *argv],
-        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    flags = f"--times 2 --only {command} --signal {number} --work {tmp_path / 'work'} --results {results}"
+    argv = [sys.executable, "-m", "scripts.checks.kills", *flags.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr
     [found] = json.loads(results.read_text())
     assert found["command"] == command and found["kills"] == 2 and found["equal"] == found["runs"] >= 1

@@ -50,11 +50,11 @@ def test_devices_that_are_not_there_are_one_sentence_of_every_command_and_of_loa
     code += "codes = [main(['generate', '--verify', 'exact', 'hello']), main(['check'])]\n"
     code += "try: mars_jax.load('tiny/target')\nexcept mars_jax.MarsError as error: print('error:', error)\n"
     code += "sys.exit(codes != [2, 2])"
-    found = shell(f'{sys.executable} -c "{code}"', JAX_PLATFORMS=platforms)
-    assert found.returncode == 0, found.stderr
-    said = found.stderr.splitlines() + found.stdout.splitlines()
-    told = f"error: JAX finds none of the devices that JAX_PLATFORMS names, '{platforms}' ("
-    assert len(said) == 3 and all(line.startswith(told) for line in said), said
+    run = shell(f'{sys.executable} -c "{code}"', JAX_PLATFORMS=platforms)
+    assert run.returncode == 0, run.stderr
+    lines = run.stderr.splitlines() + run.stdout.splitlines()
+    problem = f"error: JAX finds none of the devices that JAX_PLATFORMS names, '{platforms}' ("
+    assert len(lines) == 3 and all(line.startswith(problem) for line in lines), lines
 
 
 @pytest.mark.parametrize("filters", ["ignore", "error"])
@@ -92,44 +92,41 @@ def test_no_file_gets_the_number_of_a_closed_stdout(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_for_a_closed_stdout_are_an_error():
-    found = shell(f"{COMMAND} --json 'the sea' >&-")
-    assert found.returncode == 2 and found.stderr.endswith(
-        "error: stdout is closed: direct it to a file or a pipe.\n"
-    )
-
-
-@pytest.mark.slow
-def test_closed_stdin_and_stderr_are_no_tracebacks():
-    assert shell(f"{COMMAND} --prompts-file - <&-").returncode == 2
-    found = shell(f"{COMMAND} --json 'the sea' 2>&-")
-    assert found.returncode == 0 and found.stdout.startswith('{"id"') and found.stdout.count("\n") == 1
+@pytest.mark.parametrize(
+    ("flags", "code", "out", "err"),
+    [
+        ("--json 'the sea' >&-", 2, "", "error: stdout is closed: direct it to a file or a pipe.\n"),
+        ("--json 'the sea' 2>&-", 0, '{"id"', ""),
+        ("--prompts-file - <&-", 2, "", ".\n"),
+    ],
+)
+def test_a_closed_stream_is_no_traceback(flags, code, out, err):
+    run = shell(f"{COMMAND} {flags}")
+    assert run.returncode == code and run.stdout.startswith(out) and run.stderr.endswith(err)
+    assert "Traceback" not in run.stderr
 
 
 # Quiet libraries.
 
 
-def without_platform():
-    """Return the environment of a user, without JAX_PLATFORMS, TPU_* and TF_CPP* variables."""
-    return {
-        k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS" and not k.startswith(("TPU_", "TF_CPP"))
-    }
+@pytest.fixture
+def users_environment(monkeypatch):
+    """Remove the variables JAX_*, TPU_* and TF_CPP* that tests set and users do not."""
+    for name in [n for n in os.environ if n.startswith(("JAX_PLATFORMS", "JAX_FORCE", "TPU_", "TF_CPP"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.slow
-def test_libtpu_says_nothing_where_there_is_no_tpu(monkeypatch):
-    for name in os.environ.keys() - without_platform().keys():
-        monkeypatch.delenv(name)
+def test_libtpu_says_nothing_where_there_is_no_tpu(users_environment):
     if importlib.util.find_spec("libtpu") is None or quiet.may_have_tpu():
         pytest.skip("needs libtpu, and no TPU")
-    command = [sys.executable, "-m", "mars_jax.generate", "--json", "--max-new-tokens", "4", "the sea"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without_platform())
+    command = f"{sys.executable} -m mars_jax.generate --json --max-new-tokens 4 'the sea'"
+    run = shell(command)
     # Ignore our own progress lines about a slow compilation.
-    assert found.returncode == 0 and [s for s in found.stderr.splitlines() if "compiling" not in s] == []
+    assert run.returncode == 0 and [s for s in run.stderr.splitlines() if "compiling" not in s] == []
     # A user can enable the output again.
-    asked = without_platform() | {"TPU_STDERR_LOG_LEVEL": "0"}
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=asked)
-    assert found.returncode == 0 and "TPU" in found.stderr
+    run = shell(command, TPU_STDERR_LOG_LEVEL="0")
+    assert run.returncode == 0 and "TPU" in run.stderr
 
 
 # A constant that XLA takes two seconds to fold, which triggers the same alarm as a slow compilation.
@@ -137,7 +134,6 @@ ALARM = """
 import sys, threading, os
 {start}
 import jax, jax.numpy as jnp
-from tests.helpers import slow_but
 def slow():
     return jax.lax.reduce_window(jax.lax.iota(jnp.float32, 200_000), 0.0, jax.lax.add, (3000,), (1,), "SAME")
 threading.Timer(8.0, lambda: os._exit(0)).start()
@@ -146,22 +142,16 @@ jax.jit(slow).lower().compile()
 
 
 @pytest.mark.slow
-def test_xlas_alarms_about_slow_compilations_are_quiet():
-    environment = without_platform() | {"JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
-    said = []
-    for start in ("", "from mars_jax.cli.quiet import quiet; quiet()"):
-        code = ALARM.format(start=start)
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
-        )
-        said.append(run.stderr)
-    assert "is taking > " in said[0] and said[1] == ""
+def test_xlas_alarms_about_slow_compilations_are_quiet(users_environment, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    loud, silent = (
+        shell(f"{sys.executable} -c '{ALARM.format(start=start)}'", JAX_PLATFORMS="cpu").stderr
+        for start in ("", "from mars_jax.cli.quiet import quiet; quiet()")
+    )
+    assert "is taking > " in loud and silent == ""
 
 
-def test_what_the_environment_says_stands(monkeypatch):
-    for name in [n for n in os.environ if n.startswith(("TPU_", "TF_CPP"))]:
-        monkeypatch.delenv(name)
+def test_what_the_environment_says_stands(users_environment, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     quiet.quiet()
@@ -173,9 +163,7 @@ def test_what_the_environment_says_stands(monkeypatch):
     ("made", "expected"),
     [([], False), (["dev/accel0"], True), (["dev/vfio/vfio"], False), (["dev/vfio/0"], True)],
 )
-def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, monkeypatch):
-    for name in [n for n in os.environ if n.startswith(("TPU_", "JAX_FORCE"))]:
-        monkeypatch.delenv(name)
+def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, users_environment):
     for name in made:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -226,39 +214,26 @@ def test_the_time_left_is_that_of_the_rows_done_in_this_run(monkeypatch):
         assert activity.describe() == "prompts: 92 of 100, 0:01:20 left, 20 tokens/s, tau 2.00"
 
 
-def slowly(monkeypatch, owner, name, seconds=0.2):
-    """Delay every call of the function `owner.name` by `seconds`."""
+@pytest.mark.parametrize(
+    ("owner", "name", "flags", "line"),
+    [
+        (queue, "complete", ["--json"], r"prompts: [12] of 3, (0:00:0\d left, )?[\d,]+ tokens/s, tau 1\.00"),
+        (Pretrained, "encode_many", ["--json"], r"loading \.\.\. \(\d s\); tokenizing: [12] of 3 prompts$"),
+        (queue.Queue, "_first", ["--no-stream"], r"compiling \.\.\. \("),
+    ],
+    ids=["decoding", "tokenizing", "compiling"],
+)
+def test_a_command_shows_the_progress_of_each_part(run, target, fast, monkeypatch, owner, name, flags, line):
+    """Delay a function of that part. The heartbeat continues even if XLA blocks the main thread for minutes."""
     inner = getattr(owner, name)
 
     def slow(*args, **options):
-        time.sleep(seconds)
+        time.sleep(0.2)
         return inner(*args, **options)
 
     monkeypatch.setattr(owner, name, slow)
-
-
-def test_a_command_counts_its_prompts_while_it_decodes(run, target, fast, monkeypatch):
-    slowly(monkeypatch, queue, "complete")
-    few = ("--draft", "none", "--max-new-tokens", 8, "--batch-size", 1, "--json")
-    outcome = run("--target", target, *few, "the sea", "a story", "of the sun")
-    line = re.compile(r"^prompts: [12] of 3, (0:00:0\d left, )?[\d,]+ tokens/s, tau 1\.00")
-    assert outcome.code == 0 and any(map(line.match, outcome.err.splitlines())), outcome.err
-
-
-def test_a_command_counts_the_prompts_that_it_tokenizes(run, target, fast, monkeypatch):
-    monkeypatch.setattr(job, "CHUNK", 2)
-    slowly(monkeypatch, Pretrained, "encode_many")
-    few = ("--draft", "none", "--max-new-tokens", 8, "--json")
-    outcome = run("--target", target, *few, *["the sea"] * 5)
-    line = re.compile(r"^loading \.\.\. \(\d s\); tokenizing: [24] of 5 prompts$")
-    assert outcome.code == 0 and any(map(line.match, outcome.err.splitlines())), outcome.err
-
-
-def test_a_compilation_names_itself(run, target, fast, monkeypatch):
-    """The heartbeat continues while XLA compiles, which can block the main thread for minutes."""
-    slowly(monkeypatch, queue.Queue, "_first")
-    outcome = run(
-        "--target", target, "--draft", "none", "--max-new-tokens", 8, "--no-stream", "the sea", "a story"
-    )
-    assert outcome.code == 0
-    assert any(line.startswith("compiling ... (") for line in outcome.err.splitlines())
+    monkeypatch.setattr(job, "CHUNK", 1)
+    few = ("--draft", "none", "--max-new-tokens", 8, "--batch-size", 1)
+    outcome = run("--target", target, *few, *flags, "the sea", "a story", "of the sun")
+    lines = outcome.err.splitlines()
+    assert outcome.code == 0 and any(re.match(line, one) for one in lines), outcome.err

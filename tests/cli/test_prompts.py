@@ -8,8 +8,8 @@ import types
 import pytest
 
 from mars_jax.cli.generate.prompts import from_texts, read_prompts
-from mars_jax.core.errors import MarsError
 from mars_jax.verify import RuleChoice
+from tests.helpers.checkpoint_files import message
 
 MARS = RuleChoice("mars", {})
 
@@ -18,12 +18,6 @@ def write(tmp_path, name, content):
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(file)
-
-
-def message(call, *args):
-    with pytest.raises(MarsError) as caught:
-        call(*args)
-    return str(caught.value)
 
 
 def test_text_is_one_prompt_a_line_and_blank_lines_are_none(tmp_path):
@@ -55,16 +49,13 @@ def test_rows_carry_their_own_settings(tmp_path):
         ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature' (did you mean"),
         ("{}", "it needs one of prompt, messages and prompt_tokens"),
         ('{"prompt": "a", "prompt_tokens": [1]}', "it needs one of prompt, messages and prompt_tokens"),
-        ('{"prompt": 3}', "prompt is 3: expected a text"),
         ('{"prompt": null}', "prompt is None: expected a text"),
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"prompt": "\\ud800"}', "prompt is not valid Unicode"),
-        ('{"prompt": "a", "id": "\\ud800"}', "id is not valid Unicode"),
         ('{"prompt": "a", "stop_strings": ["b", "\\ud800"]}', "stop_strings is not valid Unicode"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages is not valid Unicode"),
         ('{"prompt": "a", "\\ud800": 1}', "\\ud800 is not valid Unicode"),
         ('{"prompt_tokens": []}', "prompt_tokens is empty"),
-        ('{"prompt_tokens": [1.0]}', "prompt_tokens is not a list of whole numbers"),
         ('{"prompt_tokens": [true]}', "prompt_tokens is not a list of whole numbers"),
         ('{"prompt_tokens": "1"}', "prompt_tokens is not a list of whole numbers"),
         ('{"prompt": "a", "id": [1]}', "id is [1]: expected a text or a whole number"),
@@ -72,14 +63,9 @@ def test_rows_carry_their_own_settings(tmp_path):
         ('{"prompt": "a", "temperature": NaN}', "temperature is nan"),
         ('{"prompt": "a", "temperature": true}', "temperature is True"),
         ('{"prompt": "a", "top_k": 1.5}', "top_k is 1.5"),
-        ('{"prompt": "a", "top_p": 0}', "top_p is 0.0"),
         ('{"prompt": "a", "theta": -1}', "theta is -1.0"),
         ('{"prompt": "a", "seed": -1}', "seed is -1"),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0"),
-        (
-            '{"prompt": "a", "draft_stop": -1}',
-            "draft_stop is -1.0: expected a number of at least 0 (inf is off)",
-        ),
+        ('{"prompt": "a", "draft_stop": -1}', "draft_stop is -1.0: expected a number of at least 0 (inf is"),
         ('{"prompt": "a", "strict": 1}', "strict is 1: expected true or false"),
     ],
 )

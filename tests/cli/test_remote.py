@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 import json
 import signal
 import subprocess
@@ -15,12 +17,12 @@ from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.core.errors import MarsError
 from mars_jax.verify import RuleChoice
+from tests.cli.conftest import timeless
 from tests.helpers.shell import HEEDS
 
 ROOT = Path(mars_jax.__file__).parents[1]
 MARS = RuleChoice("mars", {})
 FEW = ["--draft", "none", "--max-new-tokens", "8", "--temperature", "1"]
-TIMES = ("seconds", "tokens_per_second")
 PROMPTS = [
     {"prompt": "the sea"},
     {"messages": [{"role": "user", "content": "A\u2028line"}], "id": 7},
@@ -51,8 +53,6 @@ def jsonl(rows):
 
 
 def parquet(rows):
-    import io
-
     import pyarrow
     from pyarrow import parquet
 
@@ -63,11 +63,6 @@ def parquet(rows):
 
 def told(rows):
     return [(row.prompt, row.messages, row.tokens, row.id, row.settings, row.numbers) for row in rows]
-
-
-def timeless(data):
-    rows = [json.loads(line) for line in data.split(b"\n")[:-1]]
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
 # Prompts.
@@ -100,10 +95,8 @@ def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, 
     (folder / "train.jsonl").write_bytes(jsonl(rows))
     found = read_prompts(str(folder), MARS)
     assert [(row.prompt, row.id, row.settings) for row in found] == [("p0", 0, {}), ("p1", 1, {})]
-    assert (
-        f"other columns of '{folder}' are left out: category, choice, messages, seed."
-        in capsys.readouterr().err
-    )
+    note = f"other columns of '{folder}' are left out: category, choice, messages, seed."
+    assert note in capsys.readouterr().err
     (folder / "train.jsonl").write_bytes(jsonl([{"question": "Why?", "answer": "So."}]))
     with pytest.raises(MarsError, match="columns are question, answer, and none of prompt, messages"):
         read_prompts(str(folder), MARS)
@@ -113,8 +106,6 @@ def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, 
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypatch):
-    import datetime
-
     def message(path):
         return refused("--prompts-file", path)
 
@@ -124,10 +115,8 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypat
     assert "odd.parquet, row 0: unknown key 'temprature' (did you mean" in message(f"{store}/odd.parquet")
     index = [{"prompt": "a", "max_new_tokens": x, "__index_level_0__": 5} for x in (8.0, None)]
     put(f"{store}/pandas.parquet", parquet(index))
-    assert [row.settings for row in read_prompts(f"{store}/pandas.parquet", MARS)] == [
-        {"max_new_tokens": 8},
-        {},
-    ]
+    rows = read_prompts(f"{store}/pandas.parquet", MARS)
+    assert [row.settings for row in rows] == [{"max_new_tokens": 8}, {}]
     assert "there is no prompts file" in message(tmp_path / "in.JSONL")
     put(f"{store}/day.parquet", parquet([{"prompt": "a", "id": datetime.date(2026, 1, 1)}]))
     assert "day.parquet, row 0: id is of a type that JSON does not have" in message(f"{store}/day.parquet")
@@ -146,7 +135,6 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypat
     [
         ["generate", "--output", "gs://bucket/made", "hello"],
         ["benchmark", "--task", "arithmetic", "--output", "gs://bucket/made"],
-        ["benchmark", "--recipe", "qwen3-8b", "--output", "gs://bucket/made"],
         ["distill", "features", "--data", "text.txt", "--output", "gs://bucket/made"],
         ["distill", "eagle3", "--output", "head", "--data", "text.txt", "--work", "gs://bucket/made"],
         ["calibrate", "--task", "arithmetic", "--output", "gs://bucket/made"],
@@ -166,16 +154,14 @@ def test_a_folder_that_is_a_url_is_refused_with_what_to_do(argv, tmp_path, monke
 # Signals.
 
 ENDS = """
-import os, sys
+import itertools, os, sys
 from mars_jax.__main__ import main
 from mars_jax.serve.rows import RowFile
-inner = RowFile.append
+inner, count = RowFile.append, itertools.count(1)
 def append(self, row):
     inner(self, row)
-    appended.append(row)
-    if len(appended) == 3:
+    if next(count) == 3:
         os.kill(os.getpid(), {number})
-appended = []
 RowFile.append = append
 sys.exit(main("generate"))
 """
@@ -185,22 +171,20 @@ sys.exit(main("generate"))
 def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(number, word, run, target, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt": f"prompt {i}"} for i in range(7)))
     output = str(tmp_path / "out.jsonl")
-    argv = ["--target", target, *FEW, "--batch-size", 2, "--prompts-file", tmp_path / "in.jsonl"]
-    argv = [str(a) for a in argv]
+    argv = ["--target", str(target), *FEW, "--batch-size", "2"]
+    argv += ["--prompts-file", str(tmp_path / "in.jsonl")]
     command = [sys.executable, "-c", HEEDS, sys.executable, "-c", ENDS.format(number=int(number)), *argv]
-    command += ["--output", output]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    ended = subprocess.run([*command, "--output", output], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 128 + number
     [last] = [line for line in ended.stderr.splitlines() if line.startswith(word)]
-    kept = (tmp_path / "out.jsonl").read_bytes()
+    resumed, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    kept = resumed.read_bytes()
     count = kept.count(b"\n")
     # The main thread may finish more rows before the other thread closes the file.
     assert 3 <= count < 7 and kept.endswith(b"\n")
     assert last == f"{word} with {count} of 7 rows in '{output}': run it again with --resume to continue."
 
     assert run(*argv, "--output", output, "--resume").code == 0
-    assert run(*argv, "--output", tmp_path / "whole.jsonl").code == 0
-    assert (tmp_path / "out.jsonl").read_bytes().startswith(kept)
-    assert timeless((tmp_path / "out.jsonl").read_bytes()) == timeless(
-        (tmp_path / "whole.jsonl").read_bytes()
-    )
+    assert run(*argv, "--output", whole).code == 0
+    assert resumed.read_bytes().startswith(kept)
+    assert timeless(resumed.read_text()) == timeless(whole.read_text())

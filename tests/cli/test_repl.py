@@ -70,6 +70,11 @@ def shown(text):
     return text.translate(_CONTROLS) + "\n" * (not text.endswith("\n"))
 
 
+def reads_of(err):
+    """Return (tokens read, prompt tokens) of each answer."""
+    return [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
+
+
 @pytest.mark.slow
 def test_a_line_is_a_prompt_of_its_own(talk, target):
     prompts = ["a story", "a story of the", "the sea\ta"]
@@ -80,16 +85,15 @@ def test_a_line_is_a_prompt_of_its_own(talk, target):
     # A dropped line and the end of the input each print a newline.
     assert out == f"{one}{two}\n{three}\n"
     assert err.count("8 tokens in") == 3 and "rule exact; /help lists commands" in err
-    first, second, third = re.findall(r"read (\d+) of (\d+) prompt tokens", err)
-    assert int(first[0]) == int(first[1]) - 1
-    assert int(second[0]) < int(second[1]) - 2 and int(third[0]) == int(third[1]) - 1
+    unread = [length - read for read, length in reads_of(err)]
+    assert unread[0] == unread[2] == 1 and unread[1] > 2
 
 
 def test_a_chat_keeps_its_turns(talk, chatty):
     """Repeat an answer after /undo and /again: the text is the same, and no prompt tokens are read again."""
     lines = ["the sun", "and?", "/undo", "and?", "/again", "/new", "the sun"]
     out, err = talk("--chat", lines=lines, target=chatty)
-    reads = [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
+    reads = reads_of(err)
     assert reads[1][0] < reads[1][1] - 8 and [read for read, _ in reads[2:4]] == [0, 0]
     chat = mj.Chat(mj.load(str(chatty)), "ngram", verify=mj.verify.mars(), max_new_tokens=8)
     first, second = (shown(chat.say(text).text) for text in lines[:2])
@@ -115,18 +119,21 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
     assert "error: --verify mars does not apply to --draft none" in err  # and nothing changes
     pairs = re.findall(r"target, (\w+), rule (\w+)", err)
     assert pairs == [("ngram", "mars"), ("ngram", "exact"), ("none", "exact"), ("ngram", "exact")]
-    reads = [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
     # Each new pair starts with new caches.
+    reads = reads_of(err)
     assert len(reads) == 3 and all(read == of - 1 for read, of in reads)
     # Oracle: a chat whose turns are answered by the same drafts and rules.
-    loaded, turns, said = mj.load(str(chatty)), [], []
-    rules = (mj.verify.mars(theta=0.5), mj.verify.exact(), mj.verify.exact())
-    for text, draft, rule in zip(lines[::4] + lines[6:], ("ngram", "none", "ngram"), rules, strict=True):
+    loaded, turns, answers = mj.load(str(chatty)), [], ""
+    for text, draft, rule in (
+        ("the sun", "ngram", mj.verify.mars(theta=0.5)),
+        ("and?", "none", mj.verify.exact()),
+        ("so", "ngram", mj.verify.exact()),
+    ):
         chat = mj.Chat(loaded, draft, verify=rule, max_new_tokens=8)
         chat.messages = turns
-        said.append(shown(chat.say(text).text))
+        answers += shown(chat.say(text).text)
         turns = chat.messages
-    assert out == "".join(said) + "\n"
+    assert out == answers + "\n"
 
 
 @pytest.mark.parametrize(
@@ -141,10 +148,8 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
         ("/set theta x", "--theta is x: expected"),
         ("/rule", "/rule takes a name first, as in /rule mars --theta 0.8: expected exact, "),
         ("/rule mras", "there is no rule 'mras' (did you mean mars?)"),
-        ("/rule mars --thta 1", "/rule takes no --thta (did you mean --theta?)"),
         ("/rule mars -h", "/rule takes no -h: expected"),
         ("/rule mars 0.8", "/rule takes one name, and then flags: --"),
-        ("/draft ngram 5", "/draft takes one name, and then flags: --tree, "),
         ("/draft eagle", "--draft is eagle: "),
         ("/draft ngram --target x", "/draft takes no --target (did you mean --tree?): expected --tree, "),
         ("/set top_k 5", "--top-k does not apply at temperature 0"),
@@ -181,9 +186,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch)
             events[-1].set()
 
     monkeypatch.setattr(TextPrinter, "piece", piece)
-    out, err = talk(
-        "--chat", "--max-new-tokens", "12", "--draft", "none", lines=["the sun", "and?"], target=chatty
-    )
+    flags = ["--chat", "--max-new-tokens", "12", "--draft", "none"]
+    out, err = talk(*flags, lines=["the sun", "and?"], target=chatty)
     assert "stopped" in err and "12 tokens in" in err
     chat = mj.Chat(mj.load(str(chatty)), "none", max_new_tokens=12)
     said = "".join(calls[:2])
@@ -192,24 +196,13 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--json"],
-        ["--compare"],
-        ["--no-stream"],
-        ["--batch-size", "4"],
-        ["--samples", "2"],
-        ["--output", "rows.jsonl"],
-        ["--draft-device", "1"],
-    ],
+    "flags", ["--json", "--compare", "--no-stream", "--batch-size=4", "--samples=2", "--output=x"]
 )
 def test_flags_of_prompts_that_are_there_are_refused(flags, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(flags) == 2
-    assert f"{' '.join(flags[:2]) if flags[0] == '--tree' else flags[0]} does not apply without prompts" in (
-        capsys.readouterr().err
-    )
+    assert main([flags]) == 2
+    assert f"{flags.partition('=')[0]} does not apply without prompts" in capsys.readouterr().err
 
 
 def test_the_history_is_the_users_alone(monkeypatch, tmp_path):
@@ -229,25 +222,9 @@ PROMPT = r"\n(\x1b\[\?2004h)?> $"
 DONE = rf"prompt\s+tokens[^>]*{PROMPT[2:]}"
 
 
-def session(target, tmp_path, *flags, columns=80, **env):
-    command = (
-        "-m",
-        "mars_jax.generate",
-        "--target",
-        str(target),
-        "--draft",
-        "ngram",
-        "--max-new-tokens",
-        "8",
-    )
-    return Shell(
-        *command,
-        *flags,
-        columns=columns,
-        XDG_STATE_HOME=str(tmp_path),
-        TERM=env.pop("TERM", "xterm-256color"),
-        **env,
-    )
+def session(target, tmp_path, *flags):
+    command = f"-m mars_jax.generate --target {target} --draft ngram --max-new-tokens 8".split()
+    return Shell(*command, *flags, XDG_STATE_HOME=str(tmp_path), TERM="xterm-256color")
 
 
 @pytest.mark.slow
@@ -255,8 +232,8 @@ def test_a_real_terminal(target, tmp_path):
     """Test colours, editing, history, interrupts, wide characters and the end of the input."""
     shell = session(target, tmp_path)
     greeting = shell.until(PROMPT)
-    told = " ".join(plain(greeting).split())
-    assert "/help lists commands, Ctrl-D leaves" in told and "corrected the target's own" in told
+    greeting = " ".join(plain(greeting).split())
+    assert "/help lists commands, Ctrl-D leaves" in greeting and "corrected the target's own" in greeting
     shell.send("a storz\x7fy\n")  # a backspace
     assert re.search(r"\x1b\[3[26]m", shell.until(DONE))
     time.sleep(1)  # readline misses an interrupt between printing its prompt and waiting for input

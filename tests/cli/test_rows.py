@@ -44,28 +44,19 @@ def check(found, heading):
 
 def test_rows_are_those_of_the_page(run, target, tmp_path):
     prompts = tmp_path / "p.jsonl"
-    own = [
-        {"prompt": "the sea", "id": "a", "theta": 0.5, "temperature": 0.5, "seed": 7},
-        {"prompt_tokens": [1, 2], "strict": True},
-    ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in own))
-    outcome = run(
-        "--target", target, "--draft", "ngram", "--verify", "mars", "--max-new-tokens", "8", "--prompts-file", prompts,
-        "--num-draft-tokens", "3", "--seed", "3", "--json", "--log-probs",
-    )  # fmt: skip
+    sampled = {"prompt": "the sea", "id": "a", "theta": 0.5, "temperature": 0.5, "seed": 7}
+    prompts.write_text(json.dumps(sampled) + '\n{"prompt_tokens": [1, 2], "strict": true}\n')
+    flags = "--draft ngram --verify mars --max-new-tokens 8 --num-draft-tokens 3 --seed 3 --json --log-probs"
+    outcome = run("--target", target, "--prompts-file", prompts, *flags.split())
     assert outcome.code == 0, outcome.err
     first, second = map(json.loads, outcome.out.splitlines())
     for row in (first, second):
         check(row, "Rows")
         check(row["sampling"], "sampling")
         check(row["run"], "run")
-        assert (row["run"]["version"], row["run"]["target"]) == (__version__, str(target))
-        assert (row["run"]["draft"], row["run"]["verify"], row["run"]["dtype"]) == (
-            "ngram",
-            "mars",
-            "float32",
-        )
-        assert (row["run"]["num_draft_tokens"], row["run"]["tree"]) == (3, None)
+        expected = {"version": __version__, "target": str(target), "draft": "ngram", "verify": "mars"}
+        expected |= {"dtype": "float32", "num_draft_tokens": 3, "tree": None}
+        assert row["run"] == row["run"] | expected
     assert first["run"]["settings"] == {**second["run"]["settings"], "theta": 0.5}
     assert second["run"]["settings"]["theta"] == pytest.approx(0.9)
     assert first["run"]["settings"].keys() == {"base", "margin", "theta", "max_relaxed_run", "exact_prefix"}

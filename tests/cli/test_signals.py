@@ -26,7 +26,7 @@ SECONDS = 2.0
 """Maximum time from a signal to the end of the process."""
 
 
-def signalled(number, code, *argv, environment=None):
+def signalled(number, code, *argv, **environment):
     """Run code, send a signal once it prints "now", and return (exit code, stdout after that line, stderr)."""
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS, sys.executable, "-c", code, *argv],
@@ -35,7 +35,7 @@ def signalled(number, code, *argv, environment=None):
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | (environment or {}),
+        env=os.environ | environment,
     )
     with process:
         try:
@@ -79,11 +79,8 @@ def test_every_command_handles_signals_before_it_is_imported(name):
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("number", WORDS)
 def test_every_entry_point_handles_signals_before_it_imports_commands(entry, number):
-    assert signalled(number, AT_IMPORT + ENTRIES[entry], "mars_jax.cli.commands") == (
-        128 + number,
-        "",
-        f"{WORDS[number]}\n",
-    )
+    ended = signalled(number, AT_IMPORT + ENTRIES[entry], "mars_jax.cli.commands")
+    assert ended == (128 + number, "", f"{WORDS[number]}\n")
 
 
 def test_the_console_script_is_the_entry_point_that_handles_signals():
@@ -109,8 +106,8 @@ runpy.run_module("mars_jax", run_name="__main__")
 def test_a_command_that_is_busy_in_xla_is_interrupted(doing):
     argv = ["generate", "--no-stream", "--draft", "none", "--max-new-tokens", "200", "--ignore-eos"]
     argv += ["--batch-size", "1", *["Once upon a time"] * 9]
-    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    code, _, errors = signalled(signal.SIGINT, AT_ACTIVITY, doing, *argv, environment=environment)
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    code, _, errors = signalled(signal.SIGINT, AT_ACTIVITY, doing, *argv, **uncached)
     assert (code, errors) == (130, "interrupted\n")
 
 
@@ -119,41 +116,50 @@ import os, signal, sys, threading, time
 from mars_jax.cli import signals
 def send(number):
     os.kill(os.getpid(), number)
+def wait():
+    print("now", flush=True)
+    time.sleep(60)
 signals.handle()
 """
+LOCK = 'lock = threading.Lock()\nlock.acquire()\nwith signals.ending(lambda: " with 3 rows"):\n    '
+LOCK += 'print("now", flush=True)\n    lock.acquire()'
+FAILS = 'with signals.ending(lambda: {}["rows"]):\n    wait()'
+SECOND = "with signals.ending(wait):\n    send(signal.SIGTERM)\n    time.sleep(60)"
+STOP = "with signals.stoppable() as stop:\n    send(signal.SIGINT)\n    assert stop.wait(10)\n"
+# The signal comes after the mark has been read and before the main thread leaves the block.
+LATE = "mark = signals._state.marked.wait\nsignals._state.marked.wait = lambda: (mark(), wait())\n"
+LATE += "with signals.stoppable():\n    pass"
+FORK = "child = os.fork()\nif not child:\n    send(signal.SIGTERM)\n    time.sleep(60)\n"
+FORK += "assert os.waitpid(child, 0)[1] == signal.SIGTERM\ntime.sleep(0.2)\nwait()"
+ENDINGS = {
+    "an action runs while the main thread waits for a lock": (LOCK, " with 3 rows"),
+    "an action that fails is part of the line": (FAILS, ": 'rows'"),
+    "a second signal ends an action that takes long": (SECOND, ""),
+    "a second signal ends a command whose reply was stopped": (f"{STOP}{STOP}    wait()", ""),
+    "a signal comes right after a reply": (LATE, ""),
+    "a signal of a forked child does not end the command": (FORK, ""),
+}
+"""For each situation: code after `HANDLES`, and the end of the line on stderr."""
 
 
-@pytest.mark.parametrize("number", WORDS)
-def test_an_action_runs_while_the_main_thread_waits_for_a_lock(number):
-    code = HANDLES + "lock = threading.Lock(); lock.acquire()\n"
-    code += 'with signals.ending(lambda: " with 3 rows"):\n    print("now", flush=True); lock.acquire()'
-    assert signalled(number, code) == (128 + number, "", f"{WORDS[number]} with 3 rows\n")
+@pytest.mark.parametrize("situation", ENDINGS)
+def test_a_signal_ends_a_command_with_one_line(situation):
+    code, end = ENDINGS[situation]
+    assert signalled(signal.SIGINT, HANDLES + code) == (130, "", f"interrupted{end}\n")
 
 
-def test_an_action_that_fails_is_part_of_the_line():
-    code = HANDLES + 'with signals.ending(lambda: {}["rows"]):\n    print("now", flush=True); time.sleep(60)'
-    assert signalled(signal.SIGINT, code) == (130, "", "interrupted: 'rows'\n")
+IGNORE = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+RAISE = "for _ in range(20):\n    try:\n        with signals.raising():\n            send(signal.SIGINT)\n"
+RAISE += "            time.sleep(60)\n    except KeyboardInterrupt:\n        pass\n"
+SURVIVED = {
+    "ctrl-c at the prompt raises": f"{HANDLES}{RAISE}wait()",
+    "the caller ignores the signal": f"{IGNORE}{HANDLES}send(signal.SIGINT)\nwait()",
+}
 
 
-def test_a_second_signal_ends_a_command_whose_action_takes_long():
-    code = HANDLES + 'with signals.ending(lambda: [print("now", flush=True), time.sleep(60)]):\n'
-    code += "    send(signal.SIGTERM); time.sleep(60)"
-    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
-
-
-def test_ctrl_c_stops_a_reply_and_a_second_one_ends_the_command():
-    code = HANDLES + "with signals.stoppable() as stop:\n    send(signal.SIGINT); assert stop.wait(10)\n"
-    code += "with signals.stoppable() as stop:\n    send(signal.SIGINT); assert stop.wait(10)\n"
-    code += '    print("now", flush=True); time.sleep(60)'
-    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
-
-
-def test_ctrl_c_right_after_a_reply_ends_the_command():
-    """Send the signal after the mark has been read and before the main thread leaves the block."""
-    code = HANDLES + "wait = signals._state.marked.wait\n"
-    code += 'signals._state.marked.wait = lambda: (wait(), print("now", flush=True), time.sleep(60))\n'
-    code += "with signals.stoppable():\n    pass\n"
-    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
+@pytest.mark.parametrize("situation", SURVIVED)
+def test_a_command_continues_after_a_signal(situation):
+    assert signalled(signal.SIGTERM, SURVIVED[situation]) == (143, "", "terminated\n")
 
 
 AT_ENTRY = """
@@ -178,46 +184,16 @@ def test_the_entry_point_quiets_libraries_and_keeps_the_previous_hook():
     assert process.stdout == "hook another\nTrue\nFalse\n", process.stderr
 
 
-def test_a_command_that_a_program_calls_keeps_its_hooks_and_log_levels(capsys):
-    def settings():
-        return sys.unraisablehook, *(logging.getLogger(name).level for name in ("absl", "concurrent.futures"))
-
-    before = settings()
-    assert commands.main(["generate", "--list-rules"]) == 0
-    assert settings() == before
-
-
-def test_ctrl_c_at_the_prompt_raises_and_the_command_continues():
-    code = HANDLES + "for _ in range(20):\n    try:\n        with signals.raising():\n"
-    code += "            send(signal.SIGINT); time.sleep(60)\n    except KeyboardInterrupt:\n        pass\n"
-    code += 'print("now", flush=True); time.sleep(60)'
-    assert signalled(signal.SIGTERM, code) == (143, "", "terminated\n")
-
-
-def test_a_signal_that_the_caller_ignores_stays_ignored():
-    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANDLES}"
-    code += 'send(signal.SIGINT); print("now", flush=True); time.sleep(60)'
-    assert signalled(signal.SIGTERM, code) == (143, "", "terminated\n")
-
-
-def test_a_signal_of_a_forked_child_does_not_end_the_command():
-    code = HANDLES + "child = os.fork()\nif not child:\n    send(signal.SIGTERM); time.sleep(60)\n"
-    code += "assert os.waitpid(child, 0)[1] == signal.SIGTERM; time.sleep(0.2)\n"
-    code += 'print("now", flush=True); time.sleep(60)'
-    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
-
-
 @pytest.mark.parametrize("name", commands.COMMANDS)
-def test_a_command_that_a_program_calls_leaves_its_handlers_alone(name, monkeypatch, capsys):
-    def handlers():
-        return [signal.getsignal(number) for number in WORDS]
+def test_a_command_that_a_program_calls_keeps_its_handlers_hooks_and_log_levels(name, monkeypatch, capsys):
+    def settings():
+        levels = [logging.getLogger(logger).level for logger in ("absl", "concurrent.futures")]
+        return [signal.getsignal(number) for number in WORDS], sys.unraisablehook, levels
 
-    during, before = [], handlers()
     module = commands.importlib.import_module(commands._HOME[name])
-    monkeypatch.setattr(
-        module, "main", lambda argv, main=module.main: (during.append(handlers()), main(argv))[1]
-    )
-    codes = []
+    during, before = [], settings()
+    main, codes = module.main, []
+    monkeypatch.setattr(module, "main", lambda argv: (during.append(settings()), main(argv))[1])
 
     def call():
         try:
@@ -229,12 +205,12 @@ def test_a_command_that_a_program_calls_leaves_its_handlers_alone(name, monkeypa
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert codes == [0, 0] and during == [before, before] and handlers() == before
+    assert codes == [0, 0] and during == [before, before] and settings() == before
 
 
 def test_the_terminal_is_as_the_command_found_it():
-    code = HANDLES + 'import tty; tty.setraw(0); sys.stderr.write("\\x1b[?25l"); print("now", flush=True)\n'
-    shell = Shell("-c", f"{code}time.sleep(60)")
+    code = HANDLES + 'import tty; tty.setraw(0); sys.stderr.write("\\x1b[?25l"); wait()'
+    shell = Shell("-c", code)
     before = termios.tcgetattr(shell._theirs)
     shell.until("now")
     assert termios.tcgetattr(shell._theirs) != before

@@ -15,16 +15,6 @@ from mars_jax.core.metrics import Metrics
 from mars_jax.serve.requests import KINDS
 from tests.helpers.shell import Shell, plain
 
-METRICS = Metrics(
-    steps=2,
-    emitted=6,
-    proposed=8,
-    accepted_exact=3,
-    accepted_relaxed=1,
-    depth_histogram=(0, 1, 0, 1),
-    regret=0.6,
-)
-
 
 class Terminal(io.StringIO):
     def isatty(self):
@@ -79,7 +69,10 @@ def test_text_cannot_drive_the_terminal():
 
 
 def test_statistics_count_what_was_drafted():
-    text = statistics(METRICS, 2.0, "mars", drafts=True)
+    metrics = Metrics(
+        steps=2, emitted=6, proposed=8, accepted_exact=3, accepted_relaxed=1, depth_histogram=(0, 1, 0, 1), regret=0.6
+    )  # fmt: skip
+    text = statistics(metrics, 2.0, "mars", drafts=True)
     assert "6 tokens in 2.00 s, 3.0 tokens/s, 2 steps, rule mars" in text
     assert "tau 3.00 tokens per step with the correction or bonus token, 2.00 without" in text
     assert "drafted 8, accepted 4 (50.0%): 3 exact, 1 relaxed" in text
@@ -95,29 +88,16 @@ def test_the_legend_fits_the_terminal():
 PROMPT = "Once 猫は赤い😀 [b] upon"
 
 
-def one_shot(target, *flags):
-    made = (
-        "-m",
-        "mars_jax.generate",
-        "--target",
-        str(target),
-        "--draft",
-        "ngram",
-        "--max-new-tokens",
-        "12",
-        *flags,
-    )
-    return *made, "--ignore-eos", PROMPT
+def one_shot(target):
+    flags = "--draft ngram --max-new-tokens 12 --ignore-eos"
+    return f"-m mars_jax.generate --target {target} {flags}".split()
 
 
-TERMINALS = [(80, {}), (30, {}), (30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"})]
-
-
-@pytest.mark.parametrize(("columns", "env"), TERMINALS)
+@pytest.mark.parametrize(("columns", "env"), [(30, {}), (30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"})])
 @pytest.mark.slow
 def test_a_text_in_a_real_terminal(target, columns, env):
     """Show colours if supported, wide characters and brackets unchanged, and the statistics after the text."""
-    shell = Shell(*one_shot(target), columns=columns, **{"TERM": "xterm-256color"} | env)
+    shell = Shell(*one_shot(target), PROMPT, columns=columns, **{"TERM": "xterm-256color"} | env)
     text = shell.until("regret [0-9.]+ nats")
     assert shell.ends() == 0
     assert PROMPT in plain(text) and "12 tokens in" in plain(text)
@@ -128,13 +108,12 @@ def test_a_text_in_a_real_terminal(target, columns, env):
 @pytest.mark.slow
 def test_a_reader_that_has_had_enough_ends_the_command_without_a_word(target):
     """Close stdout after one line, as `| head -1` does."""
-    command = [sys.executable, *one_shot(target, "--prompts-file", "-")[:-1]]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, *one_shot(target), "--prompts-file", "-"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
         process.stdin.write("a story\nthe sea\n" * 8)
         process.stdin.close()
         assert process.stdout.readline().startswith("a story")
         process.stdout.close()
-        told = process.stderr.read()
-    assert process.returncode == 141 and "Traceback" not in told and "error" not in told
+        errors = process.stderr.read()
+    assert process.returncode == 141 and "Traceback" not in errors and "error" not in errors

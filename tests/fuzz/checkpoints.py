@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mars_jax.models import ModelConfig, init_params
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import weights
 from tests.fuzz.damage import damaged, damaged_bytes, damaged_json, to_text
-from tests.fuzz.harness import Surface
+from tests.fuzz.harness import Surface, empty
 from tests.helpers.checkpoint_files import GEMMA_2, GEMMA_3, QWEN_3_MOE, shard
 from tests.helpers.head_files import HEAD, SHAPES
 
@@ -34,13 +35,8 @@ _SIZES = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": [2, 3],
     "torch_dtype": "float32",
 }  # fmt: skip
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 2.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 1.0,
-    "mscale_all_dim": 2,
-}
+_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "mscale": 1.0}
+_YARN |= {"mscale_all_dim": 2}
 _LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -60,18 +56,13 @@ def _prepared(folder: Path) -> None:
     hub.save(folder / "in", CONFIG, init_params(CONFIG, jax.random.key(0)))
 
 
-def _empty(folder: Path) -> None:
-    (folder / "in").mkdir()
-
-
 def config(case: tuple[bytes, bytes | None], folder: Path) -> None:
     """Read a config.json, in some cases with a generation_config.json."""
     place = folder / "in"
     data, generation = case
     (place / "config.json").write_bytes(data)
-    if generation is None:
-        (place / "generation_config.json").unlink(missing_ok=True)
-    else:
+    (place / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
         (place / "generation_config.json").write_bytes(generation)
     found = read_directory(place)[0]
     assert read_config(place) == found
@@ -122,14 +113,12 @@ def head(case: tuple[str, bytes], folder: Path) -> None:
         load_system(folder / "in", kind)
 
 
-def _base(kind: str) -> Path:
+def _base(write: Callable[[Path], None] = _prepared) -> Path:
     """Return a checkpoint in a temporary folder of the process, from which strategies are made."""
-    made = Path(tempfile.mkdtemp(prefix="mars-jax-fuzz-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    _prepared(made)
-    if kind == "sharded":
-        shard(made / "in", "safetensors")
-    return made / "in"
+    folder = Path(tempfile.mkdtemp(prefix="mars-jax-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write(folder)
+    return folder / "in"
 
 
 @st.composite
@@ -137,47 +126,33 @@ def _header(draw: st.DrawFn, data: bytes) -> bytes:
     """Damage the header of a safetensors file, and prefix it with its true length or a wrong one."""
     size = int.from_bytes(data[:8], "little")
     text = to_text(draw(damaged(json.loads(data[8 : 8 + size])))).encode()
-    length = draw(
-        st.one_of(st.just(len(text)), st.just(len(text)), st.sampled_from((0, 1, size, 2**31, 2**63)))
-    )
+    length = draw(st.sampled_from((*[len(text)] * 10, 0, 1, size, 2**31, 2**63)))
     return length.to_bytes(8, "little") + text + data[8 + size :]
 
 
 def _weights() -> st.SearchStrategy[bytes]:
-    data = (_base("whole") / "model.safetensors").read_bytes()
+    data = (_base() / "model.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
     return st.one_of(_header(data), _header(data), damaged_bytes(data, last=8 + size), damaged_bytes(data))
 
 
 def _index() -> st.SearchStrategy[bytes]:
-    return damaged_json(json.loads((_base("sharded") / "model.safetensors.index.json").read_text()))
+    return damaged_json(json.loads((_base(_shards) / "model.safetensors.index.json").read_text()))
 
 
 _CONFIG_FILES = st.one_of(*map(damaged_json, CONFIGS))
-_GENERATION = st.one_of(
-    st.none(), st.none(), damaged_json({"eos_token_id": [1, 2], "bos_token_id": 0}, most=1)
-)
+_GENERATION = st.one_of(st.none(), damaged_json({"eos_token_id": [1, 2], "bos_token_id": 0}, most=1))
 _TARGET = dataclasses.replace(CONFIG, num_layers=9, windows=())
 _DFLASH_SHAPES = {"fc.weight": (16, 32), "hidden_norm.weight": (16,)}
-_HEADS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "eagle",
-        HEAD | {"rope_theta": 1e4, "target_hidden_size": 16, "eagle_config": {"use_aux_hidden_state": True}},
-    ),
-    (
-        "dflash",
-        _SIZES
-        | {"architectures": ["DFlashDraftModel"], "block_size": 4, "mask_token_id": 3, "num_target_layers": 9}
-        | {"dflash_config": {"target_layer_ids": [1, 5]}},
-    ),
-    ("sprinter", {"model_type": "sprinter", "draft": "tiny/draft", "draft_tokens": 5}),
-    ("trispec", {"model_type": "trispec", "draft": "tiny/draft", "proxy": "tiny/draft"}),
-    ("via_sd", {"model_type": "via_sd", "draft": "tiny/draft", "layers": [[True, False], [True, True]]}),
-)
-
-
-def _head(named: tuple[str, dict[str, Any]]) -> st.SearchStrategy[tuple[str, bytes]]:
-    return st.tuples(st.just(named[0]), damaged_json(named[1]))
+_DFLASH = {"architectures": ["DFlashDraftModel"], "block_size": 4, "mask_token_id": 3, "num_target_layers": 9}
+_EAGLE = {"rope_theta": 1e4, "target_hidden_size": 16, "eagle_config": {"use_aux_hidden_state": True}}
+_HEADS: dict[str, dict[str, Any]] = {
+    "eagle": HEAD | _EAGLE,
+    "dflash": _SIZES | _DFLASH | {"dflash_config": {"target_layer_ids": [1, 5]}},
+    "sprinter": {"model_type": "sprinter", "draft": "tiny/draft", "draft_tokens": 5},
+    "trispec": {"model_type": "trispec", "draft": "tiny/draft", "proxy": "tiny/draft"},
+    "via_sd": {"model_type": "via_sd", "draft": "tiny/draft", "layers": [[True, False], [True, True]]},
+}
 
 
 def _shards(folder: Path) -> None:
@@ -186,7 +161,7 @@ def _shards(folder: Path) -> None:
 
 
 SURFACES = {
-    "config.json": Surface(st.tuples(_CONFIG_FILES, _GENERATION), config, 3000, _empty),
+    "config.json": Surface(st.tuples(_CONFIG_FILES, _GENERATION), config, 3000, empty),
     "safetensors": Surface(st.deferred(_weights), safetensors, 1500, _prepared),
     "index": Surface(st.deferred(_index), index, 1000, _shards),
     "conversion": Surface(
@@ -198,5 +173,10 @@ SURFACES = {
         200,
         _prepared,
     ),
-    "config of a head": Surface(st.one_of(*map(_head, _HEADS)), head, 1500, _empty),
+    "config of a head": Surface(
+        st.one_of(*(st.tuples(st.just(kind), damaged_json(config)) for kind, config in _HEADS.items())),
+        head,
+        1500,
+        empty,
+    ),
 }

@@ -69,18 +69,12 @@ def _prepare(folder: Path) -> None:
     (folder / "in").mkdir()
 
 
-SURFACES = {
-    "GGUF": Surface(
-        st.one_of(
-            st.tuples(
-                st.dictionaries(st.sampled_from(KEYS), _VALUE, max_size=3),
-                st.lists(st.sampled_from(_TENSORS), max_size=2),
-            ),
-            st.deferred(lambda: damaged_bytes(_whole())),
-            st.deferred(lambda: damaged_bytes(_whole(), last=HEADER_BYTES)),
-        ),
-        read,
-        1500,
-        _prepare,
+_CASES = st.one_of(
+    st.tuples(
+        st.dictionaries(st.sampled_from(KEYS), _VALUE, max_size=3),
+        st.lists(st.sampled_from(_TENSORS), max_size=2),
     ),
-}
+    st.deferred(lambda: damaged_bytes(_whole())),
+    st.deferred(lambda: damaged_bytes(_whole(), last=HEADER_BYTES)),
+)
+SURFACES = {"GGUF": Surface(_CASES, read, 1500, _prepare)}

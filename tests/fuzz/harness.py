@@ -38,6 +38,11 @@ class Surface(NamedTuple):
     """Write, once, the files that all cases read."""
 
 
+def empty(folder: Path) -> None:
+    """Prepare a folder for the files of a case."""
+    (folder / "in").mkdir()
+
+
 class Hang(BaseException):
     """Timeout of a case. A BaseException, so that no `except Exception` mistakes it for a damaged file."""
 

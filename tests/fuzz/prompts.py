@@ -17,7 +17,7 @@ from mars_jax.core.types import NO_TOKEN
 from mars_jax.serve.requests import _with_constraints
 from mars_jax.verify import RuleChoice
 from tests.fuzz.damage import TEXTS, damaged, damaged_bytes, damaged_json, to_text
-from tests.fuzz.harness import Surface
+from tests.fuzz.harness import Surface, empty
 
 RULES = (
     RuleChoice("mars", {}),
@@ -90,14 +90,10 @@ _TWO = st.tuples(st.sampled_from(ROWS), st.sampled_from(ROWS).flatmap(damaged)).
 )
 
 
-def _empty(folder: Path) -> None:
-    (folder / "in").mkdir()
-
-
 SURFACES = {
-    "prompts file, plain": Surface(_TEXTS, plain, 1500, _empty),
-    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replayed, 1500, _empty),
+    "prompts file, plain": Surface(_TEXTS, plain, 1500, empty),
+    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replayed, 1500, empty),
     "prompts file, JSON lines": Surface(
-        st.tuples(st.one_of(_LINE, _LINE, _TWO), st.sampled_from(RULES)), lines, 4000, _empty
+        st.tuples(st.one_of(_LINE, _LINE, _TWO), st.sampled_from(RULES)), lines, 4000, empty
     ),
 }

@@ -18,32 +18,19 @@ from mars_jax.core.errors import MarsError
 from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
 from mars_jax.serve.rows import RowFile
-from mars_jax.verify import RuleChoice, is_own, rules
-from mars_jax.verify.choice import Given, choose
+from mars_jax.verify import rules
 from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, damaged_json, to_text
-from tests.fuzz.harness import Surface
+from tests.fuzz.harness import Surface, empty
 
 _NAMES = sorted({name for row in rules().values() for name in row.settings} | {"block", "x", "theta "})
 _WORDS = (*TEXTS, *map(str, NUMBERS), "ratio", "gap", "exact", "rejection", "false", "0.9", "٣", "1_0")
-_SPECS = st.one_of(
-    st.sampled_from(sorted(rules())),
-    st.sampled_from(
-        ("learned:x", "mars:x", "equivalent:case", "equivalent:", "a.py:b", "os:getcwd", ":", "x:y", "")
-    ),
-)
+_OTHER = ("learned:x", "mars:x", "equivalent:case", "equivalent:", "a.py:b", "os:getcwd", ":", "x:y", "")
+_SPECS = st.one_of(st.sampled_from(sorted(rules())), st.sampled_from(_OTHER))
 _TEXT = st.sampled_from(_WORDS)
 _VALUE = st.one_of(HOSTILE, _TEXT, st.lists(st.sampled_from(NUMBERS), max_size=3))
 
 
-def as_texts(case: tuple[str, dict[str, str]], folder: Path) -> None:
-    """Choose a rule from strings, as command-line flags do."""
-    spec, given = case
-    choice = choose(spec, {name: Given(text, f"--{name}") for name, text in given.items()})
-    choice.settled()
-    json.dumps(choice.as_json(), allow_nan=False)
-
-
-def as_values(case: tuple[str, dict[str, Any]], folder: Path) -> None:
+def rule_settings(case: tuple[str, dict[str, Any]], folder: Path) -> None:
     """Choose a rule from values, as Python code and benchmark files do."""
     spec, given = case
     if is_own(spec):
@@ -82,48 +69,42 @@ def _argument(text: str) -> str:
     return text.replace("\0", "").replace("\ud800", "\udc80")
 
 
-def _said(flag: str) -> st.SearchStrategy[list[str]]:
-    values = st.sampled_from((*_GOOD.get(flag, ()), *_GOOD.get(flag, ()), *_WORDS[:40], "0.5", "3")).map(
-        _argument
-    )
-    return st.one_of(
-        st.just([flag]),
-        values.map(lambda v: [flag, v]),
-        values.map(lambda v: [flag, v]),
-        values.map(lambda v: [f"{flag}={v}"]),
-    )
+def _words(flag: str) -> st.SearchStrategy[list[str]]:
+    values = st.sampled_from((*_GOOD.get(flag, ()) * 2, *_WORDS[:40], "0.5", "3")).map(_argument)
+    two = values.map(lambda v: [flag, v])
+    return st.one_of(st.just([flag]), two, two, values.map(lambda v: [f"{flag}={v}"]))
 
 
 _ARGV = st.tuples(
-    st.lists(st.sampled_from(_FLAGS).flatmap(_said), max_size=4),
+    st.lists(st.sampled_from(_FLAGS).flatmap(_words), max_size=4),
     st.lists(st.sampled_from(("hello", "hello", "", "\udc80", "-", "--", "--x")), max_size=2),
     st.sampled_from(("rows.jsonl", "rows.jsonl", "", "nowhere/rows.jsonl", ".")),
-).map(lambda parts: ["--output", parts[2], *(word for said in parts[0] for word in said), *parts[1]])
+).map(lambda parts: [parts[2], *(word for words in parts[0] for word in words), *parts[1]])
 
 
 def command_line(case: list[str], folder: Path) -> None:
     """Run `generate` with a target that does not exist: it must fail with one sentence and write nothing."""
-    output, *rest = case[1:]
+    output, *rest = case
     argv = [
         "--target",
         str(folder / "no-such-checkpoint"),
         "--output",
         str(folder / output) if output else "",
-        *rest,
     ]
+    argv += rest
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(argv)
         except SystemExit as end:  # --help and --version exit
             code = end.code
-    said = err.getvalue()
-    assert "Traceback" not in said, said
+    text = err.getvalue()
+    assert "Traceback" not in text, text
     if code == 0:
         assert out.getvalue()
         return
-    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, (code, said)
-    raise MarsError(said.removeprefix("error: ").strip())
+    assert code == 2 and text.startswith("error: ") and text.count("\n") == 1, (code, text)
+    raise MarsError(text.removeprefix("error: ").strip())
 
 
 _REQUEST = Request(prompt="p", prompt_tokens=(1, 2), id="q")
@@ -143,61 +124,45 @@ _ROWS = st.one_of(
 def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
     """Resume an --output file with its settings. Accepted or rejected, both files stay unchanged."""
     path = folder / "in" / "rows.jsonl"
-    beside = folder / "in" / "rows.jsonl.settings.json"
+    settings = folder / "in" / "rows.jsonl.settings.json"
     rows = case[0] + b"\n"
     path.write_bytes(rows)
-    beside.write_bytes(case[1])
-    file = None
+    settings.write_bytes(case[1])
     try:
-        file = RowFile(path, _SETTINGS)
-        file.start(_RECORDED["fingerprints"])
-        missing_rows(file, [_REQUEST, _REQUEST])
+        with contextlib.closing(RowFile(path, _SETTINGS)) as file:
+            file.start(_RECORDED["fingerprints"])
+            missing_rows(file, [_REQUEST, _REQUEST])
     finally:
-        if file is not None:
-            file.close()
-        assert (path.read_bytes(), beside.read_bytes()) == (rows, case[1])
+        assert (path.read_bytes(), settings.read_bytes()) == (rows, case[1])
 
 
-def _empty(folder: Path) -> None:
-    (folder / "in").mkdir()
+_VALID = st.just(json.dumps(_RECORDED).encode())
+_RESUMED = st.one_of(
+    st.tuples(_ROWS, damaged_json(_RECORDED)),
+    st.tuples(st.one_of(_ROWS, _OTHERS), _VALID),
+    st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_RECORDED)),
+)
+
+
+def _settings(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(names), _VALUE, max_size=3)
 
 
 _CHOSEN = st.one_of(
-    st.sampled_from(sorted(rules())).flatmap(
-        lambda name: st.tuples(
-            st.just(name),
-            st.dictionaries(st.sampled_from([*rules()[name].settings, "block"]), _VALUE, max_size=3),
-        )
-    ),
-    st.tuples(_SPECS, st.dictionaries(st.sampled_from(_NAMES), _VALUE, max_size=3)),
+    *(st.tuples(st.just(row.name), _settings([*row.settings, "block"])) for row in rules().values()),
+    st.tuples(_SPECS, _settings(_NAMES)),
 )
 _TREE = st.lists(
     st.sampled_from(("dynamic", ":", "-", "0", "1", "4", "8", "9999", "99999", "٣", " ", "")), max_size=7
 )
-_DRAFT = st.one_of(st.sampled_from(sorted(specs.DRAFTERS)), st.sampled_from(("model:x", "eagle:a:b", *TEXTS)))
+_DRAFT = st.sampled_from((*specs.DRAFTERS, "model:x", "eagle:a:b", *TEXTS))
+_DRAFTS = st.one_of(
+    st.tuples(st.just("ngram"), st.one_of(_TREE.map("".join), _TEXT)),
+    st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.just("4-2-2-1")),
+)
 SURFACES = {
-    "settings of rules, as texts": Surface(
-        st.tuples(_SPECS, st.dictionaries(st.sampled_from(_NAMES), _TEXT, max_size=4)), as_texts, 2000
-    ),
-    "settings of rules, as values": Surface(_CHOSEN, as_values, 2000),
-    "drafters and trees": Surface(
-        st.one_of(
-            st.tuples(st.just("ngram"), st.one_of(_TREE.map("".join), _TEXT)),
-            st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.just("4-2-2-1")),
-        ),
-        drafts,
-        1000,
-    ),
-    "command lines": Surface(_ARGV, command_line, 1500),
-    "output to resume": Surface(
-        st.one_of(
-            st.tuples(_ROWS, damaged_json(_RECORDED)),
-            st.tuples(_ROWS, st.just(json.dumps(_RECORDED).encode())),
-            st.tuples(_OTHERS, st.just(json.dumps(_RECORDED).encode())),
-            st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_RECORDED)),
-        ),
-        resumed,
-        500,
-        _empty,
-    ),
+    "settings of rules, as values": Surface(_CHOSEN, rule_settings, 2000),
+    "drafters and trees": Surface(_DRAFTS, drafts, 1000),
+    "command lines": Surface(_ARGV, command_line, 3500),
+    "output to resume": Surface(_RESUMED, resumed, 500, empty),
 }

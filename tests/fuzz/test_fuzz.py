@@ -1,6 +1,5 @@
 """Damaged and hostile input of every kind: calls succeed or fail with one sentence, in seconds, without partial output.
 
-The fast tests run a fixed share of the cases; the slow tests run all of them, more than 20,000.
 MARS_JAX_FUZZ_SEED=7 tries other cases. Each fault that fuzzing finds gets its own test next to the fixed code.
 """
 

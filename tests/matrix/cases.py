@@ -1,8 +1,4 @@
-"""Draw cases from the tables of drafters and rules.
-
-A case is a drafter on a surface with drawn settings. All rules that the drafter supports decode in one batch, so that
-every triple of drafter, rule and surface runs. A new row of `specs` needs no change here.
-"""
+"""Cases of every drafter on every surface with drawn settings. All rules of a case decode in one batch."""
 
 from __future__ import annotations
 
@@ -138,23 +134,16 @@ def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
 def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
     """Return the rules of a case. Trusted tokens never reach a rule, so trusting drafters only need the defaults."""
     row = specs.DRAFTERS[drafter]
-    return tuple(
-        rule
-        for rule in RULES
-        if refusal(row, shape, rule) is None
-        and not (row.trusts and rule.chosen)
-        and ("q" in rule.needs) == drawn
-    )
+    rules = [rule for rule in RULES if refusal(row, shape, rule) is None and ("q" in rule.needs) == drawn]
+    return tuple(rule for rule in rules if not (row.trusts and rule.chosen))
 
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
     """Return a case for every drafter on every surface, drawn or not, each with its own draw of settings."""
-    drawn_cases = []
-    for (row, shape), drawn, surface in itertools.product(DRAFTERS, (False, True), SURFACES):
-        if _rules(row.name, shape, drawn):
-            drawn_cases.append(_draw(row.name, shape, drawn, surface))
-    return tuple(drawn_cases)
+    products = itertools.product(DRAFTERS, (False, True), SURFACES)
+    names = [(row.name, shape, drawn, surface) for (row, shape), drawn, surface in products]
+    return tuple(_draw(*name) for name in names if _rules(*name[:3]))
 
 
 def _draw(drafter: str, shape: str, drawn: bool, surface: str) -> Case:

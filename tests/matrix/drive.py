@@ -1,8 +1,4 @@
-"""Decoding of a case through its surface, and comparison with slow references.
-
-References: the target without a draft, the same requests in batches without refilling, and log-probabilities from one
-forward over the text.
-"""
+"""Decoding of a case through its surface, and comparison with the target without a draft and other slow references."""
 
 from __future__ import annotations
 
@@ -98,21 +94,15 @@ def _decoded(completion: Any) -> Decoded:
     m = completion.metrics
     counts = (m.proposed, m.accepted_exact, m.accepted_relaxed, m.accepted_trusted, tuple(m.depth_histogram))
     log_probs = None if completion.log_probs is None else tuple(completion.log_probs.log_prob)
-    return Decoded(
-        completion.request,
-        completion.text,
-        tuple(completion.tokens),
-        completion.finish_reason,
-        m.steps,
-        counts,
-        log_probs,
-    )
+    tokens, finish = tuple(completion.tokens), completion.finish_reason
+    return Decoded(completion.request, completion.text, tokens, finish, m.steps, counts, log_probs)
 
 
 def options(case: Case) -> dict[str, Any]:
     """Return the options of `generate` for one prompt of each kind and rule."""
     kinds = [(rule, kind) for rule in case.rules for kind in KINDS]
     chosen: dict[str, Any] = {"max_new_tokens": NEW, "seed": [3 + i % 7 for i in range(len(kinds))]}
+    chosen["log_probs"] = case.log_probs
     chosen["temperature"] = [case.temperature * (i % 4 != 3) for i in range(len(kinds))]
     if case.edits == "bans":
         chosen["banned_tokens"] = list(BANNED)
@@ -172,23 +162,16 @@ def rule_of(case: Case, prompt_numbers: list[int]) -> LoadedRule:
 
 
 def _generate(case: Case, rows: list[int], **more: Any) -> list[Decoded]:
-    texts = prompts(case)
-    result = mj.generate(
-        target_of(case),
-        drafter_of(case),
-        [texts[i] for i in rows],
-        verify=rule_of(case, rows),
-        log_probs=case.log_probs,
-        **_options_of(case, rows),
-        **more,
-    )
+    texts, chosen = prompts(case), _options_of(case, rows) | more
+    pair = target_of(case), drafter_of(case)
+    result = mj.generate(*pair, [texts[i] for i in rows], verify=rule_of(case, rows), **chosen)
     return [_decoded(c) for c in result.completions]
 
 
 @functools.lru_cache(maxsize=64)
 def without_draft(case: Case) -> list[Decoded]:
     """Decode the same requests with the target only."""
-    lossy_only = ("strict", "relax_constrained", "relax_in", "strict_in")
+    lossy_only = ("strict", "relax_constrained", "relax_in", "strict_in", "log_probs")
     chosen = {name: value for name, value in options(case).items() if name not in lossy_only}
     result = mj.generate(target_of(case), "none", prompts(case), **chosen)
     return [_decoded(c) for c in result.completions]
@@ -206,16 +189,10 @@ def by_batches(case: Case) -> list[Decoded]:
 def _stream(case: Case) -> list[Decoded]:
     """Decode with refilling. Check that the streamed pieces add up to the text."""
     texts = prompts(case)
+    rule = rule_of(case, list(range(len(texts))))
+    pair = target_of(case), drafter_of(case)
     streamed, results = ["" for _ in texts], {}
-    for event in mj.generate_stream(
-        target_of(case),
-        drafter_of(case),
-        texts,
-        verify=rule_of(case, list(range(len(texts)))),
-        batch_size=ROWS,
-        log_probs=case.log_probs,
-        **options(case),
-    ):
+    for event in mj.generate_stream(*pair, texts, verify=rule, batch_size=ROWS, **options(case)):
         if hasattr(event, "completion"):
             results[event.index] = _decoded(event.completion)
         else:
@@ -230,11 +207,11 @@ def _chat(case: Case) -> list[tuple[Decoded, Decoded]]:
     turns = []
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
-        chosen = {
-            k: v[0] if k in PER_ROW and isinstance(v, list) else v
-            for k, v in _options_of(case, [index]).items()
-        }
+        chosen = _options_of(case, [index])
+        for name in chosen.keys() & set(PER_ROW):
+            chosen[name] = chosen[name][0] if isinstance(chosen[name], list) else chosen[name]
         chosen = {k: v for k, v in chosen.items() if v is not None} | {"temperature": case.temperature}
+        del chosen["log_probs"]
         if not chosen.keys() & CONSTRAINTS.keys():
             chosen.pop("relax_constrained", None)
         rule = rule_of(case, [index])
@@ -254,12 +231,10 @@ def check(case: Case) -> None:
         return
     every = list(range(len(prompts(case))))
     reference = None if case.surface == "generate" else by_batches(case)
-    if case.surface == "generate":
-        results = _generate(case, every)
-    elif case.surface == "refill":
-        results = _generate(case, every, batch_size=ROWS)
-    else:
+    if case.surface == "text":
         results = _stream(case)
+    else:
+        results = _generate(case, every, batch_size=ROWS if case.surface == "refill" else None)
     for number, result in enumerate(results):
         rule = case.rules[number // len(KINDS)]
         check_allowed(case, result)
@@ -283,16 +258,14 @@ def check_allowed(case: Case, result: Decoded) -> None:
     if case.stop_strings and ended and result.tokens[-1] != 0:  # a stop string cut the text
         return
     if case.constraint == "regex":
-        pattern = CONSTRAINTS["regex"]
-        assert re.fullmatch(pattern, text) if ended else re.match(r"a|t|$", text), text
+        assert re.fullmatch(CONSTRAINTS["regex"], text) if ended else re.match(r"a|t|$", text), text
     if case.constraint == "choice":
         choices = CONSTRAINTS["choice"]
         assert text in choices if ended else any(c.startswith(text) for c in choices), text
+    if case.constraint == "json_schema" and ended:
+        jsonschema.validate(json.loads(text), SCHEMA)
     if case.constraint == "json_schema":
-        if ended:
-            jsonschema.validate(json.loads(text), SCHEMA)
-        else:
-            assert text.startswith("{"), text
+        assert text.startswith("{"), text
     if case.constraint == "allowed_tokens":
         assert set(result.tokens) <= {0, *CONSTRAINTS["allowed_tokens"]}, result.tokens
 

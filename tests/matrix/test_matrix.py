@@ -78,9 +78,8 @@ def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
     case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, drawn))
     plain = dataclasses.replace(case, weights="float32", cache=None, mesh=None)
     constraint = {} if drawn else {"allowed_tokens": CONSTRAINTS["allowed_tokens"]}
-    requests = mj.make_requests(
-        target_of(plain), ["the sea"], max_new_tokens=8, temperature=0.7, **constraint
-    )
+    options = {"max_new_tokens": 8, "temperature": 0.7} | constraint
+    requests = mj.make_requests(target_of(plain), ["the sea"], **options)
     ready = prepared(target_of(plain), drafter_of(plain), requests, verify=rule)
     state = decode.shapes(ready.decoder, ready.params, ready.prompts([0]))
     after, info = jax.eval_shape(ready.decoder.step, ready.params, state)
@@ -113,19 +112,14 @@ def by_command(target, drafter, *, verify, **options):
 ENTRY_POINTS = {name: by_function(name) for name in ("generate", "generate_iter", "generate_stream")}
 ENTRY_POINTS |= {"Chat": by_chat, "command": by_command}
 TAU = {"verify": contrib.simulated(tau=2.0)}
+RELAXED = {"regex": "a+", "relax_constrained": True}
 REFUSED = {
     "relax_in under exact": ("ngram", {"relax_in": "think"}, "in does not apply"),
-    "strict_in under exact": ("ngram", {"strict_in": "code"}, "in does not apply"),
-    "relaxed constraint under exact": (
-        "ngram",
-        {"regex": "a+", "relax_constrained": True},
-        "relax.constrained does not apply",
-    ),
+    "relax_constrained under exact": ("ngram", RELAXED, "relax.constrained does not apply"),
     "strict under exact": ("ngram", {"strict": True}, "strict does not apply"),
     "draft_stop of n-grams": ("ngram", {"draft_stop": 1.0}, "draft.stop does not apply"),
     "simulated tau of n-grams": ("ngram", TAU, "simulated does not apply"),
     "draft_stop under simulated tau": ("model", TAU | {"draft_stop": 1.0}, "draft.stop does not apply"),
-    "no new tokens": ("ngram", {"max_new_tokens": 0}, "max.new.tokens"),
     "a temperature below 0": ("ngram", {"temperature": -1.0}, "temperature"),
 }
 
@@ -134,7 +128,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_is_refused_by_every_entry_point(entry, name):
     if (entry, name) == ("command", "strict under exact"):
-        return  # the command has no such flag
+        pytest.skip("the command has no such flag")
     drafter, options, message = REFUSED[name]
     options = {"verify": verify.exact()} | options
     with pytest.raises(MarsError, match=message):

@@ -25,7 +25,6 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.verify import rules
 from tests.cli.conftest import write_tokenizer
 
 CORPUS = "a story of the sea and the sun, and of a man of the sea"
@@ -52,27 +51,21 @@ def world() -> World:
     vocab = write_tokenizer(folder / "target", CORPUS, 20)
     (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
     config = ModelConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=32,
-        num_layers=1,
-        num_heads=2,
-        max_positions=128,
+        vocab_size=vocab, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, max_positions=128,
         eos_token_ids=(0,),
-    )
+    )  # fmt: skip
     draw = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
 
+    def normal(x):
+        return draw.normal(size=x.shape)
+
     def drawn(shapes, scale):
         """Draw weights with numpy, which needs no compilation. Norms stay near 1."""
-        return jax.tree.map(
-            lambda x: (draw.normal(size=x.shape) * scale + (x.ndim == 1)).astype(np.float32), shapes
-        )
+        return jax.tree.map(lambda x: (normal(x) * scale + (x.ndim == 1)).astype(np.float32), shapes)
 
     def noisy(params, share):
-        return jax.tree.map(
-            lambda x: x + share * np.std(x) * draw.normal(size=x.shape).astype(np.float32), params
-        )
+        return jax.tree.map(lambda x: x + share * np.std(x) * normal(x).astype(np.float32), params)
 
     def heads(init, *given):
         made = drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
@@ -96,15 +89,11 @@ def world() -> World:
     hub.save_eagle(folder / "eagle", head, heads(eagle_head.init_params, head))
     few = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
     save_medusa(folder / "medusa", few, heads(medusa_layers.init_params, few))
+    layer = dataclasses.replace(config, family="qwen3", qk_norm=True)
     block = DFlashConfig(
-        layer=dataclasses.replace(config, family="qwen3", qk_norm=True),
-        target_hidden_size=32,
-        feature_layers=(0,),
-        block_size=5,
-        mask_token=1,
-        draft_vocab_size=len(own),
-        own_unembed=True,
-    )
+        layer=layer, target_hidden_size=32, feature_layers=(0,), block_size=5, mask_token=1,
+        draft_vocab_size=len(own), own_unembed=True,
+    )  # fmt: skip
     save_dflash(folder / "dflash", block, heads(dflash_head.init_params, block))
     arrays = {"weight": draw.normal(size=32).astype(np.float32), "bias": np.ones(1, np.float32)}
     mask = ((True, False),)
@@ -120,21 +109,14 @@ def world() -> World:
     (folder / "replay.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     contrib.save(folder / "learned", heads(indicator.init_params, 32))
     contrib.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
-    places = {name: folder / name for name in specs.DRAFTERS} | {
-        "model": folder / "draft",
-        "replay": folder / "replay.jsonl",
-    }
+    files = {"model": "draft", "replay": "replay.jsonl"}
     weights = {"equivalent": "case,space"}
-    return World(
-        target=str(folder / "target"),
-        drafters={
-            name: f"{name}:{places[name]}" if row.path else name for name, row in specs.DRAFTERS.items()
-        },
-        rules={
-            name: f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name
-            for name, row in rules().items()
-        },
-    )
+    drafters, rules = {}, {}
+    for name, row in specs.DRAFTERS.items():
+        drafters[name] = f"{name}:{folder / files.get(name, name)}" if row.path else name
+    for name, row in rules().items():
+        rules[name] = f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name
+    return World(target=str(folder / "target"), drafters=drafters, rules=rules)
 
 
 @functools.cache

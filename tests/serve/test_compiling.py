@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 import jax
 import pytest
@@ -77,6 +76,4 @@ def test_greedy_requests_compile_nothing_of_drawing():
     (greedy, first), (mixed, both) = program(0.0), program([0.0, 1.0])
     assert "threefry" in mixed and "threefry" not in greedy.replace("threefry_split", "")
     assert len(greedy) < 0.8 * len(mixed)
-    alone, beside = made.run(first), made.run(both)
-    assert alone[0].tokens == beside[0].tokens
-    assert dataclasses.replace(first[0]).temperature == 0.0
+    assert made.run(first)[0].tokens == made.run(both)[0].tokens

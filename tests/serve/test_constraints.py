@@ -11,7 +11,6 @@ import pytest
 import mars_jax as mj
 from mars_jax import constraints, drafters
 from mars_jax.cli.generate.command import main
-from mars_jax.core.mesh import parse_mesh
 
 TEXT = "Once upon a time"
 SCHEMA = {
@@ -88,13 +87,9 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
     argv += ["--json"]
     assert main([*argv, "--json-schema", str(file), TEXT]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == wanted[0]
-    rows = [
-        {"prompt": TEXT, "json_schema": SCHEMA},
-        {"prompt": TEXT},
-        {"prompt": TEXT, "choice": ["yes, it is"]},
-    ]
+    constrained = [{"json_schema": SCHEMA}, {}, {"choice": ["yes, it is"]}]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(map(json.dumps, rows)))
+    prompts.write_text("".join(json.dumps({"prompt": TEXT} | one) + "\n" for one in constrained))
     assert main([*argv, "--regex", PATTERN, "--prompts-file", str(prompts)]) == 0
     made = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["tokens"] for one in made[:2]] == wanted and made[2]["text"] == "yes, it is"
@@ -111,51 +106,18 @@ def test_texts_end_where_nothing_may_follow_also_without_a_stop_token(target):
 
 
 @pytest.mark.slow
-def test_a_stream_says_the_same_and_log_probs_are_of_which_law_they_say(target):
-    """Streamed pieces join to the completion while rows refill, and log-probabilities belong to the documented laws.
-
-    `log_prob` is the raw target's; `processed_log_prob` is that of the constrained law. One token decides between
-    the two choices, and tokens after it have probability 1.
-    """
-    options = {"constraint": [constraints.choice(["a cat", "a dog"]), None], "temperature": 1.0, **OPTIONS}
-    found = mj.generate(target, "ngram", [TEXT] * 2, log_probs=True, **options).completions
-    said = ["", ""]
-    for event in mj.generate_stream(target, "ngram", [TEXT] * 2, batch_size=1, **options):
-        if hasattr(event, "text"):
-            said[event.index] += event.text
-    assert said == [one.text for one in found] and found[0].text in ("a cat", "a dog")
-    told = found[0].log_probs
+def test_processed_log_probs_are_those_of_the_constrained_law(target):
+    """One token decides between the two choices, and tokens after it have probability 1."""
+    options = {"choice": ["a cat", "a dog"], "temperature": 1.0, "log_probs": True, **OPTIONS}
+    [completion] = mj.generate(target, "ngram", TEXT, **options).completions
+    assert completion.text in ("a cat", "a dog")
+    log_probs = completion.log_probs
     prompt = target.encode(TEXT)
-    [scored] = mj.score(target, [[*prompt, *found[0].tokens]])
-    np.testing.assert_allclose(told.log_prob, scored.log_p[len(prompt) - 1 :], atol=1e-3)
-    masked, raw = np.asarray(told.processed_log_prob), np.asarray(told.temperature_log_prob)
-    assert (
-        np.all(masked > raw - 1e-4)
-        and masked.sum() > raw.sum() + 1
-        and masked[-1] == pytest.approx(0, abs=1e-5)
-    )
-
-
-@pytest.mark.slow
-def test_a_head_that_drafts_from_a_vocabulary_of_its_own_changes_no_text():
-    """With the embedded EAGLE-3 head, greedy text equals decoding without a draft, and some drafts are accepted."""
-    target = mj.load("tiny/target", dtype="float32")
-    options = {"constraint": [constraints.json_schema(SCHEMA), None], **OPTIONS}
-    want = mj.generate(target, "none", [TEXT] * 2, **options).tokens
-    head = drafters.load("eagle:tiny/eagle3", target, num_draft_tokens=4)
-    assert head.draft_ids is not None
-    found = mj.generate(target, head, [TEXT] * 2, **options)
-    assert found.tokens == want
-    assert found.completions[0].metrics.steps < len(want[0])
-
-
-@pytest.mark.slow
-def test_a_mesh_changes_nothing(target):
-    """Both rows and vocabulary are sharded."""
-    options = {"constraint": [constraints.json_schema(SCHEMA), None] * 2, **OPTIONS}
-    want = mj.generate(target, "ngram", [TEXT] * 4, **options).tokens
-    divided = mj.load("tiny/draft", dtype="float32", mesh=parse_mesh("data=2,model=2"))
-    assert mj.generate(divided, "ngram", [TEXT] * 4, **options).tokens == want
+    [scored] = mj.score(target, [[*prompt, *completion.tokens]])
+    np.testing.assert_allclose(log_probs.log_prob, scored.log_p[len(prompt) - 1 :], atol=1e-3)
+    masked, raw = np.asarray(log_probs.processed_log_prob), np.asarray(log_probs.temperature_log_prob)
+    assert np.all(masked > raw - 1e-4) and masked.sum() > raw.sum() + 1
+    assert masked[-1] == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -163,38 +125,18 @@ def test_a_mesh_changes_nothing(target):
     [
         ({"regex": "a", "choice": ["b"]}, "choice does not apply with another constraint"),
         ({"regex": ["a", "b"]}, "regex has 2 values for 1 prompts"),
+        ({"regex": "a", "relax_constrained": [False, True]}, "relax_constrained has 2 values for 1 prompts"),
         ({"constraint": "a"}, "constraint is of type str: expected one of mars_jax.constraints"),
         ({"relax_constrained": True}, "relax_constrained does not apply where no text is constrained"),
-        ({"relax_in": "think"}, "relax_in does not apply to the rule exact, which relaxes nothing"),
         ({"strict_in": "thought"}, "the span is 'thought'"),
     ],
 )
-@pytest.mark.parametrize("ask", [mj.generate, mj.generate_iter, mj.generate_stream])
-def test_bad_options_get_a_sentence(target, ask, options, sentence):
+def test_bad_options_get_a_sentence(target, options, sentence):
     with pytest.raises(mj.MarsError, match=sentence):
-        ask(target, "ngram", TEXT, **options)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--regex", "a("], "the pattern 'a(' is no regular expression"),
-        (["--json-schema", "none.json"], "cannot be read"),
-        (["--relax-constrained"], "--relax-constrained does not apply without --regex, --json-schema"),
-        (["--verify", "exact", "--relax-in", "think"], "--relax-in does not apply to the rule exact"),
-        (["--strict-in", "thought"], "the span is 'thought'"),
-    ],
-)
-def test_bad_flags_get_a_sentence(flags, sentence, capsys):
-    assert main([*flags, TEXT]) == 2
-    assert sentence in capsys.readouterr().err
+        mj.generate(target, "ngram", TEXT, **options)
 
 
 def test_prompts_choose_whether_rules_relax_in_their_constraint():
-    target = mj.load()
-    made = mj.make_requests(
-        target, ["a", "b", "c"], regex=["a+", "b+", None], relax_constrained=[False, True, True]
-    )
-    assert [request.constraint and request.constraint.relax for request in made] == [False, True, None]
-    with pytest.raises(mj.MarsError, match="relax_constrained has 2 values for 3 prompts"):
-        mj.make_requests(target, ["a", "b", "c"], regex="a+", relax_constrained=[False, True])
+    patterns, relax = ["a+", "b+", None], [False, True, True]
+    requests = mj.make_requests(mj.load(), ["a", "b", "c"], regex=patterns, relax_constrained=relax)
+    assert [request.constraint and request.constraint.relax for request in requests] == [False, True, None]

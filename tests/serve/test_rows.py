@@ -64,7 +64,7 @@ def test_the_next_row_cuts_off_a_torn_line(path, cut):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("tail", [b"\0" * 5000, b'{"id": ' + b"\0" * 9, b"\0" * 20 + b'"}\n'])
+@pytest.mark.parametrize("tail", [b"\0" * 5000, b"\0" * 20 + b'"}\n'])
 def test_nul_bytes_of_a_power_cut_are_a_torn_line(path, tail):
     whole = write(path, 0)
     path.write_bytes(whole + tail)
@@ -107,7 +107,6 @@ def test_rows_of_several_files_can_be_joined(path, tmp_path):
         ({"settings": {"seed": 1}}, "was begun with seed 0, not 1: choose another --output, or the settings"),
         ({"settings": {}}, "was begun with seed 0, not at its default"),
         ({"settings": {"seed": 0, "theta": 0.5}}, "was begun with theta at its default, not 0.5"),
-        ({"weights": {"target": "a", "draft": "c"}}, "was begun with other weights of the draft"),
         ({"weights": {"target": "a"}}, "was begun with other weights of the draft"),
         ({"resume": False}, "exists: add --resume to continue it"),
     ],
@@ -117,40 +116,30 @@ def test_a_file_of_another_run_is_refused_by_what_differs(path, options, text):
     assert text in refusal(path, **options)
 
 
-def test_files_of_0_1_are_refused_in_one_sentence(path):
-    path.write_text('{"id": 0, "prompt": "a"}\n')
-    path.with_name("rows.jsonl.settings.json").write_text(
-        '{"settings": {"seed": 0}, "own": {}, "weights": {}}'
-    )
-    assert f"'{path}' was begun by mars-jax 0.1, and this is" in refusal(path)
-
-
-@pytest.mark.parametrize("settings", ["", "[]", '{"ver'])
-def test_damaged_settings_are_refused(path, settings):
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ('{"settings": {"seed": 0}, "own": {}, "weights": {}}', "was begun by mars-jax 0.1, and this is"),
+        ("[]", "rows.jsonl.settings.json' is damaged: choose another --output"),
+        ('{"ver', "rows.jsonl.settings.json' is damaged: choose another --output"),
+    ],
+)
+def test_old_and_damaged_settings_are_refused(path, settings, text):
     write(path, 0)
     path.with_name("rows.jsonl.settings.json").write_text(settings)
-    assert "rows.jsonl.settings.json' is damaged: choose another --output" in refusal(path)
+    assert text in refusal(path)
 
 
-@pytest.mark.parametrize("content", ["notes", "notes\n", "{}\n", "\n"])
+@pytest.mark.parametrize("content", ["notes", "{}\n"])
 def test_a_file_of_something_else_is_refused(path, content):
     path.write_text(content)
     assert "is not a" in refusal(path)
 
 
-def test_a_full_disk_is_one_sentence(path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(MarsError, match=r"cannot be written \(No space left on device\)"):
-        write(path, 0)
-
-
-def test_a_path_that_takes_no_file_is_refused(tmp_path):
-    for place, reason in ((tmp_path, "is not a regular file"), (tmp_path / "none" / "x", "cannot be opened")):
-        with pytest.raises(MarsError, match=reason):
-            RowFile(place, {})
+@pytest.mark.parametrize(("name", "reason"), [(".", "is not a regular file"), ("none/x", "cannot be opened")])
+def test_a_path_that_takes_no_file_is_refused(tmp_path, name, reason):
+    with pytest.raises(MarsError, match=reason):
+        RowFile(tmp_path / name, {})
 
 
 def test_a_run_without_rows_leaves_no_file(path):
@@ -162,20 +151,11 @@ def test_a_run_without_rows_leaves_no_file(path):
 
 
 def test_one_process_writes_at_a_time(path):
-    file = open_file(path)
-    with pytest.raises(MarsError, match=r"another process is writing to '.*rows\.jsonl'"):
-        open_file(path)
-    file.append({"id": 0})
-    file.close()
-    assert len(open_file(path).rows) == 1
-
-
-def test_the_lock_ends_with_its_process(path):
     code = "import sys, time; from mars_jax.serve.rows import RowFile; file = RowFile(sys.argv[1], {'seed': 0}); "
     code += "print(1, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"1\n"
-        with pytest.raises(MarsError, match="another process"):
+        with pytest.raises(MarsError, match=r"another process is writing to '.*rows\.jsonl'"):
             open_file(path)
         process.kill()
         process.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
 from tests.helpers import slow_but
+from tests.helpers.checkpoint_files import edit_config
 from tests.matrix.world import target as target_of
 
 WORDS = ("the sea", "a story", "of the sun")
@@ -43,19 +43,6 @@ def compiled(monkeypatch):
 
 def requests(target, **options):
     return make_requests(target, WORDS, **{"max_new_tokens": 8} | options)
-
-
-@pytest.mark.slow
-def test_a_rule_with_a_number_for_each_request_deals_them_out(pair):
-    loose = [0.1, 0.99, 0.1]
-    asked = requests(pair.target, max_new_tokens=24)
-    given = pair.using(verify.LoadedRule(verify.mars(theta=loose)))
-    found = [c.tokens for batch in given.batches(asked) for c in batch.session.run(batch.requests)]
-    alone = [
-        mj.generate(pair.target, pair.drafter, word, verify=verify.mars(theta=theta), max_new_tokens=24)
-        for word, theta in zip(WORDS, loose, strict=True)
-    ]
-    assert found == [result.tokens[0] for result in alone]
 
 
 def test_more_requests_than_rows_are_refused(pair):
@@ -108,35 +95,22 @@ def test_a_text_longer_than_the_drafter_was_trained_for_warns_once(pair, entry):
             ENTRIES[entry](short, asked)
     [warning] = caught
     text = str(warning.message)
-    assert (
-        "trained for texts of 9 tokens (max_position_embeddings)" in text and f"may reach {longest}:" in text
-    )
+    assert "trained for texts of 9 tokens (max_position_embeddings)" in text
+    assert f"may reach {longest}:" in text
     exact = dataclasses.replace(short, drafter=pair.drafter._replace(max_positions=longest), _warned=set())
     ENTRIES[entry](exact, asked)
 
 
-DRAFTS = (
-    "model:draft",
-    "eagle:eagle3",
-    "dflash:dflash",
-    "sprinter:sprinter",
-    "trispec:trispec",
-    "via_sd:via_sd",
-)
+DRAFTS = {"model": "draft", "eagle": "eagle3", "dflash": "dflash"}
+SYSTEMS = ("sprinter", "trispec", "via_sd")
+"""Drafters that name a small model, and prefer one in their own directory."""
 
 
-@pytest.mark.parametrize("spec", slow_but(DRAFTS, "eagle:eagle3", "sprinter:sprinter"))
-def test_a_loaded_drafter_knows_its_trained_length(tmp_path, spec):
-    kind, name = spec.split(":")
+@pytest.mark.parametrize("kind", slow_but([*DRAFTS, *SYSTEMS], "eagle", "sprinter"))
+def test_a_loaded_drafter_knows_its_trained_length(tmp_path, kind):
     tiny = Path(assets.__file__).parent / "tiny"
-    directory = shutil.copytree(tiny / name, tmp_path / name)
-    small = directory
-    if kind in (
-        "sprinter",
-        "trispec",
-        "via_sd",
-    ):  # these name a small model, and prefer one in their own directory
+    directory = small = shutil.copytree(tiny / DRAFTS.get(kind, kind), tmp_path / kind)
+    if kind in SYSTEMS:
         small = shutil.copytree(tiny / "draft", directory / "tiny" / "draft")
-    fields = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 100}))
+    edit_config(small, max_position_embeddings=100)
     assert drafters.load(f"{kind}:{directory}", mj.load("tiny/target")).max_positions == 100

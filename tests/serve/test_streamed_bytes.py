@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 
 import hypothesis.strategies as st
 import pytest
@@ -40,16 +38,13 @@ def byte_fallback():
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581cat", "dog", SPECIAL]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     made = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    spaces = decoders.Replace("\u2581", " ")
-    made.decoder = decoders.Sequence(
-        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     return made
 
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback}
-WORDS, WORD, SPECIAL_ID = [256, 257], 257, 258
-SIZE = 259
+WORDS, WORD, SPECIAL_ID, SIZE = [256, 257], 257, 258, 259
 
 
 @functools.cache
@@ -65,13 +60,10 @@ def bytes_of(text):
     return list(text.encode())
 
 
-TOKENS = st.lists(
-    st.one_of(
-        st.sampled_from([bytes_of(character) for character in CHARACTERS]),
-        st.sampled_from([*WORDS, SPECIAL_ID, 0xFF, 0xE2, 0x82, 0xAC]).map(lambda token: [token]),
-    ),
-    max_size=8,
-).map(lambda runs: [token for run in runs for token in run])
+RUNS = st.sampled_from(
+    [*map(bytes_of, CHARACTERS), *([t] for t in (*WORDS, SPECIAL_ID, 0xFF, 0xE2, 0x82, 0xAC))]
+)
+TOKENS = st.lists(RUNS, max_size=8).map(lambda runs: [token for run in runs for token in run])
 """Complete characters, parts of them, invalid bytes, words and special tokens."""
 PROMPTS = {"a word": [256, WORD], "an emoji in bytes": [WORD, *bytes_of("🙂€")]}
 FAST = settings(max_examples=40, deadline=None, derandomize=True)
@@ -137,15 +129,3 @@ def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_the_text(kind):
         tokens = [0xAC, WORD]
         pieces = [detokenizer.feed([token]) for token in tokens]
         assert "".join(pieces) == target.decode(tokens) == "\N{REPLACEMENT CHARACTER}dog"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_invalid_byte_exists_only_with_byte_fallback(kind, tmp_path):
-    target = pretrained(kind)
-    expected = 0xFF if kind == "byte fallback" else None
-    assert target.invalid_byte == expected
-    target.tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    without_transformers = dataclasses.replace(target, path=tmp_path, own_tokenizer=None)
-    assert without_transformers._plain is not None and without_transformers.invalid_byte == expected
