@@ -1,7 +1,5 @@
 """Automata of schemas: `jsonschema` validates every accepted string, and unsupported schemas are refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """Bans and constraints hold under every rule, even a rule that accepts anything."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

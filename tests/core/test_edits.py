@@ -1,7 +1,5 @@
 """Biases and penalties: equal to transformers and to OpenAI's formula, and exact after drafted tokens."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

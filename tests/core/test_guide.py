@@ -1,7 +1,5 @@
 """Constraints in the step: greedy texts and distributions equal the masked target's, for every draft and rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

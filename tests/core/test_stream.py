@@ -1,7 +1,5 @@
 """`stream` lets the device run some steps ahead of the host. The results stay the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 

@@ -1,7 +1,5 @@
 """Draft shapes that `load` accepts: numbers, trees, and trees in the notation of the command line."""
 
-from __future__ import annotations
-
 import pytest
 
 import mars_jax as mj

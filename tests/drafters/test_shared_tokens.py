@@ -3,8 +3,6 @@
 A model that differs from its target only in token ids must be right in every draft, which no wrong table achieves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

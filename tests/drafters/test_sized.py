@@ -1,7 +1,5 @@
 """Adaptive draft length: the output of a fixed chain, a complete cache, and the choice of size."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Helpers shared by the tests: build a batch for the hash model, and decode it the slow way."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """Test cases of `margin_accept` that every implementation must pass, checked against a slow walk."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

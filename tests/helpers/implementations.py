@@ -1,7 +1,5 @@
 """Implementations of each kernel operation, for the test classes that inherit the shared suites."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

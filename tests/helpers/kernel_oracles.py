@@ -1,7 +1,5 @@
 """Kernel operations in numpy and plain Python, written from their definitions."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

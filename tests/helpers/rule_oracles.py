@@ -1,7 +1,5 @@
 """Helpers of the verifier tests: tables of a prefix-dependent target, completions, and slow references."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """JSON schemas that cover the supported keywords."""
 
-from __future__ import annotations
-
 POINT = {
     "type": "object",
     "properties": {

@@ -1,7 +1,5 @@
 """`margin_accept`, compared with a walk in plain Python: every implementation inherits one class of cases."""
 
-from __future__ import annotations
-
 import pytest
 
 from kernels_pallas import TpuBlocks, margin_accept

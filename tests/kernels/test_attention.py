@@ -1,7 +1,5 @@
 """`tree_attention`, compared with softmax in numpy float64: every implementation runs the same cases."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """Illegal block sizes are refused with this package's messages, and every default is legal."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

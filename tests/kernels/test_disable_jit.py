@@ -1,7 +1,5 @@
 """Every operation under `jax.disable_jit`, as in a debugger: the compiled results, without recursion."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The choice of the implementation while lowering; a named implementation is never replaced."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The kernel for 4-bit products, compared with the product of the dequantised matrix in numpy float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Every form of `margin_stats`, compared with numpy."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

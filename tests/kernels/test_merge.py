@@ -1,7 +1,5 @@
 """`merge` is a commutative monoid: its sum over any split of a vocabulary equals the statistics of the whole."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

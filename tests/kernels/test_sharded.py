@@ -1,7 +1,5 @@
 """A vocabulary spread over 8 CPU devices: the same result, and no collective that carries the vocabulary."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

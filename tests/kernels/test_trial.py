@@ -3,8 +3,6 @@
 The TPU kernel does not compile on a CPU, where it stands in for a kernel that a chip's compiler refuses.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import subprocess

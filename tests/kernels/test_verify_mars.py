@@ -1,7 +1,5 @@
 """`verify.mars` lowers to the acceptance kernels."""
 
-from __future__ import annotations
-
 import functools
 import re
 

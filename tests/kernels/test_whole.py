@@ -1,7 +1,5 @@
 """`whole_or_partitioned` picks the form by XLA's partitioning: the only code that reads a private part of jax."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

@@ -1,7 +1,5 @@
 """Rules by name: from the table, with weights, and from a user's file."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Rules that a program defines itself: error handling, and when two of them share a compiled program."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
