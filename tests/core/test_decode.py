@@ -1,13 +1,14 @@
 """The step and its loops, with a model that exposes wrong masks, positions, slots and rollbacks."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
@@ -15,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.types import NO_KIND, NO_TOKEN, Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, begin, committed, decode_all, logits_after, ragged, slow_but
-from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
+from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 
 RULES = {
     "exact": verify.exact(),
@@ -25,9 +26,7 @@ RULES = {
     "mars over rejection": verify.mars(base=verify.rejection()),
     "mars over block": verify.mars(base=verify.rejection(block=True)),
 }
-PAIRS = [(d, r) for d in DRAFTERS for r in RULES if "tree" not in d or r in ("exact", "mars")]
-# Every drafter, every rule, and every rule that reads the q of a sampled chain.
-SOME_PAIRS = [
+PAIRS = [
     ("ngram", "exact"),
     ("chain", "mars"),
     ("chain of 1", "rejection"),
@@ -36,16 +35,14 @@ SOME_PAIRS = [
     ("static tree", "mars"),
     ("random tree", "mars"),
 ]
+"""Every drafter, every rule, and every rule that reads the q of a sampled chain."""
 
 
 def autoregressive(prompts, lengths, **chosen):
     return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)[0]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [pytest.param(*pair, marks=[] if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
-)
+@pytest.mark.parametrize(("drafter", "rule"), PAIRS)
 def test_greedy_output_is_that_of_autoregression(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
     state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)
@@ -75,7 +72,7 @@ def test_a_perfect_draft_is_accepted_in_full(tree):
 
 
 def test_stream_takes_the_steps_of_run():
-    """Compare texts, counters, and the recorded fields of every token with the `StepInfo` of each step."""
+    """Compare tokens, counters, and the recorded fields of every token with the `StepInfo` of each step."""
     prompts, lengths = ragged([2, 9, 17, 30], 48, VOCAB)
     settings = {
         "limit": [48, 30, 40, 48],
@@ -117,8 +114,7 @@ def test_rows_stop_at_their_own_stop_tokens_and_limits():
 
 
 @pytest.mark.parametrize(
-    ("drafter", "name"),
-    [("chain", "mars"), ("static tree", "exact"), ("sampled chain", "mars over block")],
+    ("drafter", "name"), [("chain", "mars"), ("static tree", "exact"), ("sampled chain", "mars over block")]
 )
 def test_slots_past_the_length_are_never_read(drafter, name):
     prompts, lengths = ragged([1, 2, 3, 18], 48, VOCAB)
@@ -182,10 +178,7 @@ def test_values_that_change_compile_nothing():
 
 
 def test_the_step_embeds_in_a_program_of_its_user():
-    """The step works inside a jitted function, a scan, and a vmap over batches, also under a rule that relaxes.
-
-    Under `vmap` the kernels get another batch dimension, and every `cond` over rows becomes a select.
-    """
+    """The step works in a jitted scan, and in a vmap, where every `cond` over rows becomes a select."""
     batches = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
     seeds, chosen = [[0, 1], [2, 3]], {"temperature": [0.0, 1.0]}
     rule = verify.mars(theta=0.5)
@@ -287,3 +280,46 @@ def test_a_cpu_runs_only_the_root_in_steps_without_a_draft():
         expected.append(1 + length if int(info.num_proposed[0]) else 1)
     jax.effects_barrier()
     assert widths == expected and set(expected) == {1, 1 + length}
+
+
+WAYS = {
+    "a chain, exact": (drafters.language_model(SMALL, 4), verify.exact()),
+    "a tree, mars": (drafters.language_model(SMALL, tree=(3, 2, 1)), verify.mars(theta=0.5)),
+    "a rule with state": (drafters.ngram(4), contrib.budget(gap=1.0)),
+}
+
+
+def started(drafter, rule):
+    prompts, lengths = ragged([2, 9, 17], 48, VOCAB)
+    settings = {"limit": [48, 30, 40], "temperature": [0.0, 1.0, 0.7], "stop_tokens": [[3], [], [5, 6]]}
+    return begin(TARGET, drafter, rule, prompts, lengths, **settings)
+
+
+@pytest.mark.parametrize("way", slow_but(WAYS, "a rule with state"))
+def test_steps_past_the_end_change_nothing(way):
+    runs = []
+    for ahead in (0, decode.AHEAD):
+        decoder, first = started(*WAYS[way])
+        stats, steps = zero_stats(3, decoder.max_depth, record=48), []
+        for state, info in decode.stream(decoder, NO_WEIGHTS, first, ahead=ahead):
+            stats = accumulate(stats, info, state.length)
+            steps.append(jax.device_get(info))
+        fields = ("tokens", "length", "done", "failed", "rule")
+        runs.append((steps, stats, [getattr(state, name) for name in fields]))
+    (steps, *results), (more, *same_results) = runs
+    assert steps[-1].num_emitted.any() and len(more) == len(steps) + decode.AHEAD
+    assert not any(info.num_emitted.any() for info in more[len(steps) :])
+    jax.tree.map(np.testing.assert_array_equal, (more[: len(steps)], same_results), (steps, results))
+
+
+def test_only_accelerators_run_ahead_of_the_host():
+    _, state = started(*WAYS["a chain, exact"])
+    assert decode.look_ahead(state) == 0
+    tpu = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(platform="tpu")])
+    assert decode.look_ahead(types.SimpleNamespace(done=tpu)) == decode.AHEAD
+
+
+def test_a_negative_number_of_steps_ahead_is_refused():
+    decoder, state = started(*WAYS["a chain, exact"])
+    with pytest.raises(MarsError, match="ahead is -1: expected a whole number of at least 0"):
+        next(decode.stream(decoder, NO_WEIGHTS, state, ahead=-1))

@@ -12,7 +12,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
 from tests.helpers import slow_but
-from tests.helpers.rule_oracles import chi_square
+from tests.helpers.rule_oracles import chi_square, controls_of
 
 # temperature, top_k, top_p and min_p of each row
 SETTINGS = [
@@ -32,18 +32,6 @@ process = jax.jit(sampling.process)
 def places(z):
     """Return the positions 0, 1, ... for the nodes of z [B, N, V]."""
     return jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape[:2])
-
-
-def controls_of(rows):
-    columns = np.asarray(rows).T
-    return make_controls(
-        len(rows),
-        limit=1,
-        temperature=columns[0],
-        top_k=columns[1].astype(int),
-        top_p=columns[2],
-        min_p=columns[3],
-    )
 
 
 def python_process(z, temperature, top_k, top_p, min_p):

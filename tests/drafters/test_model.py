@@ -1,10 +1,13 @@
 """The small-model drafter, compared with the same model run from an empty cache each round."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -12,6 +15,7 @@ from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import keys_from_seeds
 from mars_jax.drafters import Dynamic
+from mars_jax.specs import parse_tree
 from tests.helpers import NO_WEIGHTS, begin, draft_input, logits_after, ragged
 from tests.helpers.drafted import check_best_children
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
@@ -21,14 +25,14 @@ def scores(tokens):
     return logits_after(SMALL, tokens, width=48)
 
 
-@pytest.mark.parametrize("branching", [pytest.param((1, 1, 1, 1), marks=pytest.mark.slow), (3, 2, 1)])
-def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(branching):
-    drafter = drafters.language_model(SMALL, tree=branching)
+@pytest.mark.parametrize("tree", [(3, 2, 1), Dynamic(3, 3, 10)], ids=str)
+def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(tree):
+    drafter = drafters.language_model(SMALL, tree=tree)
     decoder, state = begin(TARGET, drafter, verify.exact(), *ragged([1, 2, 9], 40, VOCAB))
     counts, propose = set(), jax.jit(drafter.propose)
     for _ in range(8):
-        tree, _ = propose(NO_WEIGHTS, state.draft, draft_input(state))
-        check_best_children(tree, state, scores)
+        draft, _ = propose(NO_WEIGHTS, state.draft, draft_input(state))
+        check_best_children(draft, state, scores)
         state, info = decode.jitted_step(decoder, NO_WEIGHTS, state)
         counts |= set(info.num_emitted.tolist())
     assert {1, 2} <= counts, "a draft was rejected and one was accepted"
@@ -64,8 +68,32 @@ def test_sampled_drafts_follow_the_processed_distribution_they_report():
         (lambda: Dynamic(2, 2, 1), "of a dynamic tree is"),
         (lambda: drafters.ngram(0), "num_draft_tokens is 0: expected a whole number from 1 to 128"),
         (lambda: drafters.ngram(4, max_ngram=2, min_ngram=3), "1 <= min_ngram <= max_ngram"),
+        (lambda: loaded(tree="dynamc"), "tree is dynamc .did you mean dynamic"),
+        (lambda: loaded(tree=5), "tree is 5: expected the children per node at each depth"),
+        (lambda: loaded(tree=(2, 0)), r"tree is \(2, 0\): expected the children per node"),
+        (lambda: loaded(tree=[2.0]), r"tree is \[2.0\]: expected the children per node"),
+        (lambda: loaded(num_draft_tokens=2.5), "num_draft_tokens is 2.5: expected a whole number"),
+        (lambda: loaded(num_draft_tokens="3"), "num_draft_tokens is '3': expected a whole number"),
+        (lambda: loaded(head_embed="mine"), "head_embed is 'mine': expected one of own, target"),
+        (lambda: loaded(head_embed="target"), "head_embed does not apply to the drafter 'ngram'.*eagle:PATH or dflash"),
+        (lambda: loaded(draft_size="auto", spec="none"), "draft a chain with"),
+        (lambda: loaded(draft_size="big"), "expected 'fixed' or 'auto'"),
+        (lambda: loaded(any_rule=True), "does not apply to drafts of a fixed size"),
     ],
 )  # fmt: skip
-def test_sizes_of_a_draft_out_of_range_are_refused(make, sentence):
+def test_a_bad_size_or_shape_gets_one_sentence(make, sentence):
     with pytest.raises(MarsError, match=sentence):
         make()
+
+
+def loaded(*, spec="ngram", **options):
+    return drafters.load(spec, cast(Any, None), **options)
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "dynamic:4-3-12", "3-2"])
+def test_a_tree_may_be_given_as_text(tree):
+    target = mj.load("tiny/target")
+    as_text, as_tree = (
+        drafters.load("eagle:tiny/eagle3", target, tree=t).drafter for t in (tree, parse_tree(tree))
+    )
+    assert (as_text.num_nodes, as_text.max_depth) == (as_tree.num_nodes, as_tree.max_depth)

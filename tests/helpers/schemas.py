@@ -2,11 +2,11 @@
 
 POINT = {
     "type": "object",
+    "required": ["d", "e"],
     "properties": {
         "d": {"type": "string", "format": "date"},
         "e": {"type": "string", "pattern": '^[a"\\\\\\n]{2}$'},
     },
-    "required": ["d", "e"],
 }
 SCHEMAS = (
     {
@@ -24,10 +24,7 @@ SCHEMAS = (
     {"anyOf": [{"type": "boolean"}, {"type": "integer", "exclusiveMinimum": -57, "maximum": 1234}]},
     {
         "type": "array",
-        "prefixItems": [
-            {"type": "string", "minLength": 2, "maxLength": 3},
-            {"type": "number", "minimum": 0},
-        ],
+        "prefixItems": [{"type": "string", "minLength": 2, "maxLength": 3}, {"type": "number", "minimum": 0}],
         "items": False,
     },
     {"type": "object", "additionalProperties": {"type": "integer"}},
