@@ -138,10 +138,7 @@ LAWFUL = {
     "block, sampled chain": (DRAFTERS["sampled chain"], verify.rejection(block=True)),
     "rejection, sampled tree": (DRAFTERS["sampled tree"], verify.rejection()),
     "rejection, ngram with what is forced": (DRAFTERS["ngram"], verify.rejection()),
-    "mars at inf over rejection": (
-        DRAFTERS["sampled chain"],
-        verify.mars(base=verify.rejection(), theta=np.inf),
-    ),
+    "mars at inf": (DRAFTERS["sampled chain"], verify.mars(base=verify.rejection(), theta=np.inf)),
 }
 LAW, LAW_PROMPT, NEW = r"[ab]+-[ab1]{1,3}|abcab(1|2)?", (5, 3), 4
 

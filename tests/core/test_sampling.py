@@ -29,11 +29,6 @@ SETTINGS = [
 process = jax.jit(sampling.process)
 
 
-def places(z):
-    """Return the positions 0, 1, ... for the nodes of z [B, N, V]."""
-    return jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape[:2])
-
-
 def python_process(z, temperature, top_k, top_p, min_p):
     """Process one node by sorting in float64; return (log weights, kept). Ties with the last kept token are kept."""
     z = z.astype(np.float64)
@@ -132,7 +127,8 @@ def test_sample_follows_the_processed_distribution(vocab):
     z[:, :, 1] = -np.inf
     keys = jax.random.split(jax.random.key(vocab), (draws, len(rows)))
     controls = controls_of(rows)
-    draw = jax.jit(jax.vmap(lambda k: sampling.sample(k, places(z), jnp.asarray(z), controls)))
+    places = jnp.zeros(z.shape[:2], jnp.int32)
+    draw = jax.jit(jax.vmap(lambda k: sampling.sample(k, places, jnp.asarray(z), controls)))
     tokens = np.asarray(draw(keys))
     p = np.exp(np.asarray(process(jnp.asarray(z), controls), np.float64))[:, 0]
     p /= p.sum(-1, keepdims=True)

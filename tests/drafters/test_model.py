@@ -1,18 +1,20 @@
 """The small-model drafter, compared with the same model run from an empty cache each round."""
 
+import shutil
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import mars_jax as mj
-from mars_jax import drafters, verify
+from mars_jax import assets, drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.core.types import keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.specs import parse_tree
@@ -92,8 +94,19 @@ def loaded(*, spec="ngram", **options):
 
 @pytest.mark.parametrize("tree", ["dynamic", "dynamic:4-3-12", "3-2"])
 def test_a_tree_may_be_given_as_text(tree):
-    target = mj.load("tiny/target")
-    as_text, as_tree = (
-        drafters.load("eagle:tiny/eagle3", target, tree=t).drafter for t in (tree, parse_tree(tree))
-    )
-    assert (as_text.num_nodes, as_text.max_depth) == (as_tree.num_nodes, as_tree.max_depth)
+    target, specs = mj.load("tiny/target"), (tree, parse_tree(tree))
+    text, meant = (drafters.load("eagle:tiny/eagle3", target, tree=spec).drafter for spec in specs)
+    assert (text.num_nodes, text.max_depth) == (meant.num_nodes, meant.max_depth)
+
+
+def test_head_embed_replaces_the_embedding_of_a_head_by_its_targets(tmp_path):
+    """Give the head of the package an embedding that differs from its target's."""
+    path = shutil.copytree(assets.path("tiny/eagle3"), tmp_path / "head")
+    tensors, target = load_file(path / "model.safetensors"), mj.load("tiny/target")
+    other = np.asarray(target.params["embed"])[::-1].copy()
+    save_file(tensors | {"embed_tokens.weight": other}, path / "model.safetensors")
+    with pytest.warns(MarsWarning, match="is not the target's"):
+        assert "embed" in drafters.load(f"eagle:{path}", target).params
+    replaced = drafters.load(f"eagle:{path}", target, head_embed="target").params
+    intact = drafters.load("eagle:tiny/eagle3", target).params
+    jax.tree.map(np.testing.assert_array_equal, replaced, intact)

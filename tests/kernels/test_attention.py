@@ -171,7 +171,6 @@ WRITTEN = {
     "one row": ({"b": 1}, 0),
     "a window": ({"b": 4, "dtype": "bfloat16", "window": 5}, 0),
     "after other rows of the region": ({"b": 3, "n": 9, "dtype": "bfloat16"}, 3),
-    "wide heads": ({"b": 2, "d": 256, "tree": False}, 0),
     "one narrow head": ({"b": 2, "k": 1, "g": 4, "s": 64, "dtype": "bfloat16"}, 0),
 }
 """Cases of new rows: the arguments of `make`, and the number of rows of the region before the new ones."""

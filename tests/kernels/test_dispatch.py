@@ -32,7 +32,6 @@ from tests.helpers.meshes import mesh_of
         statistics(),
         statistics(logsumexp=True),
         statistics(jnp.bfloat16),
-        statistics(jnp.bfloat16, logsumexp=True),
         acceptance(),
     ],
 )

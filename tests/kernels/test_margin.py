@@ -66,7 +66,6 @@ CASES = {
     "huge": lambda: normal(2, 3, 500) * 1e30,
     "tiny": lambda: normal(2, 3, 500) * 1e-30,
     "masked": masked,
-    "masked in bfloat16": lambda: masked().astype(jnp.bfloat16),
 }
 FORMS = ("reference", "xla", "partitioned", "mosaic", "mosaic_simulated")
 

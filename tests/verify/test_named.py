@@ -121,7 +121,6 @@ def test_a_users_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
             {"theta": 1.0},
             "the rule gate has no setting 'theta': it has entropy, most, on, kind, word, floor.",
         ),
-        ("gate", {"entropy": "high"}, "entropy is 'high': expected a number."),
         ("gate", {"most": 1.5}, "most is 1.5: expected a whole number from"),
         ("gate", {"kind": "c"}, "kind is 'c': expected one of a, b."),
         ("needy", {}, "the rule needy needs a level: give a number."),
