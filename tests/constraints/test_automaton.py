@@ -1,7 +1,5 @@
 """Patterns match the same strings as in Python's `re`."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,7 +1,5 @@
 """Automata of schemas: `jsonschema` validates every accepted string, and unsupported schemas are refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
@@ -103,9 +101,7 @@ ALIKE = [
     ("number", "enum"),
     ("number", "minimum"),
     ("array", "items", "prefixItems", "minItems", "maxItems"),
-    ("array", "items", "prefixItems", "minItems", "maxItems"),
     ("object", "properties", "required", "additionalProperties"),
-    ("object", "properties", "additionalProperties"),
 ]
 """Types, each with keywords that apply to it."""
 
@@ -155,7 +151,6 @@ def inside(rng, name, depth, alike):
 def test_what_random_schemas_say_is_valid(count):
     rng = random.Random(count)
     held = sum(checked({**drawn(rng), "$defs": {"A": A, "B": B}}, rng, 10) for _ in range(count))
-    print(f"{held} of {count} held to, {count - held} refused")
     assert held > count / 3
 
 

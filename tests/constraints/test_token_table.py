@@ -1,7 +1,5 @@
 """Tables over tokens: every token byte by byte, real tokenizers of each family, and spans."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

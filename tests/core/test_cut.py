@@ -1,7 +1,5 @@
 """Bans and constraints hold under every rule, even a rule that accepts anything."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +14,10 @@ from mars_jax.core.edits import make_edits
 from mars_jax.core.evidence import evidence
 from mars_jax.core.guide import Guides
 from mars_jax.core.tree import walk
-from mars_jax.core.types import DraftTree, Params, Verdict
+from mars_jax.core.types import Params, Verdict
 from tests.helpers import begin, committed, ragged
 from tests.helpers.constrained import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
+from tests.helpers.random_trees import B, D, N, V, random_tree
 
 BANNED = (3, 5, 9)
 PATTERN = constraints.regex(r"[ab]+-[ab1]{1,9}")
@@ -67,24 +66,21 @@ class OneEach:
         return jax.tree.map(own, *found), self
 
 
-def unheeding(drafter):
-    """Return the drafter without constraints, as a user's drafter may ignore them."""
-    return drafter._replace(
-        propose=lambda p, state, given: drafter.propose(p, state, given.replace(guide=None))
-    )
-
-
 def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
     rows, rule = 2 * len(RULES), OneEach(tuple(RULES.values()))
     chosen = [None, PATTERN] * len(RULES)
-    found = compiled(chosen, VOCABULARY)
+    tables = compiled(chosen, VOCABULARY)
     tokens, lengths = ragged([1, 6, 12, 4, 3] * 2, 40, VOCAB)
     controls = make_controls(rows, limit=40, stop_tokens=[STOP], temperature=1.0).replace(
         edits=make_edits(rows, logit_bias=[dict.fromkeys(BANNED, -np.inf), {}] * len(RULES)),
-        guides=Guides(constraint=found.rows(chosen)),
+        guides=Guides(constraint=tables.rows(chosen)),
     )
-    drafter = unheeding(drafters.language_model(DRAFT, 5, sample=True))
-    params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
+    model = drafters.language_model(DRAFT, 5, sample=True)
+    # A user's drafter may ignore constraints.
+    drafter = model._replace(
+        propose=lambda p, state, given: model.propose(p, state, given.replace(guide=None))
+    )
+    params = Params(target=(), draft=(), guides=Guides(constraint=tables.tables))
     decoder, state = begin(TARGET, drafter, rule, tokens, lengths, controls=controls, params=params)
     state, stats = decode.run(decoder, params, state)
     for row, (tokens, start) in enumerate(zip(committed(state), lengths.tolist(), strict=True)):
@@ -100,24 +96,13 @@ def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
 
 
 def some_evidence(seed, temperature):
-    """Return a tree of random tokens, some of them padding, with a third of the logits -inf."""
+    """Return random trees, with a third of the logits -inf."""
     rng = np.random.default_rng(seed)
-    parents = np.asarray([-1, 0, 0, 1, 1, 3])
-    depths = np.asarray([0, 1, 1, 2, 2, 3])
-    tokens = rng.integers(0, 5, (8, 6)).astype(np.int32)
-    tokens[:, 2][tokens[:, 2] == tokens[:, 1]] = -1
-    logits = rng.normal(size=(8, 6, 5)).astype(np.float32) * 2
-    logits[..., 1:][rng.random((8, 6, 4)) < 0.4] = -np.inf
-    spread = lambda x: jnp.asarray(np.broadcast_to(x, (8, 6)), jnp.int32)  # noqa: E731
-    tree = DraftTree(
-        tokens=jnp.asarray(tokens),
-        parents=spread(parents),
-        depths=spread(depths),
-        draft_logits=jnp.asarray(rng.normal(size=(8, 6, 5)), jnp.float32) if temperature else None,
-        max_depth=3,
-        is_chain=False,
-    )
-    return evidence(tree, jnp.asarray(logits), seeds=np.arange(8) + seed, temperature=temperature)
+    logits = rng.normal(size=(B, N, V)).astype(np.float32) * 2
+    logits[..., 1:][rng.random((B, N, V - 1)) < 0.4] = -np.inf
+    draft_logits = jnp.asarray(rng.normal(size=(B, N, V)), jnp.float32) if temperature else None
+    tree = random_tree(rng).replace(draft_logits=draft_logits)
+    return evidence(tree, jnp.asarray(logits), seeds=np.arange(B) + seed, temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -135,7 +120,7 @@ def test_a_cut_is_that_of_a_python_loop_and_leaves_lossless_rules_unchanged(temp
         for before, same in pairs:
             jax.tree.map(np.testing.assert_array_equal, before, same)
         tree, logits = jax.device_get((given.tree, given.logits))
-        for b in range(8):
+        for b in range(B):
             kept = 0
             for node in lossy.path[b, 1 : 1 + lossy.num_accepted[b]]:
                 if logits[b, tree.parents[b, node], tree.tokens[b, node]] == -np.inf:
@@ -143,7 +128,7 @@ def test_a_cut_is_that_of_a_python_loop_and_leaves_lossless_rules_unchanged(temp
                 kept += 1
             last = lossy.path[b, kept]
             assert after.num_accepted[b] == kept
-            assert after.path[b].tolist() == [*lossy.path[b, :kept], *[last] * (4 - kept)]
+            assert after.path[b].tolist() == [*lossy.path[b, :kept], *[last] * (D + 1 - kept)]
             assert np.isfinite(logits[b, last, after.next_token[b]])
             if last == lossy.path[b, -1] and np.isfinite(logits[b, last, lossy.next_token[b]]):
                 assert after.next_token[b] == lossy.next_token[b]

@@ -1,13 +1,14 @@
 """The step and its loops, with a model that exposes wrong masks, positions, slots and rollbacks."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
@@ -15,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.types import NO_KIND, NO_TOKEN, Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, begin, committed, decode_all, logits_after, ragged, slow_but
-from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
+from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 
 RULES = {
     "exact": verify.exact(),
@@ -25,9 +26,7 @@ RULES = {
     "mars over rejection": verify.mars(base=verify.rejection()),
     "mars over block": verify.mars(base=verify.rejection(block=True)),
 }
-PAIRS = [(d, r) for d in DRAFTERS for r in RULES if "tree" not in d or r in ("exact", "mars")]
-# Every drafter, every rule, and every rule that reads the q of a sampled chain.
-SOME_PAIRS = [
+PAIRS = [
     ("ngram", "exact"),
     ("chain", "mars"),
     ("chain of 1", "rejection"),
@@ -36,16 +35,14 @@ SOME_PAIRS = [
     ("static tree", "mars"),
     ("random tree", "mars"),
 ]
+"""Every drafter, every rule, and every rule that reads the q of a sampled chain."""
 
 
 def autoregressive(prompts, lengths, **chosen):
     return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)[0]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [pytest.param(*pair, marks=[] if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
-)
+@pytest.mark.parametrize(("drafter", "rule"), PAIRS)
 def test_greedy_output_is_that_of_autoregression(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
     state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)
@@ -74,25 +71,8 @@ def test_a_perfect_draft_is_accepted_in_full(tree):
     assert np.asarray(stats.depth_histogram).tolist() == [[0, 0, 0, 0, 0, 9]] * 3
 
 
-MIXED = {
-    "temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0], "top_p": [1.0, 1.0, 0.8, 1.0],
-    "theta": [0.5, 0.9, 0.6, 0.9],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("drafter", "rule"), slow_but(PAIRS, ("static tree", "mars")))
-def test_a_row_alone_equals_the_row_in_a_batch(drafter, rule):
-    prompts, lengths = ragged([1, 6, 21, 30], 48, VOCAB)
-    together, _ = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **MIXED)
-    for row in (1, 3):
-        one = prompts[row : row + 1], lengths[row : row + 1]
-        settings = {name: values[row] for name, values in MIXED.items()}
-        alone, _ = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], *one, seeds=[row], **settings)
-        assert committed(alone) == [committed(together)[row]]
-
-
 def test_stream_takes_the_steps_of_run():
-    """Compare texts, counters, and the recorded fields of every token, recounted from the `StepInfo` of each step."""
+    """Compare tokens, counters, and the recorded fields of every token with the `StepInfo` of each step."""
     prompts, lengths = ragged([2, 9, 17, 30], 48, VOCAB)
     settings = {
         "limit": [48, 30, 40, 48],
@@ -102,18 +82,15 @@ def test_stream_takes_the_steps_of_run():
     batch = (TARGET, DRAFTERS["static tree"], verify.mars(), prompts, lengths)
     decoder, state = begin(*batch, **settings)
     final, stats = decode.run(decoder, NO_WEIGHTS, state, record=True)
-    _, first = begin(*batch, **settings)
-    counters = zero_stats(4, decoder.max_depth)
-    texts = [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)]
-    infos = []
-    for state, info in decode.stream(decoder, NO_WEIGHTS, first):
+    counters, infos = zero_stats(4, decoder.max_depth), []
+    for state, info in decode.stream(decoder, NO_WEIGHTS, begin(*batch, **settings)[1]):
         counters = accumulate(counters, info, state.length)
         infos.append(info)
-        for row in range(4):
-            texts[row] += [t for t in info.emitted[row].tolist() if t != NO_TOKEN]
-    assert committed(state) == committed(final) == texts
+    assert committed(state) == committed(final)
     jax.tree.map(np.testing.assert_array_equal, counters, dataclasses.replace(stats, tokens=None))
     for row, (begins, end) in enumerate(zip(lengths.tolist(), final.length.tolist(), strict=True)):
+        steps = [info.emitted[row, : int(info.num_emitted[row])] for info in infos]
+        np.testing.assert_array_equal(np.concatenate(steps), final.tokens[row, begins:end])
         for name in ("log_prob", "temperature_log_prob", "processed_log_prob", "regret", "kind"):
             steps = [getattr(info, name)[row, : int(info.num_emitted[row])] for info in infos]
             recorded = np.asarray(getattr(stats.tokens, name)[row])
@@ -122,7 +99,7 @@ def test_stream_takes_the_steps_of_run():
     totals = summarize(stats)
     # A step that a limit or a stop token cuts short emits no bonus token.
     assert totals.accepted <= totals.emitted <= totals.accepted + totals.steps
-    assert totals.emitted == sum(map(len, texts)) - int(lengths.sum())
+    assert totals.emitted == int(np.sum(final.length - lengths))
 
 
 def test_rows_stop_at_their_own_stop_tokens_and_limits():
@@ -131,27 +108,13 @@ def test_rows_stop_at_their_own_stop_tokens_and_limits():
     free = committed(autoregressive(prompts, lengths))[0]
     stop = free[20]
     first = free.index(stop, 5)
-    state, _ = decode_all(
-        TARGET,
-        DRAFTERS["chain"],
-        RULES["mars"],
-        prompts,
-        lengths,
-        theta=np.inf,
-        limit=[48, 48, 12, 5],
-        stop_tokens=[[stop], [], [], []],
-    )
+    settings = {"limit": [48, 48, 12, 5], "stop_tokens": [[stop], [], [], []], "theta": np.inf}
+    state, _ = decode_all(TARGET, DRAFTERS["chain"], RULES["mars"], prompts, lengths, **settings)
     assert committed(state) == [free[: first + 1], free, free[:12], free[:5]]
 
 
 @pytest.mark.parametrize(
-    ("drafter", "name"),
-    slow_but(
-        [next(pair for pair in SOME_PAIRS if pair[0] == drafter) for drafter in DRAFTERS],
-        ("chain", "mars"),
-        ("static tree", "exact"),
-        ("sampled chain", "mars over block"),
-    ),
+    ("drafter", "name"), [("chain", "mars"), ("static tree", "exact"), ("sampled chain", "mars over block")]
 )
 def test_slots_past_the_length_are_never_read(drafter, name):
     prompts, lengths = ragged([1, 2, 3, 18], 48, VOCAB)
@@ -172,8 +135,7 @@ def test_slots_past_the_length_are_never_read(drafter, name):
     dirty = jax.tree.map(poison, state, is_leaf=lambda leaf: isinstance(leaf, KVCache))
     tokens = jnp.where(jnp.arange(48)[None] < lengths[:, None], state.tokens, 77)
     dirty = dataclasses.replace(dirty, tokens=tokens)
-    # The target's cache, and that of a draft model.
-    assert len(caches) == (1 if drafter in ("ngram", "random tree") else 2)
+    assert len(caches) == 2, "that of the target and that of the draft"
     # `run` donates the buffers of its state.
     dirty = jax.tree.map(jnp.copy, dirty)
     clean, counters = decode.run(decoder, NO_WEIGHTS, state)
@@ -215,56 +177,29 @@ def test_values_that_change_compile_nothing():
     assert (decode.run._cache_size(), decode._start._cache_size()) == before
 
 
-def test_equal_arguments_give_the_same_decoder():
-    first = decode.speculative_decoder(TARGET, drafters.ngram(3), verify.mars(theta=0.9))
-    assert decode.speculative_decoder(TARGET, drafters.ngram(3), verify.mars(theta=0.5)) == first
-
-
 def test_the_step_embeds_in_a_program_of_its_user():
-    """The step works inside a jitted function, a scan, and a vmap over batches."""
-    prompts, lengths = ragged([3, 9], 32, VOCAB)
-    decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], verify.exact(), prefill_chunk=16)
+    """The step works in a jitted scan, and in a vmap, where every `cond` over rows becomes a select."""
+    batches = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
+    seeds, chosen = [[0, 1], [2, 3]], {"temperature": [0.0, 1.0]}
+    rule = verify.mars(theta=0.5)
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], rule, prefill_chunk=16)
 
     @jax.jit
     def sample(prompts, lengths, keys):
-        state = decoder.init(
-            NO_WEIGHTS, Prompts(prompts, lengths, make_controls(2, limit=32), verify.exact(), keys)
-        )
+        controls = make_controls(2, limit=32, **chosen)
+        state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls, rule, keys))
         state, info = jax.lax.scan(lambda s, _: decoder.step(NO_WEIGHTS, s), state, length=29)
-        return state.tokens, info.num_emitted
+        return state.tokens, jnp.sum(info.num_emitted, axis=0)
 
-    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-    tokens, emitted = sample(prompts, lengths, keys)
-    want = committed(autoregressive(prompts, lengths))
-    assert tokens.tolist() == want and emitted.sum(axis=0).tolist() == [29, 23]
-    stacked, _ = jax.vmap(sample)(prompts[None], lengths[None], keys[None])
-    assert stacked[0].tolist() == want
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "rule"), [("chain", "mars"), ("sampled chain", "mars over rejection")])
-def test_a_relaxed_step_under_vmap_gives_the_tokens_of_each_batch(drafter, rule):
-    """Under `vmap` the kernels get another batch dimension, and every `cond` over rows becomes a select."""
-    made = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
-    chosen = {"temperature": [0.0, 1.0], "theta": [0.5, 0.6]}
-    seeds = [[0, 1], [2, 3]]
-    alone = [
-        decode_all(TARGET, DRAFTERS[drafter], RULES[rule], *batch, seeds=seed, **chosen)
-        for batch, seed in zip(made, seeds, strict=True)
-    ]
-    assert all(int(np.sum(stats.accepted_relaxed)) > 0 for _, stats in alone)
-
-    def decoded(prompts, lengths, seeds):
-        state, stats = decode_all(
-            TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, seeds=seeds, **chosen
-        )
-        return state.tokens, state.length, stats.steps
-
-    stacked = (jnp.stack([batch[i] for batch in made]) for i in (0, 1))
-    tokens, length, steps = jax.jit(jax.vmap(decoded))(*stacked, jnp.asarray(seeds, jnp.uint32))
-    for i, (state, stats) in enumerate(alone):
-        assert [t[:n].tolist() for t, n in zip(tokens[i], length[i], strict=True)] == committed(state)
-        np.testing.assert_array_equal(steps[i], stats.steps)
+    keys = [keys_from_seeds(jnp.asarray(seed, jnp.uint32)) for seed in seeds]
+    stacked = [jnp.stack(arrays) for arrays in zip(*batches, strict=True)]
+    together, emitted = jax.vmap(sample)(*stacked, jnp.stack(keys))
+    assert emitted.tolist() == [[29, 23]] * 2
+    for i, (prompts, lengths) in enumerate(batches):
+        batch = (TARGET, DRAFTERS["chain"], rule, prompts, lengths)
+        state, stats = decode_all(*batch, seeds=seeds[i], **chosen)
+        assert int(np.sum(stats.accepted_relaxed)) > 0
+        assert sample(prompts, lengths, keys[i])[0].tolist() == together[i].tolist() == committed(state)
 
 
 PROCESS_SETTINGS = {
@@ -275,42 +210,13 @@ PROCESS_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule", "setting"),
-    slow_but(
-        [
-            (*pair, setting)
-            for pair in [("static tree", "mars"), ("sampled chain", "mars over block")]
-            for setting in PROCESS_SETTINGS
-        ],
-        ("sampled chain", "mars over block", "rbg"),
-    ),
-)
-def test_another_default_prng_and_x64_change_nothing(drafter, rule, setting):
-    prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
+@pytest.mark.parametrize("setting", slow_but(PROCESS_SETTINGS, "rbg"))
+def test_another_default_prng_and_x64_change_nothing(setting):
     settings = {"temperature": [0.0, 0.9, 0.0, 0.9], "top_k": [0, 5, 0, 5]}
-    batch = TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths
+    batch = TARGET, DRAFTERS["sampled chain"], RULES["mars over block"], *ragged([1, 2, 19, 30], 48, VOCAB)
     expected = committed(decode_all(*batch, **settings)[0])
     with PROCESS_SETTINGS[setting]():
         assert committed(decode_all(*batch, **settings)[0]) == expected
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-def test_mars_over_sampled_rows_can_emit_a_token_that_a_filter_excludes(filters):
-    """Margins are those of the raw logits, so the runner-up may be a token that a filter removed."""
-    prompts, lengths = ragged([1, 4, 9, 17], 48, VOCAB)
-    batch = TARGET, DRAFTERS["chain"], RULES["mars"], prompts, lengths
-    # Each of these filters keeps only the best token.
-    strict, _ = decode_all(*batch, temperature=1.0, theta=np.inf, **filters)
-    assert committed(strict) == committed(autoregressive(prompts, lengths))
-    relaxed, stats = decode_all(*batch, temperature=1.0, theta=0.5, **filters)
-    excluded = 0
-    for n, text in zip(lengths.tolist(), committed(relaxed), strict=True):
-        for at in range(n, len(text)):
-            best = np.argsort(logits_after(TARGET, text[:at], width=48))[::-1]
-            assert text[at] in best[:2]
-            excluded += int(text[at] != best[0])
-    assert excluded == int(np.sum(stats.accepted_relaxed)) > 0
 
 
 def test_vocabularies_are_checked_when_paired():
@@ -328,18 +234,14 @@ def test_a_draft_whose_vocabulary_is_padded_differently_drafts_where_the_caller_
         assert committed(state) == committed(autoregressive(prompts, lengths))
 
 
-@pytest.mark.parametrize("loop", slow_but(["run", "stream"], "run"))
-def test_the_caller_keeps_its_arrays(loop):
+def test_the_caller_keeps_its_arrays():
     """`run` and `stream` donate the state, which must not share buffers with the caller's arrays."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)
     controls, keys = make_controls(2, limit=32), keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.exact())
-    for _ in range(2):
+    for consume in (decode.run, lambda *arguments: next(decode.stream(*arguments))):
         state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
-        if loop == "run":
-            decode.run(decoder, NO_WEIGHTS, state)
-        else:
-            next(decode.stream(decoder, NO_WEIGHTS, state))
+        consume(decoder, NO_WEIGHTS, state)
     assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, controls, keys)))
 
 
@@ -358,9 +260,8 @@ def test_a_step_without_a_draft_is_the_same_step(rule):
     assert min(proposed) == 0 < max(proposed), "both forms ran"
 
 
-@pytest.mark.parametrize("length", slow_but([1, 3], 1))
-def test_a_cpu_runs_only_the_root_in_steps_without_a_draft(length):
-    widths = []
+def test_a_cpu_runs_only_the_root_in_steps_without_a_draft():
+    widths, length = [], 3
 
     def forward(params, tokens, visible, cache):
         # Forwards of the prompt are wider.
@@ -379,3 +280,46 @@ def test_a_cpu_runs_only_the_root_in_steps_without_a_draft(length):
         expected.append(1 + length if int(info.num_proposed[0]) else 1)
     jax.effects_barrier()
     assert widths == expected and set(expected) == {1, 1 + length}
+
+
+WAYS = {
+    "a chain, exact": (drafters.language_model(SMALL, 4), verify.exact()),
+    "a tree, mars": (drafters.language_model(SMALL, tree=(3, 2, 1)), verify.mars(theta=0.5)),
+    "a rule with state": (drafters.ngram(4), contrib.budget(gap=1.0)),
+}
+
+
+def started(drafter, rule):
+    prompts, lengths = ragged([2, 9, 17], 48, VOCAB)
+    settings = {"limit": [48, 30, 40], "temperature": [0.0, 1.0, 0.7], "stop_tokens": [[3], [], [5, 6]]}
+    return begin(TARGET, drafter, rule, prompts, lengths, **settings)
+
+
+@pytest.mark.parametrize("way", slow_but(WAYS, "a rule with state"))
+def test_steps_past_the_end_change_nothing(way):
+    runs = []
+    for ahead in (0, decode.AHEAD):
+        decoder, first = started(*WAYS[way])
+        stats, steps = zero_stats(3, decoder.max_depth, record=48), []
+        for state, info in decode.stream(decoder, NO_WEIGHTS, first, ahead=ahead):
+            stats = accumulate(stats, info, state.length)
+            steps.append(jax.device_get(info))
+        fields = ("tokens", "length", "done", "failed", "rule")
+        runs.append((steps, stats, [getattr(state, name) for name in fields]))
+    (steps, *results), (more, *same_results) = runs
+    assert steps[-1].num_emitted.any() and len(more) == len(steps) + decode.AHEAD
+    assert not any(info.num_emitted.any() for info in more[len(steps) :])
+    jax.tree.map(np.testing.assert_array_equal, (more[: len(steps)], same_results), (steps, results))
+
+
+def test_only_accelerators_run_ahead_of_the_host():
+    _, state = started(*WAYS["a chain, exact"])
+    assert decode.look_ahead(state) == 0
+    tpu = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(platform="tpu")])
+    assert decode.look_ahead(types.SimpleNamespace(done=tpu)) == decode.AHEAD
+
+
+def test_a_negative_number_of_steps_ahead_is_refused():
+    decoder, state = started(*WAYS["a chain, exact"])
+    with pytest.raises(MarsError, match="ahead is -1: expected a whole number of at least 0"):
+        next(decode.stream(decoder, NO_WEIGHTS, state, ahead=-1))

@@ -1,4 +1,4 @@
-"""`extend`: tokens, drafts and counters equal those of a fresh state, and only new tokens are read."""
+"""Extended, refilled and one-token states decode like fresh ones: tokens, drafts and steps, with every drafter."""
 
 import dataclasses
 import functools
@@ -8,215 +8,203 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
-from mars_jax.core import decode
-from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
+from mars_jax import contrib, drafters, verify
+from mars_jax.core import decode, refill
 from mars_jax.core.mesh import parse_mesh
-from mars_jax.core.types import Prompts, keys_from_seeds
-from tests.helpers import NO_WEIGHTS, committed, slow_but
-from tests.helpers.every_drafter import (
-    BUFFER,
-    CHUNK,
-    HEADS,
-    PLAIN,
-    ROWS,
-    TRUSTED,
-    batch_of,
-    check_same,
-    made_of,
-)  # fmt: skip
+from mars_jax.core.metrics import zero_stats
+from mars_jax.drafters.sized import sized, with_size
+from tests.helpers import committed, draft_input, every_drafter, slow_but
+from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, batch_of, check_same, made_of
 from tests.helpers.fake_drafters import TARGET
 
-FIRST = [5, 2, 17]
-"""Tokens of the first prompts."""
+# Drafters of several sizes, and the drafter that they resize.
+SIZED = {
+    "sized model": "model chain",
+    "sized n-grams": "ngram",
+    "sized head": "eagle chain",
+    "sized replay": "replay",
+}
+NAMES = [*every_drafter.NAMES, "replay", *SIZED]
 
 
-class Reads(list):
-    """A list that records the first position of every chunked forward of a model, for all rows."""
-
-    @functools.cache  # noqa: B019 one object, so that its compiled programs are reused
-    def of(self, model):
-        def forward(params, tokens, visible, cache):
-            if tokens.shape[1] == CHUNK:
-                jax.debug.callback(lambda at: self.append(np.asarray(at).tolist()), visible.slot)
-            return model.forward(params, tokens, visible, cache)
-
-        features = model.with_features
-        return model._replace(
-            forward=forward, with_features=features and (lambda layers: self.of(features(layers)))
-        )
-
-    __hash__ = object.__hash__
+def drafter_of(name):
+    """Return (target, drafter, params, params of steps without a draft, vocabulary)."""
+    if name in SIZED:
+        target, drafter, params, _, vocab = drafter_of(SIZED[name])
+        chain = drafters.LoadedDrafter(drafter, params.draft, resized=lambda _: drafter)
+        loaded = sized(chain, [0, drafter.max_depth])
+        longest, none = (params._replace(draft=with_size(loaded, size).params) for size in (1, 0))
+        return target, loaded, longest, none, vocab
+    target, drafter, params, vocab = made_of("ngram" if name == "replay" else name)
+    if name == "replay":
+        texts = np.random.default_rng(1).integers(0, vocab, (8, 30)).tolist()
+        drafter, params = contrib.replay(4, min_ngram=1), params._replace(draft=contrib.corpus(texts, 256))
+    return target, drafter, params, params, vocab
 
 
-class Talk:
-    """Turns of a conversation over one state."""
+class States:
+    """States of one drafter, all with the same shapes."""
 
-    def __init__(self, name, rule, *, target=None):
-        own, self.drafter, self.params, self.vocab = made_of(name)
-        made = self.drafter
-        if isinstance(made, drafters.LoadedDrafter):
-            self.drafter = made.drafter
-            self.decoder = dataclasses.replace(made.decoder(target or own, rule), prefill_chunk=CHUNK)
-        else:
-            self.decoder = decode.speculative_decoder(target or own, made, rule, prefill_chunk=CHUNK)
-        self.rule, self.state = rule, None
+    def __init__(self, name, rule=None, *, target=None):
+        own, drafter, self.params, self.idle, self.vocab = drafter_of(name)
+        self.rule = rule or (verify.rejection() if "sampled" in name else verify.exact())
+        loaded = drafter if name in SIZED else drafters.LoadedDrafter(drafter, ())
+        self.drafter = loaded.drafter
+        self.decoder = dataclasses.replace(loaded.decoder(target or own, self.rule), prefill_chunk=CHUNK)
         self.rng = np.random.default_rng(0)
 
-    def new(self, count):
-        return self.rng.integers(0, self.vocab, count).tolist()
+    def texts(self, *lengths):
+        return [self.rng.integers(0, self.vocab, n).tolist() for n in lengths]
 
-    def batch(self, texts, more):
+    def batch(self, texts, more=BUFFER, stop_tokens=()):
+        """Return prompts that may grow by some tokens."""
         limit = np.minimum([len(text) + more for text in texts], BUFFER)
-        return batch_of(texts, self.rule, limit=limit, stop_tokens=[[3]] * ROWS)
+        return batch_of(texts, self.rule, limit=limit, stop_tokens=stop_tokens)
 
-    def turn(self, texts, more=9, steps=99):
-        """Decode from the running state and from a fresh one.
+    def start(self, batch, params=None):
+        return decode.start(self.decoder, params or self.params, batch)
 
-        Return (texts, counters) of both, and the number of tokens that `extend` read in each row.
-        """
-        batch = self.batch(texts, more)
-        fresh = decode.start(self.decoder, self.params, batch)
-        if self.state is None:
-            self.state, read = decode.start(self.decoder, self.params, batch), None
-        else:
-            self.state, read = decode.extend(self.decoder, self.params, self.state, batch)
+    def run(self, state, steps=99, params=None):
+        return decode.run(self.decoder, params or self.params, state, record=True, max_steps=steps)
+
+    def extend(self, state, batch):
+        return decode.extend(self.decoder, self.params, state, batch)
+
+    def run_like_a_fresh_one(self, state, batch, steps=99):
+        """Run a fresh state and the given one; check that they decode the same, and return the second."""
         results = []
-        for state in (fresh, self.state):
-            self.state, stats = decode.run(self.decoder, self.params, state, record=True, max_steps=steps)
-            results.append((committed(self.state), jax.tree.map(np.asarray, stats)))
-        return results, None if read is None else read.tolist()
+        for one in (self.start(batch), state):
+            ended, stats = self.run(one, steps)
+            results.append((committed(ended), jax.tree.map(np.asarray, stats)))
+        check_same(*results)
+        return ended
 
-    @property
-    def texts(self):
-        return committed(self.state)
+    def one_token(self):
+        """Return a state that began with one token and took steps without a draft, if the drafter supports that."""
+        begun = self.start(self.batch(self.texts(1, 1, 1)), self.idle)
+        state, _ = self.run(begun, 4, self.idle)
+        return state, committed(state)
+
+    def extended(self):
+        """Return a state that was extended from one token, as at the start of a conversation."""
+        texts = self.texts(33, 2, 47)
+        state = self.start(self.batch([text[:1] for text in texts]))
+        return self.extend(state, self.batch(texts))[0], texts
+
+    def inserted(self):
+        """Return a running state after two of its rows were replaced and one stayed."""
+        state, _ = self.run(self.start(self.batch(self.texts(5, 20, 1))), 2)
+        texts = self.texts(33, 1, 2)
+        stats, rows = zero_stats(ROWS, self.decoder.max_depth), jnp.asarray([0, -1, 2])
+        state, _ = refill.refill(self.decoder, self.params, state, stats, rows, self.batch(texts))
+        return state, [texts[0], committed(state)[1], texts[2]]
+
+    def drafted(self, state):
+        """Return the tokens of the next draft. An untrained head is seldom right, so its steps prove little."""
+        propose = jax.jit(self.drafter.propose)
+        return np.asarray(propose(self.params, state.draft, draft_input(state))[0].tokens)
 
 
-def conversation(talk):
-    """Yield four turns: all texts grow, then one changes in the middle, then one is cut short, then nothing is new.
+states_of = functools.cache(States)
+PAIRS = [(way, name) for way in ("extended", "inserted", "one_token") for name in NAMES]
+FAST = [
+    *((way, "sized model") for way in ("extended", "inserted", "one_token")),
+    ("inserted", "ngram"),
+    ("one_token", "medusa chain"),
+]
 
-    Each is the turn, the texts before it, the tokens that each row shares with its new prompt, the prompts, the results
-    of `Talk.turn`, and the tokens read.
+
+@pytest.mark.parametrize(("way", "name"), slow_but(PAIRS, *FAST))
+def test_a_state_drafts_like_a_fresh_one(way, name):
+    states = states_of(name)
+    state, texts = getattr(states, way)()
+    batch = states.batch(texts)
+    if states.drafter.reads is not None:
+        np.testing.assert_array_equal(states.drafted(state), states.drafted(states.start(batch)))
+    states.run_like_a_fresh_one(state, batch)
+
+
+def conversation(states):
+    """Check four turns: all texts grow, then one changes in the middle, then one is cut short, then nothing is new.
+
+    Yield the texts before each turn, how many tokens each shares with its new prompt, the prompts, and the tokens read.
     """
-    talk.turn([talk.new(n) for n in FIRST])
+    stops = [[3]] * ROWS
+    state, _ = states.run(states.start(states.batch(states.texts(5, 2, 17), 9, stops)))
     for change in range(4):
-        before = talk.texts
-        texts = [text + talk.new(extra) for text, extra in zip(before, (3, 1, 7), strict=True)]
+        before = committed(state)
+        texts = [text + new for text, new in zip(before, states.texts(3, 1, 7), strict=True)]
         if change == 1:
-            texts[2] = [*texts[2][:11], (texts[2][11] + 1) % talk.vocab, *texts[2][12:]]
+            texts[2] = [*texts[2][:11], (texts[2][11] + 1) % states.vocab, *texts[2][12:]]
         if change == 2:
             texts[0] = before[0][:7]
         if change == 3:
             texts = before
-        held = [
+        shared = [
             next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
             for x, y in zip(before, texts, strict=True)
         ]
+        batch = states.batch(texts, 6, stops)
+        state, read = states.extend(state, batch)
         # Stopped after one step, the rows are not done, and no step has fed their last tokens to the draft again.
-        found, read = talk.turn(texts, more=6, steps=99 if change % 2 else 1)
-        yield change, before, held, texts, found, read
+        state = states.run_like_a_fresh_one(state, batch, steps=99 if change % 2 else 1)
+        yield before, shared, texts, read.tolist()
 
 
-IN_TIME = ("none", "model, dynamic tree")
-
-
-@pytest.mark.parametrize("name", slow_but([*PLAIN, *TRUSTED, *HEADS], *IN_TIME))
+@pytest.mark.parametrize("name", slow_but(every_drafter.NAMES, "none", "model, dynamic tree"))
 def test_every_turn_decodes_like_a_fresh_state(name):
     """Tokens, steps, drafts and the kind of each token are equal, so the draft's own state equals a fresh one too."""
-    rule = verify.rejection() if "sampled" in name else verify.mars(theta=0.5)
-    talk = Talk(name, rule)
-    for change, before, held, texts, found, read in conversation(talk):
-        check_same(*found)
-        again = talk.drafter.reads is not None
-        wanted = [
-            len(text) - 1 - min(h - again, len(old) - 1, len(text) - 1 - again)
-            for text, old, h in zip(texts, before, held, strict=True)
+    states = States(name, None if "sampled" in name else verify.mars(theta=0.5))
+    again = states.drafter.reads is not None
+    for before, shared, texts, read in conversation(states):
+        assert read == [
+            len(text) - 1 - min(n - again, len(old) - 1, len(text) - 1 - again)
+            for text, old, n in zip(texts, before, shared, strict=True)
         ]
-        assert read == wanted, change
-        assert max(read) <= 1 + again + max(len(t) - h for t, h in zip(texts, held, strict=True))
-
-
-@pytest.mark.slow
-def test_an_adaptive_draft_continues_with_the_same_text():
-    """The drafter keeps its estimates between turns, so its steps differ."""
-    talk = Talk("sized", verify.exact())
-    for *_, (fresh, found), _ in conversation(talk):
-        for ours, theirs in zip(found[0], fresh[0], strict=True):
-            both = min(len(ours), len(theirs))  # steps of another size may emit more tokens
-            assert ours[:both] == theirs[:both]
+        assert max(read) <= 1 + again + max(len(text) - n for text, n in zip(texts, shared, strict=True))
 
 
 def test_tokens_in_the_cache_are_not_read_again():
     """Count the forwards of the target in chunks of 16; a fresh state of this length takes three."""
-    reads = Reads()
-    talk = Talk("model chain", verify.exact(), target=reads.of(TARGET))
-    talk.turn([talk.new(33)] * ROWS, more=2)
-    texts = [text + talk.new(4) for text in talk.texts]
-    given = talk.batch(texts, 2)
+    reads = []
+
+    def forward(params, tokens, visible, cache):
+        if tokens.shape[1] == CHUNK:
+            jax.debug.callback(lambda first: reads.append(np.asarray(first).tolist()), visible.slot)
+        return TARGET.forward(params, tokens, visible, cache)
+
+    states = States("model chain", target=TARGET._replace(forward=forward))
+    state, _ = states.run(states.start(states.batch(states.texts(33) * ROWS, 2)))
+    texts = [text + new for text, new in zip(committed(state), states.texts(4, 4, 4), strict=True)]
+    batch = states.batch(texts, 2)
     jax.effects_barrier()
     reads.clear()
-    state, read = decode.extend(talk.decoder, talk.params, talk.state, given)
+    state, read = states.extend(state, batch)
     jax.block_until_ready(state.tokens)
     jax.effects_barrier()
     assert reads == [[len(text) - 5 for text in texts]] and read.tolist() == [4] * ROWS
     reads.clear()
-    jax.block_until_ready(decode.start(talk.decoder, talk.params, given).tokens)
+    jax.block_until_ready(states.start(batch).tokens)
     jax.effects_barrier()
     assert sorted(at[0] for at in reads) == [0, 16, 32]
 
 
-@pytest.mark.slow
-def test_turns_share_one_compilation():
-    talk = Talk("ngram of 6", verify.mars(theta=0.25))  # no other test compiles for this drafter
-    talk.turn([talk.new(n) for n in FIRST])
-    extended = decode._extend._cache_size()
-    for _ in range(3):
-        talk.turn([text + talk.new(2) for text in talk.texts], more=4)
-    assert decode._extend._cache_size() == extended + 1
-
-
 def test_a_drafter_without_catch_up_reads_the_text_again():
-    talk = Talk("model chain", verify.mars(theta=0.5))
-    talk.drafter = talk.drafter._replace(catch_up=None)
-    talk.decoder = decode.speculative_decoder(TARGET, talk.drafter, talk.rule, prefill_chunk=CHUNK)
-    for *_, results, _ in conversation(talk):
-        check_same(*results)
+    states = States("model chain", verify.mars(theta=0.5))
+    drafter = states.drafter._replace(catch_up=None)
+    states.decoder = decode.speculative_decoder(TARGET, drafter, states.rule, prefill_chunk=CHUNK)
+    assert len(list(conversation(states))) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model chain", "eagle tree"])
-def test_rows_divided_over_a_mesh_are_extended(name):
-    def turns():
-        talk = Talk(name, verify.mars(theta=0.5))
+def test_rows_divided_over_a_mesh_are_extended():
+    def turns(states):
+        state, _ = states.run(states.start(states.batch(states.texts(5, 2, 9), 6)))
+        texts = [text + new for text, new in zip(committed(state), states.texts(3, 3, 3), strict=True)]
+        state, read = states.extend(state, states.batch(texts, 6))
+        return committed(states.run(state)[0]), read.tolist()
 
-        def two_rows(texts):
-            batch = talk.batch([*texts, [1]], 6)
-            return jax.tree.map(lambda x: x[:2] if getattr(x, "ndim", 0) else x, batch)
-
-        state = decode.start(talk.decoder, talk.params, two_rows([talk.new(5), talk.new(9)]))
-        state, _ = decode.run(talk.decoder, talk.params, state)
-        texts = [text + talk.new(3) for text in committed(state)]
-        state, read = decode.extend(talk.decoder, talk.params, state, two_rows(texts))
-        state, _ = decode.run(talk.decoder, talk.params, state)
-        return committed(state), read.tolist()
-
-    with jax.set_mesh(parse_mesh("data=2")):
-        divided = turns()
-    assert divided == turns()
-
-
-@pytest.mark.parametrize(
-    ("rows", "width", "sentence"),
-    [
-        (3, 73, r"the prompts are \[3, 73\] and the state has 3 rows of 72 tokens"),
-        (2, 72, r"the prompts are \[2, 72\]"),
-    ],
-)
-def test_prompts_of_another_shape_are_refused(rows, width, sentence):
-    talk = Talk("none", verify.exact())
-    talk.turn([talk.new(n) for n in FIRST])
-    keys, controls = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32)), make_controls(rows, limit=8)
-    tokens, lengths = jnp.ones((rows, width), jnp.int32), jnp.full((rows,), 3, jnp.int32)
-    with pytest.raises(MarsError, match=sentence):
-        talk.decoder.extend(NO_WEIGHTS, talk.state, Prompts(tokens, lengths, controls, talk.rule, keys))
+    one_device, divided = (States("eagle tree", verify.mars(theta=0.5)) for _ in range(2))
+    expected = turns(one_device)
+    with jax.set_mesh(parse_mesh("data=3")):
+        assert turns(divided) == expected

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib, drafters, verify
-from mars_jax.contrib.models import medusa_layers
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
@@ -16,12 +15,11 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.given import check_places
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import NO_TOKEN, Params, Prompts, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import eagle_head, init_params, language_model
-from tests.helpers import NO_WEIGHTS, begin, committed, ragged
+from tests.helpers import NO_WEIGHTS, begin, committed, ragged, slow_but
+from tests.helpers.every_drafter import of_model
 from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
-from tests.helpers.small_models import CONFIG, EAGLE_3, MEDUSA
 
 ROWS, BUFFER = 3, 40
 # Seven requests pass through three rows: one ends at once, one is long, and their settings differ.
@@ -29,13 +27,9 @@ LENGTHS = [1, 6, 12, 17, 2, 9, 30]
 LIMITS = [40, 7, 30, 22, 25, 40, 36]
 TEMPERATURES = [0.0, 0.9, 0.0, 1.3, 0.8, 0.0, 1.0]
 
-# Every drafter and every kind of rule at least once, and every rule of chains with a sampled one.
 COVERING = {
-    "none, exact": (drafters.none(), verify.exact()),
     "ngram, mars": (DRAFTERS["ngram"], verify.mars(theta=0.5)),
-    "ngram, block": (DRAFTERS["ngram"], verify.rejection(block=True)),
     "chain, fly": (DRAFTERS["chain"], contrib.fly(window=1)),
-    "chain of 1, topk": (DRAFTERS["chain of 1"], verify.topk(delta=1.5)),
     "sampled chain, rejection": (DRAFTERS["sampled chain"], verify.rejection()),
     "sampled chain, mars over block": (
         DRAFTERS["sampled chain"], verify.mars(base=verify.rejection(block=True), theta=0.5),
@@ -44,17 +38,17 @@ COVERING = {
     "dynamic tree, mars": (
         drafters.language_model(SMALL, tree=Dynamic(top_k=3, depth=3, nodes=9)), verify.mars(theta=0.5),
     ),
-    "random tree, exact": (DRAFTERS["random tree"], verify.exact()),
 }  # fmt: skip
+"""Every kind of draft and of rule."""
 
 
 class Served:
     """All requests decoded in a few rows, which are refilled one by one."""
 
-    def __init__(self, target, drafter, rule, params=NO_WEIGHTS, *, buffer=BUFFER, vocab=VOCAB, chunk=16):
-        self.decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=chunk)
-        self.rule, self.params, self.buffer = rule, params, buffer
-        self.prompts, self.lengths = ragged(LENGTHS, buffer, vocab)
+    def __init__(self, target, drafter, rule, params=NO_WEIGHTS, *, vocab=VOCAB):
+        self.decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
+        self.rule, self.params = rule, params
+        self.prompts, self.lengths = ragged(LENGTHS, BUFFER, vocab)
 
     def batch(self, requests):
         """Return the prompts of some requests. The first request has two stop tokens, the others one."""
@@ -71,27 +65,18 @@ class Served:
     def start(self, requests):
         return decode.start(self.decoder, self.params, self.batch(requests))
 
-    def counters(self):
-        return zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
-
     def alone(self, i):
-        """Decode one request next to rows that are done from the start, with the programs that `together` compiled."""
-        batch = self.batch([i] * ROWS)
-        controls = batch.controls
-        limit = jnp.where(jnp.arange(ROWS) == 1, controls.limit, 1)
-        batch = dataclasses.replace(batch, controls=dataclasses.replace(controls, limit=limit))
-        state = decode.start(self.decoder, self.params, batch)
-        state, stats, _ = refill.advance(self.decoder, self.params, state, self.counters())
-        return committed(state)[1], row_of(stats, 1)
-
-    def truly_alone(self, i):
         """Decode one request in a batch of one, through `run`."""
         state, stats = decode.run(self.decoder, self.params, self.start([i]), record=True)
         return committed(state)[0], row_of(stats, 0)
 
     def together(self):
         """Return (tokens, counters) of every request, and the number of steps of the whole batch."""
-        state, stats, steps = self.start([0, 1, 2]), self.counters(), 0
+        state, stats, steps = (
+            self.start([0, 1, 2]),
+            zero_stats(ROWS, self.decoder.max_depth, record=BUFFER),
+            0,
+        )
         in_rows, waiting, results = [0, 1, 2], [3, 4, 5, 6], {}
         while any(i is not None for i in in_rows):
             state, stats, taken = refill.advance(self.decoder, self.params, state, stats)
@@ -130,61 +115,39 @@ def check_untouched(before, after, row):
         assert np.asarray(old)[others].tobytes() == np.asarray(new)[others].tobytes()
 
 
-IN_TIME = ("ngram, mars",)
-
-
-@pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=[pytest.mark.slow] * (pair not in IN_TIME)) for pair in COVERING]
-)
+@pytest.mark.parametrize("pair", slow_but(COVERING, "ngram, mars"))
 def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
     """Compare tokens, counters and token kinds; the state of a rule and of a draft also starts again."""
     served = Served(TARGET, *COVERING[pair])
     found, steps = served.together()
     assert len(found) == len(LENGTHS)
-    alone = served.truly_alone if pair == "sampled chain, mars over block" else served.alone
-    for i, told in found.items():
+    for i, result in found.items():
         # Compare strings, since NaN does not equal NaN as a float.
-        assert repr(told) == repr(alone(i))
+        assert repr(result) == repr(served.alone(i))
     assert steps < sum(stats.steps for _, stats in found.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
+@pytest.mark.parametrize("name", ["eagle tree", "medusa tree"])
 def test_rows_are_put_into_each_part_of_a_mesh(name):
     """The head reads the prompt's features, on two devices of rows with two of heads each, and on one device."""
-    model = language_model(CONFIG)
-    weights = init_params(CONFIG, jax.random.key(0))
-    if name == "eagle":
-        drafter = drafters.eagle(EAGLE_3, model, tree=Dynamic(top_k=3, depth=3, nodes=9))
-        made = eagle_head.init_params(EAGLE_3, jax.random.key(1)) | {
-            "ids": jnp.arange(0, 64, 2, dtype=jnp.int32)
-        }
-    else:
-        drafter, made = (
-            contrib.medusa(MEDUSA, model, tree=(2, 2, 1)),
-            medusa_layers.init_params(MEDUSA, jax.random.key(1)),
-        )
-    params = Params(target=weights, draft=made)
-    served = Served(model, drafter, verify.mars(theta=0.5), params, vocab=64)
+    target, drafter, params, vocab = of_model(name)
+    served = Served(target, drafter, verify.mars(theta=0.5), params, vocab=vocab)
 
     def decoded():
         state, stats = served.start([0, 1, 2, 6]), zero_stats(4, drafter.max_depth, record=BUFFER)
         # Stop when two rows are done. The others continue after the refill.
         state, stats, _ = refill.advance(served.decoder, params, state, stats, 2)
-        early, rows = committed(state), jnp.asarray([1, 2])
-        state, stats = refill.refill(served.decoder, params, state, stats, rows, served.batch([3, 4]))
+        batch = served.batch([3, 4])
+        state, stats = refill.refill(served.decoder, params, state, stats, jnp.asarray([1, 2]), batch)
         state, stats, _ = refill.advance(served.decoder, params, state, stats, 4)
-        return early, committed(state), np.asarray(stats.steps).tolist()
+        return committed(state), np.asarray(stats.steps).tolist()
 
     with jax.set_mesh(parse_mesh("data=2,model=2")):
-        early, divided, steps = decoded()
-    assert [early[1][: LENGTHS[1]], early[2][: LENGTHS[2]]] == [
-        np.asarray(served.prompts)[i, : LENGTHS[i]].tolist() for i in (1, 2)
-    ]
-    plain = decoded()
-    assert (early, divided, steps) == plain
+        divided, steps = decoded()
+    assert (divided, steps) == decoded()
     for row, request in enumerate((0, 3, 4, 6)):
-        assert divided[row] == served.truly_alone(request)[0]
+        assert divided[row] == served.alone(request)[0]
 
 
 def test_an_advance_ends_when_the_first_row_ends():
@@ -196,19 +159,6 @@ def test_an_advance_ends_when_the_first_row_ends():
     assert state.done.all() and stats.tokens is None
 
 
-def test_a_row_has_at_most_as_many_stop_tokens_as_the_state():
-    served = Served(TARGET, drafters.none(), verify.exact())
-    batch = served.batch([3])
-    controls = dataclasses.replace(batch.controls, stop_tokens=jnp.full((1, 3), 3, jnp.int32))
-    with pytest.raises(MarsError, match="a row has 3 stop tokens and the state has room for 2"):
-        served.decoder.insert(
-            NO_WEIGHTS,
-            served.start([0, 1, 2]),
-            jnp.asarray([1]),
-            dataclasses.replace(batch, controls=controls),
-        )
-
-
 def test_a_row_of_another_shard_is_refused():
     with jax.set_mesh(parse_mesh("data=2")):
         check_places(jnp.asarray([1, 2]), 2, 4)
@@ -217,20 +167,18 @@ def test_a_row_of_another_shard_is_refused():
 
 
 def test_a_row_has_at_most_as_many_biased_tokens_as_the_state():
-    prompts, lengths = ragged([3, 5], 12, VOCAB)
+    batch = (TARGET, drafters.none(), verify.exact(), *ragged([3, 5], 12, VOCAB))
 
-    def controls(rows, bias):
-        return make_controls(rows, limit=12).replace(edits=make_edits(rows, logit_bias=bias))
-
-    def insert(state_bias, row_bias):
-        batch = (TARGET, drafters.none(), verify.exact(), prompts, lengths)
-        decoder, state = begin(*batch, controls=controls(2, state_bias))
-        keys = keys_from_seeds(jnp.arange(1))
-        row = Prompts(prompts[:1], lengths[:1], controls(1, row_bias), verify.exact(), keys)
+    def edits_of(state_bias, row_bias):
+        """Return the edits of a state of two rows after a row with another bias was put into it."""
+        controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias=state_bias))
+        decoder, state = begin(*batch, controls=controls)
+        controls = make_controls(1, limit=12).replace(edits=make_edits(1, logit_bias=row_bias))
+        row = Prompts(batch[3][:1], batch[4][:1], controls, verify.exact(), keys_from_seeds(jnp.arange(1)))
         return decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), row).controls.edits
 
-    edits = insert({1: 0.5, 2: -1.0, 3: 2.0}, {5: 1.5})
+    edits = edits_of({1: 0.5, 2: -1.0, 3: 2.0}, {5: 1.5})
     assert edits.bias_tokens.tolist() == [[1, 2, 3], [5, NO_TOKEN, NO_TOKEN]]
     assert edits.bias.tolist() == [[0.5, -1.0, 2.0], [1.5, 0.0, 0.0]]
     with pytest.raises(MarsError, match="a row has 2 biased tokens and the state has room for 1"):
-        insert({5: 1.5}, {5: 1.5, 6: 1.0})
+        edits_of({5: 1.5}, {5: 1.5, 6: 1.0})

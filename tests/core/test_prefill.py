@@ -14,24 +14,20 @@ from mars_jax.core.types import Params, Prompts, keys_from_seeds
 MODEL = hash_model(vocab_size=11)
 
 
-def noting(widths, prefill_chunk):
-    """Return a model that records the number of tokens in each of its forwards."""
+def widths_of(pair, chunk_of_model, buffer, chunk_of_decoder):
+    """Trace the prefill of a prompt; return how many tokens a model reads at once."""
+    widths = set()
 
     def forward(params, tokens, visible, cache):
-        widths.append(tokens.shape[1])
+        widths.add(tokens.shape[1])
         return MODEL.forward(params, tokens, visible, cache)
 
-    return MODEL._replace(forward=forward, prefill_chunk=prefill_chunk)
-
-
-def read(target, drafter, buffer, prefill_chunk):
-    """Trace the prefill of a prompt."""
-    decoder = decode.speculative_decoder(target, drafter, verify.exact(), prefill_chunk=prefill_chunk)
-    prompts, lengths = jnp.ones((1, buffer), jnp.int32), jnp.asarray([3], jnp.int32)
-    batch = Prompts(
-        prompts, lengths, make_controls(1, limit=buffer), verify.exact(), keys_from_seeds(jnp.arange(1))
-    )
-    jax.eval_shape(decoder.init, Params(()), batch)
+    target, drafter = pair(MODEL._replace(forward=forward, prefill_chunk=chunk_of_model))
+    decoder = decode.speculative_decoder(target, drafter, verify.exact(), prefill_chunk=chunk_of_decoder)
+    tokens, lengths = jnp.ones((1, buffer), jnp.int32), jnp.asarray([3], jnp.int32)
+    controls, keys = make_controls(1, limit=buffer), keys_from_seeds(jnp.arange(1))
+    decode.shapes(decoder, Params(()), Prompts(tokens, lengths, controls, verify.exact(), keys))
+    return widths
 
 
 @pytest.mark.parametrize(
@@ -47,15 +43,11 @@ def read(target, drafter, buffer, prefill_chunk):
 def test_the_chunk_of_the_decoder_overrides_the_models_and_that_the_backends(
     of_model, of_decoder, buffer, expected
 ):
-    widths = []
-    read(noting(widths, of_model), drafters.none(), buffer, of_decoder)
-    assert set(widths) == {expected}
+    assert widths_of(lambda model: (model, drafters.none()), of_model, buffer, of_decoder) == {expected}
 
 
 def test_a_draft_model_uses_its_own_chunk():
-    widths = []
-    read(MODEL, drafters.language_model(noting(widths, 8), 2), 128, 32)
-    assert set(widths) == {8}
+    assert widths_of(lambda model: (MODEL, drafters.language_model(model, 2)), 8, 128, 32) == {8}
 
 
 def test_an_accelerator_is_filled(monkeypatch):

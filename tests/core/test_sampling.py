@@ -12,7 +12,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
 from tests.helpers import slow_but
-from tests.helpers.rule_oracles import chi_square
+from tests.helpers.rule_oracles import chi_square, controls_of
 
 # temperature, top_k, top_p and min_p of each row
 SETTINGS = [
@@ -27,23 +27,6 @@ SETTINGS = [
     (1.0, 10_000, 0.01, 1.0),
 ]
 process = jax.jit(sampling.process)
-
-
-def places(z):
-    """Return the positions 0, 1, ... for the nodes of z [B, N, V]."""
-    return jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape[:2])
-
-
-def controls_of(rows):
-    columns = np.asarray(rows).T
-    return make_controls(
-        len(rows),
-        limit=1,
-        temperature=columns[0],
-        top_k=columns[1].astype(int),
-        top_p=columns[2],
-        min_p=columns[3],
-    )
 
 
 def python_process(z, temperature, top_k, top_p, min_p):
@@ -144,7 +127,8 @@ def test_sample_follows_the_processed_distribution(vocab):
     z[:, :, 1] = -np.inf
     keys = jax.random.split(jax.random.key(vocab), (draws, len(rows)))
     controls = controls_of(rows)
-    draw = jax.jit(jax.vmap(lambda k: sampling.sample(k, places(z), jnp.asarray(z), controls)))
+    places = jnp.zeros(z.shape[:2], jnp.int32)
+    draw = jax.jit(jax.vmap(lambda k: sampling.sample(k, places, jnp.asarray(z), controls)))
     tokens = np.asarray(draw(keys))
     p = np.exp(np.asarray(process(jnp.asarray(z), controls), np.float64))[:, 0]
     p /= p.sum(-1, keepdims=True)

@@ -1,7 +1,5 @@
 """Spans in the step: a lossy rule relaxes where they allow it, and equals its strict base everywhere else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Sums of rows: compared with `math.fsum`, and bitwise equal for any number of rows."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -16,14 +16,6 @@ seeds = st.integers(0, 2**32 - 1)
 property_test = settings(max_examples=25, deadline=None)
 
 
-def python_ancestors(parents, i):
-    seen = set()
-    while i >= 0:
-        seen.add(i)
-        i = parents[i]
-    return seen
-
-
 BOUNDS = {
     "none": (),
     "number of relaxed edges": ("max_relaxed",),
@@ -31,10 +23,11 @@ BOUNDS = {
     "number and budget": ("max_relaxed", "cost", "budget"),
     # A cost without a budget limits nothing.
     "cost": ("cost",),
+    "no relaxed edge": None,
 }
 
 
-@pytest.mark.parametrize("bounds", slow_but(BOUNDS, "none", "number and budget"))
+@pytest.mark.parametrize("bounds", slow_but(BOUNDS, "none", "number and budget", "no relaxed edge"))
 @given(seeds)
 @property_test
 def test_walk_equals_the_python_walk(bounds, seed):
@@ -47,23 +40,16 @@ def test_walk_equals_the_python_walk(bounds, seed):
         "cost": rng.integers(0, 5, (B, N)).astype(np.float32) / 4,
         "budget": rng.integers(0, 9, B).astype(np.float32) / 4,
     }
-    drawn = {name: drawn[name] for name in BOUNDS[bounds]}
-    allowance = trees.Allowance(relaxed, max_run, **drawn)
-    path, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), jax.tree.map(jnp.asarray, allowance))
+    drawn = {name: drawn[name] for name in BOUNDS[bounds] or ()}
+    allowance = jax.tree.map(jnp.asarray, trees.Allowance(relaxed, max_run, **drawn))
+    if BOUNDS[bounds] is None:
+        allowance, relaxed = None, np.zeros((B, N), bool)
+    path, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), allowance)
     if "budget" not in drawn:
         drawn.pop("cost", None)
     for b in range(B):
         row = {("most" if name == "max_relaxed" else name): x[b] for name, x in drawn.items()}
         expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], relaxed[b], max_run[b], D, **row)
-        assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
-
-
-def test_without_an_allowance_only_exact_edges_are_walked():
-    tree = random_tree(np.random.default_rng(3))
-    exact = np.random.default_rng(4).random((B, N)) < 0.5
-    path, count, edges = trees.walk(tree, jnp.asarray(exact), None)
-    for b in range(B):
-        expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], np.zeros(N, bool), 0, D)
         assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
 
 
@@ -79,10 +65,10 @@ def test_attention_mask_shows_the_prefix_and_the_ancestors(seed):
     start = rng.integers(0, S - N + 1, B)
     mask = np.asarray(jax.jit(mask_of)(tree, jnp.asarray(start, jnp.int32)))
     for b in range(B):
-        parents = np.asarray(tree.parents[b])
-        for i in range(N):
-            seen = set(range(start[b])) | {start[b] + j for j in python_ancestors(parents, i)}
-            assert set(np.flatnonzero(mask[b, i])) == seen
+        seen = {-1: set(range(start[b]))}
+        for i, parent in enumerate(tree.parents[b].tolist()):
+            seen[i] = seen[parent] | {start[b] + i}
+            assert set(np.flatnonzero(mask[b, i])) == seen[i]
 
 
 def test_a_chain_has_the_mask_of_the_same_tree():
@@ -94,13 +80,6 @@ def test_a_chain_has_the_mask_of_the_same_tree():
     np.testing.assert_array_equal(trees.at_parent(chain, values), trees.at_parent(as_tree, values))
 
 
-def test_one_node_walks_nowhere():
-    tree = trees.chain(jnp.asarray([[3]], jnp.int32))
-    flags = jnp.ones((1, 1), bool)
-    path, count, edges = trees.walk(tree, flags, trees.Allowance(flags, jnp.asarray([9], jnp.int32)))
-    assert path.tolist() == [[0]] and count.tolist() == [0] and edges.shape == (1, 0)
-
-
 @pytest.mark.parametrize("branching", [(), (3,), (4, 2, 2, 1), (1, 1, 1)])
 def test_static_topology_has_the_branching_it_was_asked_for(branching):
     parents, depths = trees.static_topology(branching)
@@ -109,10 +88,3 @@ def test_static_topology_has_the_branching_it_was_asked_for(branching):
         assert parents[i] < i and depths[i] == depths[parents[i]] + 1
     for i, depth in enumerate(depths):
         assert np.sum(parents == i) == (branching[depth] if depth < len(branching) else 0)
-
-
-def test_gather_path_takes_rows_in_path_order():
-    values = jnp.arange(2 * 4 * 3, dtype=jnp.int32).reshape(2, 4, 3)
-    path = jnp.asarray([[0, 2, 2], [0, 1, 3]], jnp.int32)
-    expected = np.stack([np.asarray(values)[b, np.asarray(path)[b]] for b in range(2)])
-    np.testing.assert_array_equal(trees.gather_path(values, path), expected)

@@ -5,16 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
-from mars_jax.core import decode
+from mars_jax import drafters
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.types import keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.tree_shapes import Dynamic
-from tests.helpers import NO_WEIGHTS, begin, draft_input, logits_after, ragged
+from tests.helpers import NO_WEIGHTS, logits_after, ragged
 from tests.helpers.drafted import branches
-from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
+from tests.helpers.fake_drafters import SMALL, VOCAB
 
 LENGTHS = [1, 2, 9]
 
@@ -93,23 +92,6 @@ def test_a_drafter_that_is_certain_orphans_no_node():
     tree, *_ = jax.jit(lambda: grow(shape, False, growth, root, None, controls))()
     for row in range(batch):
         assert drafted(tree, row)
-
-
-@pytest.mark.slow
-def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
-    """After ten rounds, the drafts are still those of a search from scratch."""
-    shape = Dynamic(3, 3, 10)
-    drafter = drafters.language_model(SMALL, tree=shape)
-    decoder, state = begin(TARGET, drafter, verify.exact(), *ragged(LENGTHS, 40, VOCAB))
-    counts = set()
-    for _ in range(10):
-        state, info = decode.jitted_step(decoder, NO_WEIGHTS, state)
-        counts |= set(info.num_emitted.tolist())
-    assert {1, 2} <= counts
-    tree, _ = drafter.propose(NO_WEIGHTS, state.draft, draft_input(state))
-    for row in range(3):
-        past = state.tokens[row, : state.length[row]].tolist()
-        assert drafted(tree, row) == sorted(search(past, shape))
 
 
 @pytest.mark.parametrize("tree", [(1, 1, 1, 1), (3, 2, 1), Dynamic(3, 3, 12)], ids=str)

@@ -1,10 +1,6 @@
 """Adaptive draft length: the output of a fixed chain, a complete cache, and the choice of size."""
 
-from __future__ import annotations
-
 import dataclasses
-import sys
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +34,27 @@ from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 CHAIN = drafters.language_model(SMALL, 4)
 CHAINS = drafters.LoadedDrafter(CHAIN, (), resized=lambda length: drafters.language_model(SMALL, length))
 MADE = sized(CHAINS)
+TREE = drafters.language_model(SMALL, tree=(2, 1))
 RULE = verify.exact()
 WIDTH = 160
-sized_drafts = sys.modules["mars_jax.drafters.sized"]  # `drafters.sized` is its function
 
 
 def params_of(made):
     return Params(target=(), draft=made.params)
+
+
+def state_of(accepted, expected):
+    """Return the state of rows with these numbers of accepted and expected draft tokens."""
+    accepted, expected = jnp.asarray(accepted, jnp.float32), jnp.asarray(expected, jnp.float32)
+    zeros = jnp.zeros(accepted.shape, jnp.int32)
+    return SizedState(
+        draft=(),
+        cached=zeros,
+        accepted=accepted,
+        expected=expected,
+        idle=zeros,
+        pause=jnp.full_like(zeros, PAUSE),
+    )
 
 
 def begun(loaded, params, temperature=0.0):
@@ -75,19 +85,16 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
 @pytest.mark.parametrize("found", [True, False])
 def test_what_finds_nothing_takes_nothing(found):
     """A copied draft is looked up before its size is chosen: without a match, the step has only the root."""
-    made = with_step_costs(
-        sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram)), [1.0, 1.01]
-    )
-    decoder = made.decoder(TARGET, RULE)
-    tokens = (
-        jnp.zeros((1, 40), jnp.int32).at[0, :6].set(jnp.asarray([1, 2, 3, 1, 2, 3] if found else range(1, 7)))
-    )
-    prompts = Prompts(
+    copies = sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram), costs=[1.0, 1.01])
+    prompt = [1, 2, 3, 1, 2, 3] if found else [1, 2, 3, 4, 5, 6]
+    tokens = jnp.zeros((1, 40), jnp.int32).at[0, :6].set(jnp.asarray(prompt))
+    batch = Prompts(
         tokens, jnp.asarray([6]), make_controls(1, limit=40), RULE, keys_from_seeds(jnp.arange(1))
     )
-    before = decode.start(decoder, params_of(made), prompts)
+    decoder = copies.decoder(TARGET, RULE)
+    before = decode.start(decoder, params_of(copies), batch)
     expected, idle = np.asarray(before.draft.expected), np.asarray(before.draft.idle)
-    after, info = decode.jitted_step(decoder, params_of(made), before)
+    after, info = decode.jitted_step(decoder, params_of(copies), before)
     assert info.num_proposed.tolist() == [3 if found else 0]
     assert after.draft.idle.tolist() == ([0] if found else [idle[0] + 1])
     assert (after.draft.expected[0] == expected[0]) is not found
@@ -111,30 +118,12 @@ def test_a_copy_counts_as_its_match_is_long():
                 1 + sum(min(a * right, 1.0) ** k for k in range(1, length + 1)) for a in estimates[counts]
             ]
             speeds.append(np.mean(tokens) / cost * (1 if length else MARGIN))
-        state = SizedState(
-            draft=(),
-            cached=jnp.zeros((3,), jnp.int32),
-            accepted=jnp.asarray(accepted, jnp.float32),
-            expected=jnp.asarray(expected, jnp.float32),
-            idle=jnp.zeros((3,), jnp.int32),
-            pause=jnp.full((3,), PAUSE, jnp.int32),
-        )
+        state = state_of(accepted, expected)
         params = SizedParams((), jnp.asarray(costs, jnp.float32), jnp.int32(-1))
         found = int(choose(params, state, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
         assert found == int(np.argmax(speeds))
         seen.add(found)
     assert seen == {0, 1, 2}
-
-
-@pytest.mark.slow
-def test_the_rows_that_are_asked_for_are_those_that_go_on(monkeypatch):
-    params = params_of(with_step_costs(MADE, [1.0, 1.01, 1.02]))
-    decoder, state = begun(MADE, params)
-    decoder = dataclasses.replace(decoder, prefill_chunk=7)  # so that its step is traced here
-    whole = lambda params, lengths, draft, live, _: jnp.where(jnp.all(live), 2, 0).astype(jnp.int32)  # noqa: E731
-    monkeypatch.setattr(sized_drafts, "best_size", whole)
-    _, info = decode.jitted_step(decoder, params, state)
-    assert info.num_proposed.tolist() == [CHAIN.max_depth] * 3  # no row is done
 
 
 @pytest.mark.slow
@@ -166,31 +155,26 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
 
     def steps(costs):
         params = params_of(with_step_costs(MADE, costs))
-        state = SizedState(
-            draft=(),
-            cached=jnp.zeros((2,), jnp.int32),
-            accepted=jnp.asarray([70.0, 0.0]),
-            expected=jnp.asarray([80.0, 1e9]),  # the second row is done and does not count
-            idle=jnp.zeros((2,), jnp.int32),
-            pause=jnp.full((2,), PAUSE, jnp.int32),
-        )
+        # The second row is done and does not count.
+        state = state_of([70.0, 0.0], [80.0, 1e9])
         live, usual = jnp.asarray([True, False]), jnp.full((2,), USUAL_ACCEPTANCE)
         choose = jax.jit(lambda state: best_size(params.draft, MADE.sizes.lengths, state, live, usual))
         seen = []
         for step in range(400):
-            if int(choose(state)):
-                seen.append(step)
-                # Same as `update` for a draft that is rejected at once.
-                keep = DECAY / 2 if int(state.idle[0]) else DECAY
-                state = dataclasses.replace(
-                    state,
-                    expected=keep * state.expected + USUAL_ACCEPTANCE,
-                    accepted=keep * state.accepted,
-                    pause=2 * state.pause if int(state.idle[0]) else jnp.full((2,), PAUSE, jnp.int32),
-                    idle=jnp.zeros((2,), jnp.int32),
-                )
-            else:
+            if not int(choose(state)):
                 state = dataclasses.replace(state, idle=state.idle + 1)
+                continue
+            seen.append(step)
+            # Same as `update` for a draft that is rejected at once.
+            is_trial = int(state.idle[0]) > 0
+            keep = DECAY / 2 if is_trial else DECAY
+            state = dataclasses.replace(
+                state,
+                expected=keep * state.expected + USUAL_ACCEPTANCE,
+                accepted=keep * state.accepted,
+                pause=2 * state.pause if is_trial else jnp.full_like(state.pause, PAUSE),
+                idle=jnp.zeros_like(state.idle),
+            )
         return seen
 
     at_once = steps([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7
@@ -238,20 +222,11 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: sized(CHAINS._replace(drafter=drafters.language_model(SMALL, tree=(2, 1)))),
-            "no chains of several lengths",
-        ),
+        (lambda: sized(CHAINS._replace(drafter=TREE)), "no chains of several lengths"),
         (lambda: sized(MADE), "no chains of several lengths"),
         (lambda: sized(CHAINS, [1, 4]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, [0, 5]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, costs=[1.0, 2.0]), "a positive number for each of the 3"),
-        (lambda: drafters.load("none", cast(Any, None), draft_size="auto"), "draft a chain with"),
-        (lambda: drafters.load("ngram", cast(Any, None), draft_size="big"), "expected 'fixed' or 'auto'"),
-        (
-            lambda: drafters.load("ngram", cast(Any, None), any_rule=True),
-            "does not apply to drafts of a fixed size",
-        ),
     ],
 )
 def test_what_cannot_be_sized_is_named(make, message):

@@ -1,7 +1,5 @@
 """Helpers shared by the tests: build a batch for the hash model, and decode it the slow way."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil
@@ -139,18 +137,12 @@ def slow_but(values, *fast):
 
 @jax.jit
 def one_row(batch, row):
-    """Return a row of a tree of arrays as a batch of one.
-
-    `x[row : row + 1]` outside jit would compile once per row.
-    """
+    """Return a row of a tree of arrays as a batch of one. Outside jit, a slice would compile once per row."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), batch)
 
 
 def logits_after(model, tokens, *, width):
-    """Return the logits f32[V] of a model without weights after a list of tokens, computed from an empty cache.
-
-    The tokens are padded to one width, so that every length shares a compilation; the mask hides the padding.
-    """
+    """Return the logits f32[V] of a model without weights after a list of tokens, padded to one width."""
     padded = np.full((1, width), 99, np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_last_logits(model, jnp.asarray(padded), jnp.int32(len(tokens))))
@@ -165,6 +157,20 @@ def _last_logits(model, tokens, length):
     visible = Visible(first=zero, positions=position, slot=zero, seen=mask)
     out = model.forward((), tokens, visible, model.init_cache(1, width))
     return model.unembed((), out.hidden)[0, length - 1]
+
+
+def broken_after(model, bad):
+    """Return the model with logits of NaN after each token of `bad`."""
+
+    def forward(params, tokens, visible, cache):
+        output = model.forward(params, tokens, visible, cache)
+        flag = jnp.isin(tokens, jnp.asarray(bad))[:, :, None].astype(jnp.uint32)
+        return output._replace(hidden=jnp.concatenate([output.hidden, flag], axis=2))
+
+    def unembed(params, hidden):
+        return jnp.where(hidden[:, :, 1:] > 0, jnp.nan, model.unembed(params, hidden[:, :, :1]))
+
+    return model._replace(forward=forward, unembed=unembed)
 
 
 def noisy_copy(target, path):

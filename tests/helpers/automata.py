@@ -1,7 +1,5 @@
 """Random strings that an automaton accepts."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mars_jax.constraints.automaton import DEAD

@@ -1,7 +1,5 @@
 """Chat templates that must be rejected."""
 
-from __future__ import annotations
-
 LONG = "{% set x = ('x' * 1000) | replace('x', 'x' * 1000) %}"
 HOSTILE = {
     "a search": LONG + "{{ x.rfind('xy' ~ 'x' * 10**5) }}",

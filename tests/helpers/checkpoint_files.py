@@ -1,7 +1,5 @@
 """Small checkpoints of several families, and functions that edit their files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

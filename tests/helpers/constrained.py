@@ -1,7 +1,5 @@
 """A vocabulary of a dozen tokens, with models and drafters over it, for tests of constraints."""
 
-from __future__ import annotations
-
 from mars_jax import constraints, drafters, fake
 
 # Single letters and longer pieces. Tokens 0 and 1 have no text; 1 is the stop token.

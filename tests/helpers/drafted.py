@@ -1,7 +1,5 @@
 """Draft trees in Python: extract the branches of a row, and check the children of every node."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mars_jax.core.types import NO_TOKEN

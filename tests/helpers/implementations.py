@@ -1,7 +1,5 @@
 """Implementations of each kernel operation, for the test classes that inherit the shared suites."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -21,10 +19,7 @@ IMPLEMENTATIONS = {
 
 
 def compiled(operation, name, static):
-    """Return the jitted operation for an implementation.
-
-    Interpreters compile without optimization, since they run once per shape.
-    """
+    """Return the jitted operation. Interpreters compile without optimization, since they run once per shape."""
     options = IMPLEMENTATIONS[name]
     quick = {"xla_backend_optimization_level": 0} if "interpret" in options else None
     return jax.jit(functools.partial(operation, **options), static_argnames=static, compiler_options=quick)

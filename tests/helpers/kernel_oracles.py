@@ -1,7 +1,5 @@
 """Kernel operations in numpy and plain Python, written from their definitions."""
 
-from __future__ import annotations
-
 import numpy as np
 
 
@@ -30,9 +28,7 @@ def low_margin(z1, z2, theta, margin):
     with np.errstate(invalid="ignore", over="ignore"):
         if margin == "ratio":
             return bool(z1 > 0 and z2 / z1 > theta)
-        if margin == "gap":
-            return bool(z1 - z2 < theta and not np.isinf(theta))
-        return bool(np.exp(z2 - z1) > theta)
+        return bool(z1 - z2 < theta and not np.isinf(theta))
 
 
 def accept(logits, tokens, parents, y, controls, max_depth, margin):
@@ -47,13 +43,10 @@ def accept(logits, tokens, parents, y, controls, max_depth, margin):
             drafted = [(i, int(tokens[b, i])) for i in range(len(parents[b])) if parents[b, i] == node]
             drafted = [(i, x) for i, x in drafted if x >= 0]
             exact = [i for i, x in drafted if x == named[node]]
+            strict = controls.strict[b]
             may_relax = (
                 low_margin(top1[b, node], top2[b, node], controls.theta[b], margin)
-                and (
-                    depth >= controls.strict[b]
-                    if controls.strict.dtype == np.int32
-                    else not controls.strict[b]
-                )
+                and (depth >= strict if controls.strict.dtype == np.int32 else not strict)
                 and not {int(id1[b, node]), int(named[node])} & stops
                 and run < controls.max_relaxed_run[b]
             )

@@ -1,7 +1,5 @@
 """Kernel operations as functions to lower, and their lowered text."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

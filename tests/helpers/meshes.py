@@ -1,7 +1,5 @@
 """Meshes of the CPU devices of a test."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 from jax.sharding import AxisType

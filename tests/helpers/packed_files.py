@@ -1,7 +1,5 @@
 """Checkpoints in the packed formats of compressed-tensors and others."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mars_jax.models import ModelConfig

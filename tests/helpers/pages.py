@@ -3,8 +3,6 @@
 python -m tests.helpers.pages FOLDER      writes a file for each page, with the line numbers of the page
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Public names of the package, and those that the documentation promises."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Helpers of the verifier tests: tables of a prefix-dependent target, completions, and slow references."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,9 +49,8 @@ process = jax.jit(sampling.process)
 def processed_tables(table: list[np.ndarray], row) -> list[np.ndarray]:
     """Return the probabilities f64 under one row of settings."""
     vocab = table[0].size
-    nodes = np.concatenate(
-        [logits.reshape(-1, vocab) for logits in table]
-    )  # all prefixes at once, for a single compilation
+    # All prefixes at once, for a single compilation.
+    nodes = np.concatenate([logits.reshape(-1, vocab) for logits in table])
     weights = np.exp(np.asarray(process(jnp.asarray(nodes)[None], controls_of([row])), np.float64))[0]
     weights /= weights.sum(-1, keepdims=True)
     ends = np.cumsum([logits.size // vocab for logits in table])

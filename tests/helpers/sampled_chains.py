@@ -17,9 +17,9 @@ def probabilities(table):
 
 
 def sampled_chain(keys, q_table, settings, rows):
-    """Return chains of two tokens drawn from the processed draft tables, with their true q."""
+    """Return chains drawn from the processed draft tables, with their true q."""
     drafted, seen = np.zeros((rows, 0), int), []
-    for i in range(2):
+    for i in range(len(q_table)):
         node = rule_oracles.process(jnp.asarray(rule_oracles.after(q_table, drafted))[:, None], settings)
         seen.append(node)
         place = jnp.full((rows, 1), i, jnp.int32)

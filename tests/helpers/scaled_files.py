@@ -1,7 +1,5 @@
 """Checkpoints of scaled 8-bit weights."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,14 +1,12 @@
 """JSON schemas that cover the supported keywords."""
 
-from __future__ import annotations
-
 POINT = {
     "type": "object",
+    "required": ["d", "e"],
     "properties": {
         "d": {"type": "string", "format": "date"},
         "e": {"type": "string", "pattern": '^[a"\\\\\\n]{2}$'},
     },
-    "required": ["d", "e"],
 }
 SCHEMAS = (
     {
@@ -26,10 +24,7 @@ SCHEMAS = (
     {"anyOf": [{"type": "boolean"}, {"type": "integer", "exclusiveMinimum": -57, "maximum": 1234}]},
     {
         "type": "array",
-        "prefixItems": [
-            {"type": "string", "minLength": 2, "maxLength": 3},
-            {"type": "number", "minimum": 0},
-        ],
+        "prefixItems": [{"type": "string", "minLength": 2, "maxLength": 3}, {"type": "number", "minimum": 0}],
         "items": False,
     },
     {"type": "object", "additionalProperties": {"type": "integer"}},

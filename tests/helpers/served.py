@@ -1,7 +1,5 @@
 """A local server of the hub's protocol, for tests with the real huggingface_hub."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Lookup of test functions in source files, without importing them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reference models in PyTorch transformers, with eager attention in float32."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

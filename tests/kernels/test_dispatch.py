@@ -1,15 +1,29 @@
-"""The choice of the implementation while lowering; a named implementation is never replaced."""
-
-from __future__ import annotations
+"""The choice of the implementation and of its blocks while lowering; a named implementation is never replaced."""
 
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import TpuBlocks, margin_stats
-from tests.helpers.lowering import LOGITS, acceptance, lowered, statistics
+from kernels_pallas import BlockError, TpuBlocks, margin_stats
+from kernels_pallas.blocks import tpu_blocks
+from kernels_pallas.shapes import DRAFTS, VOCABULARIES
+from mars_jax import drafters, verify
+from mars_jax.core import fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.decode import run, shapes, speculative_decoder
+from mars_jax.core.tree import chain
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
+from tests.helpers import judge, make_rows
+from tests.helpers.accept_cases import accept_case
+from tests.helpers.lowering import acceptance, lowered, statistics
+from tests.helpers.meshes import mesh_of
 
 
 @pytest.mark.parametrize(
@@ -18,7 +32,6 @@ from tests.helpers.lowering import LOGITS, acceptance, lowered, statistics
         statistics(),
         statistics(logsumexp=True),
         statistics(jnp.bfloat16),
-        statistics(jnp.bfloat16, logsumexp=True),
         acceptance(),
     ],
 )
@@ -43,12 +56,6 @@ def test_a_gpu_takes_the_form_that_xla_can_partition(platform, form, other):
     assert reductions() == reductions(implementation=form) != reductions(implementation=other)
 
 
-def test_only_a_cpu_takes_a_few_rows_at_a_time():
-    stats = functools.partial(margin_stats, logsumexp=True, implementation="xla")
-    assert "stablehlo.while" in lowered(stats, LOGITS, platform="cpu")
-    assert "stablehlo.while" not in lowered(stats, LOGITS, platform="cuda")
-
-
 def test_a_named_kernel_fails_where_it_cannot_run():
     with pytest.raises(ValueError, match="interpret mode is supported on CPU"):
         margin_stats(jnp.zeros((2, 300)), implementation="pallas_tpu")
@@ -58,7 +65,6 @@ def test_a_named_kernel_fails_where_it_cannot_run():
     ("options", "sentence"),
     [
         ({"blocks": TpuBlocks(8, 128)}, "blocks and interpret belong to a kernel"),
-        ({"implementation": "xla", "interpret": True}, "blocks and interpret belong to a kernel"),
         ({"implementation": "cuda"}, "implementation is 'cuda': expected None or one of reference, xla"),
     ],
 )
@@ -75,3 +81,58 @@ def test_a_loss_that_holds_a_decision_can_be_differentiated(implementation):
 
     logits = jnp.ones((2, 300))
     assert jnp.array_equal(jax.grad(loss)(logits), 2 * logits)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "blocks", "sentence"),
+    [
+        (jnp.float32, TpuBlocks(8, 100), "blocks.tokens is 100: expected a positive multiple of 128."),
+        (jnp.float32, TpuBlocks(8, 0), "blocks.tokens is 0: expected a positive multiple of 128."),
+        (jnp.float32, TpuBlocks(12, 128), "blocks.trees is 12: expected a positive multiple of 8 for f"),
+        (jnp.bfloat16, TpuBlocks(8, 128), "blocks.trees is 8: expected a positive multiple of 16 for b"),
+        (jnp.float32, TpuBlocks(40, 2**20), "a block of 40 trees of 1 nodes by 1048576 tokens does not fit"),
+        (jnp.int32, None, "logits are int32: the kernels take float32 or bfloat16."),
+    ],
+)
+def test_illegal_blocks_of_margin_stats(dtype, blocks, sentence):
+    with pytest.raises(BlockError, match=re.escape(sentence)):
+        margin_stats(jnp.zeros((40, 300), dtype), implementation="pallas_tpu", blocks=blocks, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_named_shape_has_legal_default_blocks(dtype):
+    for vocab, draft in itertools.product(VOCABULARIES.values(), DRAFTS.values()):
+        options = {"vocab": vocab, "dtype": dtype}
+        for group, nodes in ((1, draft.nodes), (8, draft.nodes), (16, 1)):
+            found = tpu_blocks(None, trees=draft.batch, nodes=nodes, group=group, **options)
+            assert found == tpu_blocks(found, trees=draft.batch, nodes=nodes, group=group, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kernel"),
+    [(verify.mars(), "margin_accept"), (verify.mars(base=verify.rejection()), "margin_stats")],
+)
+def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, kernel):
+    decoder = speculative_decoder(fake.hash_model(vocab_size=1100), drafters.ngram(4), rule)
+    params, prompts = Params(target=()), (jnp.ones((2, 32), jnp.int32), jnp.full((2,), 3, jnp.int32))
+    batch = Prompts(*prompts, make_controls(2, limit=32), rule, keys_from_seeds(jnp.arange(2)))
+    state = shapes(decoder, params, batch)
+    loop = functools.partial(run, decoder, params)
+    on_tpu = lowered(loop, state, platform="tpu")
+    calls = re.findall(r"@tpu_custom_call\((.*?)\) .*kernel_name = \"(\w+)\"", on_tpu)
+    # `Evidence.stats` may be read twice; XLA merges equal calls into one kernel (tests/tpu/test_kernels.py).
+    assert len(calls) == on_tpu.count("tpu_custom_call") and len(set(calls)) == 1
+    assert calls[0][1] == kernel
+    for platform in ("cpu", "cuda"):
+        assert "tpu_custom_call" not in lowered(loop, state, platform=platform)
+
+
+def test_where_xla_partitions_the_vocabulary_there_is_no_kernel_and_the_same_verdict():
+    (logits, tokens, _, _, rows), _ = accept_case(4, 5, 4, 3, 512, chain=True)
+    controls = make_rows(5, limit=9, **rows._asdict())
+    rule, keys = judge(verify.mars()), keys_from_seeds(jnp.arange(5))
+    want = jax.jit(rule)(keys, chain(tokens), logits, controls)
+    spread = jax.device_put(logits, NamedSharding(mesh_of(model=2), P(None, None, "model")))
+    arguments = (keys, chain(tokens), spread, controls)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(rule)(*arguments), want)
+    assert "tpu_custom_call" not in lowered(rule, *arguments, platform="tpu")

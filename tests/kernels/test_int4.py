@@ -1,7 +1,5 @@
 """The kernel for 4-bit products, compared with the product of the dequantised matrix in numpy float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +20,8 @@ def matrix(rng, inputs, outputs, size):
     scale[0, :3] = 6e-8, 3e-5, 0
     offset = rng.normal(size=(groups, outputs)).astype(np.float32)
     wide = values * scale.astype(np.float64)[:, None] + offset[:, None]
-    return (
-        jnp.asarray(values, jnp.int4),
-        jnp.asarray(scale),
-        jnp.asarray(offset),
-        wide.reshape(inputs, outputs),
-    )
+    stored = jnp.asarray(values, jnp.int4), jnp.asarray(scale), jnp.asarray(offset)
+    return stored, wide.reshape(inputs, outputs)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -43,10 +37,10 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     monkeypatch.setattr(int4, "_INNER", 256)  # several blocks in both dimensions
     monkeypatch.setattr(int4, "_WEIGHTS", (128 * 256, 128 * 256))
     rng = np.random.default_rng(rows + inputs)
-    values, scale, offset, wide = matrix(rng, inputs, outputs, size)
+    stored, wide = matrix(rng, inputs, outputs, size)
     x = jnp.asarray(rng.normal(size=(rows, inputs)) + 0.5, jnp.bfloat16)
     assert int4.fits(rows, inputs, outputs, size)
-    made = int4.dense_int4(x, values, scale, offset, chip=CHIPS[chip], interpret=True)
+    made = int4.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
     exact = np.asarray(x, np.float64) @ wide
     # With few rows, or groups as deep as a matrix unit, scales apply after the product; else weights round to bfloat16.
     by_group = size == 128 or rows * 128 // size <= int4.ROWS
@@ -61,9 +55,9 @@ def test_nothing_races(rows, size, monkeypatch):
     monkeypatch.setattr(int4, "_INNER", 128)
     monkeypatch.setattr(int4, "_WEIGHTS", (128 * 128, 128 * 128))
     rng = np.random.default_rng(0)
-    values, scale, offset, wide = matrix(rng, 256, 256, size)
+    stored, wide = matrix(rng, 256, 256, size)
     x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
-    made = int4.dense_int4(x, values, scale, offset, chip="TPU v6 lite", interpret=RACES)
+    made = int4.dense_int4(x, *stored, chip="TPU v6 lite", interpret=RACES)
     np.testing.assert_allclose(made, np.asarray(x, np.float64) @ wide, atol=0.5)
     assert_no_races()
 

@@ -8,24 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import BlockError, sharded_top_k, top_k
 from kernels_pallas.largest import join_top_k, packed_top_k
 from tests.helpers import slow_but
+from tests.helpers.implementations import IMPLEMENTATIONS, RACES
+from tests.helpers.meshes import mesh_of
 
-FORMS = {
-    "reference": {"implementation": "reference"},
-    "xla": {"implementation": "xla"},
-    "chosen": {},
-    "kernel": {"implementation": "pallas_tpu", "interpret": True},
-    "kernel, memory of its own": {
-        "implementation": "pallas_tpu",
-        "interpret": pltpu.InterpretParams(detect_races=True),
-    },
-}
+FORMS = ("default", "reference", "xla", "mosaic", "mosaic_simulated")
 
 
 def few_values(*shape: int) -> jax.Array:
@@ -55,14 +46,14 @@ def check(found, logits, k):
 )  # fmt: skip
 def test_the_largest_and_the_sum(form, lead, vocab, k):
     logits = few_values(*lead, vocab)
-    check(top_k(logits, k, **FORMS[form]), logits, k)
+    check(top_k(logits, k, **IMPLEMENTATIONS[form]), logits, k)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_normal_logits_of_either_dtype(form):
-    logits = jax.random.normal(jax.random.key(0), (4, 2100)) * 5
-    for dtype in (jnp.float32, jnp.bfloat16):
-        check(top_k(logits.astype(dtype), 8, **FORMS[form]), logits.astype(dtype), 8)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_normal_logits_of_either_dtype(form, dtype):
+    logits = (jax.random.normal(jax.random.key(0), (4, 2100)) * 5).astype(dtype)
+    check(top_k(logits, 8, **IMPLEMENTATIONS[form]), logits, 8)
 
 
 def check_joined(found, logits, k):
@@ -72,9 +63,6 @@ def check_joined(found, logits, k):
     real = values > -jnp.inf
     np.testing.assert_array_equal(jnp.where(real, found.ids, 0), jnp.where(real, ids, 0))
     np.testing.assert_allclose(found.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
-
-
-RACES = pltpu.InterpretParams(detect_races=True)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +79,23 @@ def test_parts_give_what_the_whole_gives(interpret, parts, size):
     check_joined(join_top_k(cut, k, size, interpret=interpret), logits, k)
 
 
-@pytest.mark.parametrize("form", ["chosen", "xla", "kernel"])
+@pytest.mark.parametrize("form", ["default", "xla", "mosaic"])
 def test_a_vocabulary_that_is_divided_over_devices(form):
     k, logits = 7, few_values(3, 6, 800)
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    local = functools.partial(sharded_top_k, k=k, axis="model", **FORMS[form])
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(None, None, "model"), out_specs=P(), check_vma=False)
+    local = functools.partial(sharded_top_k, k=k, axis="model", **IMPLEMENTATIONS[form])
+    mapped = jax.shard_map(
+        local, mesh=mesh_of(model=4), in_specs=P(None, None, "model"), out_specs=P(), check_vma=False
+    )
     program = jax.jit(mapped).lower(logits).compile()
     check_joined(program(logits), logits, k)
     gathers = re.findall(r" = s32\[([\d,]+)\]\S* all-gather\(", program.as_text())
-    lanes = 128 if form == "kernel" else k + 1
+    lanes = 128 if form == "mosaic" else k + 1
     assert [math.prod(map(int, shape.split(","))) for shape in gathers] == [4 * 2 * 18 * lanes]
 
 
-@pytest.mark.parametrize("form", ["kernel", "xla"])
+@pytest.mark.parametrize("form", ["mosaic", "xla"])
 def test_rows_of_nan_still_name_tokens(form):
-    found = top_k(jnp.full((2, 300), jnp.nan), 5, **FORMS[form])
+    found = top_k(jnp.full((2, 300), jnp.nan), 5, **IMPLEMENTATIONS[form])
     assert ((found.ids >= 0) & (found.ids < 300)).all()
 
 

@@ -1,7 +1,5 @@
 """`whole_or_partitioned` picks the form by XLA's partitioning: the only code that reads a private part of jax."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax
@@ -35,11 +33,9 @@ def test_on_one_device_it_is_whole(wrap):
     runs(wrap(form_of), ZEROS, WHOLE)
 
 
-def test_over_the_devices_of_a_mesh_it_is_partitioned():
-    on = NamedSharding(mesh_of(data=8), P("data"))
-    runs(jax.jit(form_of), jax.device_put(ZEROS, on), PARTITIONED)
-    # Copies on every device are also a program over all of them.
-    runs(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), P())), PARTITIONED)
+@pytest.mark.parametrize("spec", [P("data"), P()], ids=["divided", "copied"])
+def test_over_the_devices_of_a_mesh_it_is_partitioned(spec):
+    runs(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), spec)), PARTITIONED)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +50,6 @@ def test_over_the_devices_of_a_mesh_it_is_partitioned():
 def test_inside_shard_map(spec, options, form):
     mesh = mesh_of(data=2, model=4)
     runs(jax.jit(jax.shard_map(form_of, mesh=mesh, in_specs=spec, out_specs=spec, **options)), ZEROS, form)
-
-
-def test_shard_map_knows_over_which_axes_a_result_varies():
-    mesh = mesh_of(data=2, model=4)
-    replicated = jax.shard_map(form_of, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=True)
-    with pytest.raises(ValueError, match="replication"):
-        jax.jit(replicated)(ZEROS)
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P()])
@@ -86,13 +75,6 @@ def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
         runs(jax.jit(spread), ZEROS, PARTITIONED if jax.__version_info__ < (0, 10, 2) else WHOLE)
 
 
-@pytest.mark.parametrize(
-    "ctx",
-    [
-        SimpleNamespace(),
-        SimpleNamespace(module_context=SimpleNamespace()),
-        SimpleNamespace(module_context=SimpleNamespace(axis_context=object())),
-    ],
-)
+@pytest.mark.parametrize("ctx", [SimpleNamespace(), SimpleNamespace(module_context=SimpleNamespace())])
 def test_if_jax_moves_its_context_the_partitioned_form_is_used(ctx):
     assert is_partitioned(ctx)

@@ -1,7 +1,4 @@
-"""Rules of distributions, and `nucleus` over rejection, compared with Python versions written from their papers.
-
-Every decision is compared one draft and one token at a time, and the text of whole steps with its law.
-"""
+"""Rules of distributions, and `nucleus` over rejection, compared with Python versions written from their papers."""
 
 import functools
 from typing import Any, NamedTuple
@@ -268,10 +265,3 @@ def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_follo
     rule_oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
     undrafted = tree.replace(tokens=tree.tokens.at[:, 1:].set(-1))
     rule_oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))
-
-
-def test_at_alpha_0_a_cascade_trusts_the_best_token_alone():
-    p, q = np.float32([0.5, 0.3, 0.2]), np.float32([0.25, 0.75, 0.0])
-    rule: Any = for_rows(contrib.speccascade(alpha=0.0), 1)
-    got = rule.target(*(jnp.log(jnp.asarray(x))[None, None] for x in (p, q)), None)
-    np.testing.assert_allclose(np.exp(got[0, 0]), [0.25 + 0.5 * 0.75, 0.3 * 0.75, 0.2 * 0.75], rtol=1e-5)

@@ -1,8 +1,4 @@
-"""Rules of edges, compared with references.
-
-Accepted tokens are those that transformers' warpers keep, entropies are scipy's, and the rest is decided node by node
-in Python.
-"""
+"""Rules of edges, compared with transformers' warpers, scipy's entropies, and decisions node by node in Python."""
 
 import functools
 
@@ -63,8 +59,7 @@ def at_edges(tree, per_node):
 
 def warped(logits, *warpers):
     """Return bool[B, N, V]: the tokens that warpers of transformers keep."""
-    torch = pytest.importorskip("torch")
-    scores = torch.tensor(np.asarray(logits)).reshape(-1, VOCAB)
+    scores = pytest.importorskip("torch").tensor(np.asarray(logits)).reshape(-1, VOCAB)
     for warper in warpers:
         scores = warper(None, scores)
     return np.isfinite(scores.numpy()).reshape(logits.shape)
@@ -77,12 +72,11 @@ def same_and_mixed(found, wanted):
 
 @pytest.fixture(scope="module")
 def warpers():
-    pytest.importorskip("torch", reason="the warpers of transformers need it: pip install torch")
     return pytest.importorskip("transformers")
 
 
 @both
-@pytest.mark.parametrize(("k", "delta"), [(1, 9.0), (3, 9.0), (10, 0.6), (3, 1.0)])
+@pytest.mark.parametrize(("k", "delta"), [(1, 9.0), (10, 0.6), (3, 1.0)])
 def test_topk_lets_through_the_best_k_within_delta(chain, k, delta, warpers):
     tree, logits = case(chain)
     near = warpers.MinPLogitsWarper(float(np.exp(-delta)))
@@ -101,10 +95,7 @@ def test_adaptive_lets_through_what_min_p_keeps(chain, theta, warpers):
 @both
 @pytest.mark.parametrize("epsilon", [0.09, 0.01, 0.25])
 def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon, warpers):
-    """Eta sampling is typical acceptance with delta = sqrt(epsilon), as in Medusa's defaults.
-
-    It always keeps the best token; an edge rule need not.
-    """
+    """Eta sampling is typical acceptance with delta = sqrt(epsilon), except that it always keeps the best token."""
     tree, logits = case(chain)
     expected = at_edges(tree, warped(logits, warpers.EtaLogitsWarper(epsilon, device="cpu")))
     found = relaxable(verify.typical(epsilon=epsilon, delta=epsilon**0.5), tree, logits)
@@ -160,14 +151,12 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
         ]
         return more == 0 or any(goes_on(b, child, more - 1) for child in children)
 
-    wanted = np.asarray(
-        [
-            [unsure(z[b, parents[b, i]], 0.8) and goes_on(b, i, window) for i in range(1, NODES)]
-            for b in range(ROWS)
-        ]
-    )
+    edges = range(1, NODES)
+    wanted = [
+        [unsure(z[b, parents[b, i]], 0.8) and goes_on(b, i, window) for i in edges] for b in range(ROWS)
+    ]
     np.testing.assert_array_equal(relaxable(contrib.fly(entropy=0.8, window=window), tree, logits), wanted)
-    assert wanted.any() and not wanted.all()
+    assert np.any(wanted) and not np.all(wanted)
 
 
 def test_fly_refuses_a_draft_shorter_than_its_window():
@@ -187,11 +176,8 @@ def spent(tree, logits, gap, most, total):
             children = [c for c in range(1, NODES) if parents[b, c] == node]
             exact = [c for c in children if tokens[b, c] == z[b, node].argmax()]
             regret = {c: z[b, node].max() - z[b, node, tokens[b, c]] for c in children}
-            cheap = [
-                c
-                for c in children
-                if regret[c] / (tree.max_depth - i) <= gap and relaxed < most and regret[c] <= left
-            ]
+            bound = min(gap * (tree.max_depth - i), left) if relaxed < most else -1
+            cheap = [c for c in children if regret[c] <= bound]
             if not (exact or cheap):
                 break
             node = (exact or cheap)[0]

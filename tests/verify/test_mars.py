@@ -1,7 +1,6 @@
-"""`mars`: Algorithm 1 of the paper at temperature 0, its guards, and the strict rule at theta = inf."""
+"""`mars`: Algorithm 1 of the paper at temperature 0, its guards, and its strict base `exact`."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +17,18 @@ from mars_jax.verify import MARGINS, evidence, exact, for_rows, mars, rejection
 from mars_jax.verify.exact import Exact
 from tests.helpers import judge, rule_oracles, slow_but
 from tests.helpers.random_trees import B, N, V, python_walk, random_tree
+from tests.helpers.sampled_chains import sampled_chain
 
 GREEDY = (0.0, 0, 1.0, 0.0)
 SAMPLED = (0.8, 0, 1.0, 0.0)
+FILTERED = (0.8, 1, 1.0, 0.0)
+"""A filter may exclude the runner-up, which margins of the raw logits accept all the same."""
 seeds = st.integers(0, 2**32 - 1)
 property_test = settings(max_examples=20, deadline=None)
 ratio_rule = jax.jit(judge(mars()))
 
 
-def jitted(rule):
-    """Compile a rule once for all tests of one shape."""
-    return jitted_structure(jax.tree.structure(rule))
-
-
-@functools.cache
-def jitted_structure(structure):
-    rule = jax.tree.unflatten(structure, [np.float32(0.5)] * structure.num_leaves)  # `judge` fills numbers in
-    if hasattr(rule, "max_relaxed_run"):
-        rule = dataclasses.replace(rule, max_relaxed_run=np.int32(1 << 30), exact_prefix=np.int32(0))
+def compiled(rule):
     return jax.jit(judge(rule))
 
 
@@ -75,10 +68,7 @@ def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
         z = logits[parents[i]]
         first, second = np.argsort(-z, kind="stable")[:2]
         z1, z2 = z[first], z[second]
-        low = {
-            "ratio": z1 > 0 and z2 > theta * z1,
-            "gap": z1 - z2 < theta < np.inf,
-        }[margin]
+        low = {"ratio": z1 > 0 and z2 > theta * z1, "gap": z1 - z2 < theta < np.inf}[margin]
         stopping = {tokens[i], first, y[parents[i]]} & set(stops)
         result.append(bool(low and not strict and tokens[i] in (first, second) and not stopping))
     return result
@@ -98,7 +88,7 @@ def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
         strict, max_run = rng.random(B) < 0.1, rng.choice([0, 1, 2, 9, 9], B)
         stops = [list(rng.choice(V, rng.integers(0, 3) // 2, replace=False)) for _ in range(B)]
         controls = rule_oracles.controls_of(
-            [GREEDY if b % 2 else SAMPLED for b in range(B)],
+            [(GREEDY, SAMPLED, FILTERED)[b % 3] for b in range(B)],
             theta=theta, strict=strict, max_relaxed_run=max_run, stop_tokens=stops,
         )  # fmt: skip
         keys = rule_oracles.keys_of(seed, B)
@@ -140,28 +130,15 @@ def chain_case(seed, temperature=0.8):
 BASES = [exact(), rejection(), rejection(block=True)]
 
 
-@pytest.mark.parametrize("base", slow_but(BASES, BASES[2]), ids=lambda v: v.name)
-@pytest.mark.parametrize("setting", [{"theta": np.inf}, {"strict": True}, {"max_relaxed_run": 0}], ids=str)
-def test_theta_inf_and_strict_rows_equal_the_base_bit_for_bit(base, setting):
-    keys, tree, logits, controls = chain_case(seed=0)
-    controls = controls.replace(temperature=controls.temperature.at[::3].set(0.0))
-    [(name, value)] = setting.items()
-    strict = controls.replace(**{name: jnp.full_like(getattr(controls, name), value)})
-    rule = jitted(mars(base=base))
-    assert jnp.sum(rule(keys, tree, logits, controls).relaxed) > 10
-    expected = jitted(base)(keys, tree, logits, controls)
-    rule_oracles.same_verdict(rule(keys, tree, logits, strict), expected)
-
-
 @pytest.mark.parametrize("stop", [1, 2])
-@pytest.mark.parametrize("base", slow_but(BASES, BASES[0], BASES[2]), ids=lambda v: v.name)
+@pytest.mark.parametrize("base", BASES[::2], ids=lambda v: v.name)
 def test_a_stop_token_is_neither_overridden_nor_put_in_by_relaxation(stop, base):
     """The target prefers token 1, the draft is its close second 2, and 3 follows."""
     logits = jnp.asarray([[[1.0, 10.0, 9.5, 0.0], [1.0, 0.0, 0.0, 8.0]]])
     tree = trees.chain(jnp.asarray([[0, 2]], jnp.int32))
     for stop_tokens, emitted in (([NO_TOKEN, 3], [2, 3]), ([3, stop], [1])):
         controls = rule_oracles.controls_of([GREEDY], theta=0.9, stop_tokens=stop_tokens)
-        verdict = jitted(mars(base=base))(rule_oracles.keys_of(0, 1), tree, logits, controls)
+        verdict = compiled(mars(base=base))(rule_oracles.keys_of(0, 1), tree, logits, controls)
         out, count = rule_oracles.emitted(tree.tokens, verdict)
         assert out[0, : count[0]].tolist() == emitted
 
@@ -171,10 +148,7 @@ def test_margins_are_their_formulas_and_strict_at_infinity():
     z1 = rng.normal(1, 3, 500).astype(np.float32)
     z2 = (z1 - rng.exponential(1, 500)).astype(np.float32)
     theta = rng.uniform(0.05, 2, 500).astype(np.float32)
-    expected = {
-        "ratio": (z1 > 0) & (z2 / z1 > theta),
-        "gap": z1 - z2 < theta,
-    }
+    expected = {"ratio": (z1 > 0) & (z2 / z1 > theta), "gap": z1 - z2 < theta}
     for name, margin in MARGINS.items():
         np.testing.assert_array_equal(margin(*map(jnp.asarray, (z1, z2, theta))), expected[name])
         assert expected[name].any() and not expected[name].all()
@@ -184,17 +158,14 @@ def test_margins_are_their_formulas_and_strict_at_infinity():
 
 @pytest.mark.parametrize("base", slow_but(BASES[1:], BASES[1]), ids=lambda v: v.name)
 def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_relaxed(base):
-    """The walk is the base's up to the first relaxed edge. That edge is where the base stopped, and it is relaxable.
-
-    The token that the base emitted there is neither a stop token nor the drafted one.
-    """
+    """The first relaxed edge is relaxable, and is where the base stopped and emitted neither a stop token nor x."""
     keys, tree, logits, controls = chain_case(seed=4)
     controls = controls.replace(
         stop_tokens=jnp.asarray(np.random.default_rng(0).integers(0, 5, (ROWS, 1)), jnp.int32),
         max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
     )
     rule = mars(base=base)
-    strict, got = jitted(base)(keys, tree, logits, controls), jitted(rule)(keys, tree, logits, controls)
+    strict, got = compiled(base)(keys, tree, logits, controls), compiled(rule)(keys, tree, logits, controls)
     rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
     seen = evidence(tree, logits, controls=controls)
     relaxable = np.asarray(rows.guarded(seen))
@@ -221,53 +192,41 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
     keys, tree, logits, controls = chain_case(seed=8, temperature=0.0)
     tree = tree.replace(draft_logits=jnp.zeros_like(logits))
     mixed = controls.replace(temperature=controls.temperature.at[::2].set(1.0))
-    expected = jitted(mars())(keys, tree, logits, controls)
-    run = jitted(mars(base=base))
+    expected = compiled(mars())(keys, tree, logits, controls)
+    run = compiled(mars(base=base))
     rule_oracles.same_verdict(run(keys, tree, logits, controls), expected)
     odd = lambda x: x[1::2]  # noqa: E731
     rule_oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
     assert np.any(expected.relaxed)
 
 
-@pytest.mark.parametrize("block", slow_but([False, True], True))
-def test_behind_a_relaxed_token_rejection_starts_afresh(block):
+@pytest.mark.slow
+def test_behind_a_relaxed_token_rejection_starts_afresh():
     """The first token is relaxed or accepted in every row; later margins are negative and strict.
 
-    So the rest is the target's own continuation of the drafted token: exactly with token-wise rejection, and nearly so
-    with blocks. A block's stop depends on the tokens drafted after it, which given that stop are not samples of q.
+    So the rest is the target's own continuation of the drafted token. By blocks it is so only nearly: where a block
+    stops depends on the tokens drafted after it, which given that stop are not samples of q.
     """
-    vocab, rows, first = 4, 20_000, 2
-    rng = np.random.default_rng(0)
+    vocab, rows, first, free = 4, 20_000, 2, (1.0, 0, 1.0, 0.0)
     table = [t - 8 for t in rule_oracles.tables(31, vocab, 4)]
     table[0] = np.asarray([-5, 2.1, 2.0, -5], np.float32)
-    q_table = rule_oracles.tables(32, vocab, 3)
-    drafted = np.full((rows, 1), first)
-    seen = [np.tile(np.where(np.arange(vocab) == first, 0, -np.inf), (rows, 1))]
-    for _ in range(2):
-        seen.append(rule_oracles.after(q_table, drafted))
-        gumbel = rng.gumbel(size=(rows, vocab))
-        drafted = np.concatenate([drafted, np.argmax(seen[-1] + gumbel, -1)[:, None]], 1)
-    seen.append(np.zeros((rows, vocab)))
-    tokens = np.pad(drafted, ((0, 0), (1, 0)))
+    # The draft's first token is certain, and two follow that are drawn from the true q.
+    controls = rule_oracles.controls_of([free] * rows, theta=0.9)
+    q_table = [np.where(np.arange(vocab) == first, 0, -np.inf).astype(np.float32)]
+    q_table += rule_oracles.tables(32, vocab, 3)[1:]
+    tree, drafted = sampled_chain(rule_oracles.keys_of(0, rows), q_table, controls, rows)
     logits = np.stack([rule_oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
-    tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(np.stack(seen, 1), jnp.float32))
-    controls = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * rows, theta=0.9)
-    verdict = jitted(mars(base=rejection(block=block)))(
+    verdict = compiled(mars(base=rejection()))(
         rule_oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
     )
     relaxed = np.asarray(verdict.relaxed)
     assert not relaxed[:, 1:].any() and 0.3 < relaxed[:, 0].mean() < 0.7
-    out, count = rule_oracles.emitted(tokens, verdict)
+    out, count = rule_oracles.emitted(tree.tokens, verdict)
     assert np.all(out[:, 0] == first) and np.all(count >= 2)
-    p = rule_oracles.processed_tables(table, (1.0, 0, 1.0, 0.0))
+    p = rule_oracles.processed_tables(table, free)
     joint = rule_oracles.sequence_probabilities([x[first] for x in p[1:]])
-    sequences = rule_oracles.complete(rng, out, count, p)[:, 1:]
-    counts = np.bincount(np.ravel_multi_index(tuple(sequences.T), joint.shape), minlength=joint.size)
-    distance = np.abs(counts / rows - joint.ravel()).sum() / 2
-    if block:
-        assert distance < 0.05
-    else:
-        assert rule_oracles.chi_square(sequences[relaxed[:, 0]], joint) > 1e-3
+    sequences = rule_oracles.complete(np.random.default_rng(0), out, count, p)[:, 1:]
+    assert rule_oracles.chi_square(sequences[relaxed[:, 0]], joint) > 1e-3
 
 
 def test_bad_margins_bases_and_thetas_are_refused():
@@ -281,6 +240,26 @@ def test_bad_margins_bases_and_thetas_are_refused():
     assert mars().base == Exact()
 
 
-def test_its_name_holds_margin_and_base():
-    assert mars(margin="gap", theta=1.5).name == "mars(gap)"
-    assert mars(base=rejection()).name == "mars over rejection"
+def test_exact_walks_where_the_sample_of_each_node_leads():
+    """The verdict equals a Python walk over `sample`, with greedy and sampled rows mixed."""
+    tree = random_tree(np.random.default_rng(1))
+    logits = jax.random.normal(jax.random.key(1), (B, N, V))
+    controls = rule_oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])
+    verdict = jax.jit(judge(exact()))(rule_oracles.keys_of(0, B), tree, logits, controls)
+    y = np.asarray(jax.jit(sampling.sample)(rule_oracles.keys_of(0, B), tree.depths, logits, controls))
+    np.testing.assert_array_equal(y[1::2], np.argmax(logits, -1)[1::2])
+    for b in range(B):
+        hits = tree.tokens[b] == y[b, tree.parents[b]]
+        path, count, _ = python_walk(tree.tokens[b], tree.parents[b], hits, [False] * N, 0, tree.max_depth)
+        assert verdict.path[b].tolist() == path and int(verdict.num_accepted[b]) == count
+        assert int(verdict.next_token[b]) == y[b, path[-1]]
+
+
+@pytest.mark.parametrize("rule", [exact(), rejection(), rejection(block=True), mars()], ids=lambda v: v.name)
+def test_a_tree_of_one_node_is_plain_decoding(rule):
+    logits = jax.random.normal(jax.random.key(0), (3, 1, 5))
+    controls = rule_oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
+    tree = trees.chain(jnp.zeros((3, 1), jnp.int32))
+    verdict = jax.jit(judge(rule))(rule_oracles.keys_of(0, 3), tree, logits, controls)
+    assert verdict.path.tolist() == [[0]] * 3 and verdict.relaxed.shape == (3, 0)
+    assert verdict.next_token[::2].tolist() == jnp.argmax(logits[::2, 0], axis=-1).tolist()

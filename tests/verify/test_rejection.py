@@ -35,10 +35,7 @@ def python_rule(block, p, q, drafted):
 
 
 def python_cases(block, p, q, deterministic):
-    """Yield (probability, draft, uniforms, stop node, residual weights) for all drafts and all cells of the uniforms.
-
-    Each uniform is slightly below or slightly above its threshold.
-    """
+    """Yield (probability, draft, uniforms near thresholds, stop node, residual weights) of all cells of all drafts."""
     vocab, depth = p[0].size, len(q)
     for drafted in itertools.product(range(vocab), repeat=depth):
         if deterministic and drafted != (1, 0, 2)[:depth]:
@@ -57,17 +54,14 @@ def python_cases(block, p, q, deterministic):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("vocab", "depth"), [(5, 1), (4, 2), (3, 3)])
 def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(vocab, depth, deterministic):
-    """Sum over every draft, every cell of the uniforms and every emitted token, with the code's emission probabilities.
+    """Sum over drafts, cells of the uniforms and emitted tokens; the target completes the sequences.
 
-    The emitted sequences, completed by the target, must have the target's distribution. The probabilities of the cells
-    are the reference's; the code is run 1e-4 from each threshold on both sides.
+    The probabilities of the cells are the reference's. The code runs 1e-4 from each threshold, on both sides.
     """
     mean_accepted = {}
     for block, seed in itertools.product((False, True), range(2)):
-        p_logits, q_logits = (
-            rule_oracles.tables(seed, vocab, depth + 1),
-            rule_oracles.tables(seed + 50, vocab, depth, 1.0),
-        )
+        p_logits = rule_oracles.tables(seed, vocab, depth + 1)
+        q_logits = rule_oracles.tables(seed + 50, vocab, depth, 1.0)
         p = probabilities(p_logits)
         cases = python_cases(block, p, probabilities(q_logits), deterministic)
         weights, drafted, uniforms, stops, residuals = (np.asarray(x) for x in zip(*cases, strict=True))
@@ -79,13 +73,11 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
         q = np.stack([rule_oracles.after(q_logits, drafted[:, :i]) for i in range(depth)] + unread, 1)
         tokens = jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32)
         tree = trees.chain(tokens, None if deterministic else jnp.asarray(q))
-        stop, emit = stretch(
-            block, tree, jnp.asarray(logits), jnp.asarray(np.pad(uniforms, ((0, 0), (1, 0))), "float32")
-        )
-
+        uniforms = jnp.asarray(np.pad(uniforms, ((0, 0), (1, 0))), "float32")
+        stop, emit = stretch(block, tree, jnp.asarray(logits), uniforms)
         joint, target = np.zeros((vocab,) * (depth + 1)), rule_oracles.sequence_probabilities(p)
         for c in np.flatnonzero(weights > 1e-9):
-            assert stop[c] == stops[c], (drafted[c], uniforms[c])
+            assert stop[c] == stops[c], drafted[c]
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
             prefix = tuple(drafted[c, : stops[c]])
             left = depth - stops[c]  # tokens after the emitted one, which the target draws
@@ -109,11 +101,8 @@ def stretch(block, tree, logits, uniforms):
     return stop, weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-    ("block", "deterministic"),
-    slow_but(itertools.product([False, True], repeat=2), (True, False)),
-)
-def test_rejection_leaves_the_target_distribution(block, deterministic):
+@pytest.mark.parametrize("block", slow_but([False, True], True))
+def test_rejection_leaves_the_target_distribution(block):
     """One batch, with one compilation, has all settings, greedy rows and rows with a padded tail."""
     vocab, rows = 4, 18_000
     choices = [*rule_oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
@@ -123,12 +112,6 @@ def test_rejection_leaves_the_target_distribution(block, deterministic):
     logits = jnp.asarray(np.stack([rule_oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
     padded = np.arange(rows) // 6 % 4 == 0
     tree = tree.replace(tokens=tree.tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tree.tokens[:, 2])))
-    if deterministic:  # one draft for all rows
-        best = np.argmax(p_table[0])
-        drafted = np.tile([[best, np.argmax(p_table[1][best])]], (rows, 1))
-        tokens = tree.tokens.at[:, 1:].set(jnp.asarray(drafted, jnp.int32))
-        tree = trees.chain(tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tokens[:, 2])))
-        logits = jnp.asarray(np.stack([rule_oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
     verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = rule_oracles.emitted(tree.tokens, verdict)

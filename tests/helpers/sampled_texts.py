@@ -1,4 +1,4 @@
-"""Decoding with sampled trees, and the exact distribution of its tokens."""
+"""Sampled completions of three tokens, and the exact law of their tokens."""
 
 import functools
 import itertools
@@ -6,10 +6,8 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.core import decode, fake
-from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from tests.helpers import logits_after, rule_oracles
+from mars_jax.core import fake
+from tests.helpers import decode_all, logits_after, rule_oracles
 
 SMALL_VOCAB, PROMPT = 6, [3, 1, 4]
 TARGET = fake.hash_model(vocab_size=SMALL_VOCAB, agree=0.5)
@@ -31,11 +29,7 @@ def law(model):
 def sampled(drafter, rule, rows=12_000):
     """Return three tokens after the prompt in every row, and the mean tokens per step."""
     prompts = jnp.tile(jnp.asarray([[*PROMPT, 0, 0, 0]], jnp.int32), (rows, 1))
-    made = make_controls(rows, limit=6, temperature=SETTINGS[0], top_k=SETTINGS[1])
-    decoder = decode.speculative_decoder(TARGET, drafter, rule)
-    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
-    state = decode.start(
-        decoder, Params(()), Prompts(prompts, jnp.full((rows,), 3, jnp.int32), made, rule, keys)
-    )
-    state, stats = decode.run(decoder, Params(()), state)
+    lengths = jnp.full((rows,), len(PROMPT), jnp.int32)
+    temperature, top_k, *_ = SETTINGS
+    state, stats = decode_all(TARGET, drafter, rule, prompts, lengths, temperature=temperature, top_k=top_k)
     return np.asarray(state.tokens)[:, 3:], float(stats.emitted.sum() / stats.steps.sum())
