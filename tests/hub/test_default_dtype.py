@@ -206,14 +206,6 @@ def test_settings_that_change_the_forward_are_refused(config, settings, message,
         mj.load(tmp_path / "model")
 
 
-@pytest.mark.parametrize("method", HOW)
-def test_with_dtype_float32_packed_matrices_are_dequantised_exactly(method, tmp_path):
-    meant, _ = write_packed(tmp_path / "packed", method)
-    params = mj.load(tmp_path / "packed", dtype="float32").params
-    for leaf in leaves(CONFIG):
-        np.testing.assert_allclose(get(params, leaf.path), meant[leaf.name], rtol=1e-6, err_msg=leaf.name)
-
-
 @pytest.mark.parametrize("location", ["weight_input", "weight_output"])
 def test_rotations_that_the_weights_contain_are_read(location, tmp_path):
     settings = rotated(location) | {"sparsity_config": {"format": "dense"}}
