@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 
 import jax
@@ -53,11 +52,9 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(transformer, "RING_ROWS", 8)
 
 
-def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=None, attention="auto"):
+def forwards(config, mesh=None, *, bits=None, batch=1, kept=None, **options):
     """Return the outputs of two consecutive chunks, and the number of times rows were sent."""
-    model = language_model(
-        config, cache_dtype=cache_dtype, attention=attention, feature_layers=(0, config.num_layers - 1)
-    )
+    model = language_model(config, feature_layers=(0, config.num_layers - 1), **options)
     if kept is not None:
         model = model.with_layers(kept)
     params = init_params(config, jax.random.key(0), scale=0.2)
@@ -66,20 +63,18 @@ def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=No
     elif mesh is not None:
         params = shardings.place(params, config, mesh)
     tokens = jax.random.randint(jax.random.key(1), (batch, 64), 0, config.vocab_size)
+    starts = [jnp.full((batch,), first, jnp.int32) for first in (0, 32)]
 
     def run(params, tokens, first, cache):
         return model.forward(params, tokens, Visible.causal(first, 32), cache)
 
-    cache, found = model.init_cache(batch, 96), []
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        for first in (0, 32):
-            given = (params, tokens[:, first : first + 32], jnp.full((batch,), first, jnp.int32), cache)
-            if first == 0:
-                made = jax.jit(run).lower(*given).compile()
-            out = made(*given)
-            cache = out.cache
-            found.append((out.hidden, out.features))
-    return (found, cache), made.as_text().count(" collective-permute")
+    cache = model.init_cache(batch, 96)
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(params, tokens[:, :32], starts[0], cache).compile()
+        first = program(params, tokens[:, :32], starts[0], cache)
+        second = program(params, tokens[:, 32:], starts[1], first.cache)
+    outputs = [(out.hidden, out.features) for out in (first, second)]
+    return (outputs, second.cache), program.as_text().count(" collective-permute")
 
 
 def quantized(config, params, bits):
@@ -137,7 +132,6 @@ def test_other_meshes_and_layers_do_without(more, axes):
 @pytest.mark.usefixtures("elsewhere")
 def test_a_text_goes_on_from_a_prompt_that_went_around(monkeypatch):
     """Use a head that reads its target's layers, through the same entry point as the command."""
-
     mesh, sent = shardings.parse_mesh("model=2"), []
     passed = ring._passed
     monkeypatch.setattr(ring, "_passed", lambda *given: sent.append(1) or passed(*given))
