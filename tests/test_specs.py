@@ -83,17 +83,12 @@ def test_margins_are_those_of_the_kernels():
     [
         ("mars", "theta", 1.0, {}),
         ("mars", "theta", math.inf, {}),
-        ("mars", "theta", 7.5, {"margin": "gap"}),
         ("mars", "theta", np.float32([0.5, 0.9]), {}),
         ("mars", "theta", jnp.asarray([2.0, math.inf]), {"margin": "gap"}),
-        ("mars", "max_relaxed_run", 0, {}),
-        ("mars", "max_relaxed_run", specs.UNLIMITED_RUN, {}),
-        ("mars", "max_relaxed_run", np.asarray([0, 3]), {}),
+        ("mars", "max_relaxed_run", np.asarray([0, specs.UNLIMITED_RUN]), {}),
         ("mars", "max_relaxed_run", 2.0, {}),
         ("mars", "block", True, {"base": "rejection"}),
-        ("learned", "theta", 0.2, {}),
         ("simulated", "tau", 1, {}),
-        ("rejection", "block", True, {}),
     ],
 )
 def test_a_value_in_range_passes(rule, name, value, chosen):
@@ -104,7 +99,6 @@ def test_a_value_in_range_passes(rule, name, value, chosen):
     ("rule", "name", "value", "chosen", "expected"),
     [
         ("mars", "theta", 0.0, {}, "theta is 0: expected a number above 0 and at most 1 for the margin ratio, or inf"),
-        ("mars", "theta", 1.5, {}, "theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
         ("mars", "theta", math.nan, {"margin": "gap"}, "theta is nan: expected a number above 0 for the margin gap"),
         ("mars", "theta", np.asarray([0.5, 1.5]), {}, "theta is 1.5"),
         ("mars", "theta", jnp.asarray([[0.5], [0.0]]), {}, "theta is 0"),
@@ -118,7 +112,6 @@ def test_a_value_in_range_passes(rule, name, value, chosen):
         ("mars", "theta", 0.9, {"margin": "wide"}, "margin is 'wide': expected one of ratio, gap"),
         ("mars", "tau", 2.0, {}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run"),
         ("exact", "theta", 0.9, {}, "the rule exact has no setting 'theta': it has none"),
-        ("learned", "theta", 1.5, {}, "theta is 1.5: expected a probability"),
         ("simulated", "tau", 0.5, {}, "tau is 0.5: expected a number of at least 1"),
         ("marz", "theta", 0.9, {}, "there is no rule 'marz' (did you mean mars?): choose one of exact"),
     ],
@@ -153,11 +146,9 @@ def test_tables_are_json():
     rows = [row.as_json() for row in (*specs.RULES.values(), *specs.DRAFTERS.values())]
     again = json.loads(json.dumps(rows, allow_nan=False))
     theta = next(s for s in again[2]["settings"] if s["name"] == "theta")
-    assert theta["range_by"]["setting"] == "margin" and theta["range_by"]["gap"]["inf_included"]
-    assert theta["range_by"]["ratio"] == {
-        "expected": "a number above 0 and at most 1 for the margin ratio, or inf, which is strict",
-        "low": 0, "high": 1, "low_included": False, "inf_included": True,
-    }  # fmt: skip
+    ranges = theta["range_by"]
+    assert ranges["setting"] == "margin" and ranges["gap"]["inf_included"]
+    assert (ranges["ratio"]["low"], ranges["ratio"]["high"], ranges["ratio"]["low_included"]) == (0, 1, False)
 
 
 def test_texts_and_json_become_values():
@@ -174,16 +165,13 @@ def test_texts_and_json_become_values():
     assert "max_relaxed_run is 2.0" in message(run.from_json, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [("none", ("none", "")), ("model:a/b", ("model", "a/b")), ("eagle:C:/heads", ("eagle", "C:/heads"))],
-)
-def test_drafts_are_named_by_kind_and_path(spec, expected):
-    assert specs.parse_draft(spec) == expected
-    assert specs.parse_draft(spec).row.name == expected[0]
+@pytest.mark.parametrize(("kind", "path"), [("none", ""), ("model", "a/b"), ("eagle", "C:/heads")])
+def test_drafts_are_named_by_kind_and_path(kind, path):
+    draft = specs.parse_draft(f"{kind}:{path}".removesuffix(":"))
+    assert draft == (kind, path) and draft.row.name == kind
 
 
-@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "none:x", "Model:x"])
+@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "Model:x"])
 def test_other_drafts_are_refused(spec):
     suggestion = {"eagel:x": " (did you mean eagle?)", "Model:x": " (did you mean model?)"}.get(spec, "")
     expected = f"--draft is {spec}{suggestion}: expected {specs.draft_words()}."
@@ -233,13 +221,13 @@ def test_every_draft_is_known_and_has_its_test_and_its_figure():
 
 def test_the_page_of_heads_is_the_table():
     page = (ROOT / "docs" / "heads.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (yes|alike) \|$", page, re.MULTILINE)
-    expected = []
-    for pair in models.pairs():
-        head = pair.draft.partition(":")[2]
-        if head not in models.MODELS and pair.loads != "runs":
-            expected.append((models.MODELS[pair.target].repository, head, pair.layout, pair.loads))
-    assert sorted(told) == sorted(expected)
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (yes|alike) \|$", page, re.MULTILINE)
+    expected = [
+        (models.MODELS[pair.target].repository, pair.draft.partition(":")[2], pair.layout, pair.loads)
+        for pair in models.pairs()
+        if pair.draft.partition(":")[2] not in models.MODELS and pair.loads != "runs"
+    ]
+    assert sorted(rows) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +240,6 @@ def test_the_page_of_heads_is_the_table():
         ("~/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "qwen3-8b"),
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b"),
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2"),
         ("tiny/target", "tiny/target"),
         ("Qwen/Qwen3-8B-Base", None),
         ("/data/qwen3-80b.gguf", None),
