@@ -239,7 +239,6 @@ ARGUMENTS = {
 }
 ACCEPTED = {
     "make_requests.seed": {"a number"},
-    "make_requests.top_k": {"a number"},
     "make_requests.max_new_tokens": {"a number"},
     "make_requests.top_p": {"half"},
     "make_requests.strict": {"a bool"},
@@ -248,25 +247,19 @@ ACCEPTED = {
     "make_requests.stop_strings": {"text", "a list", "an empty list"},
     "make_requests.logit_bias": {"None", "an empty dict"},
     "make_requests.prompts": {"text", "a list"},
-    "make_requests.prompts of one": {"text"},
     "make_requests.content": {*TEXT, "an empty list"},
     "make_requests.system": {"None", *TEXT},
     "make_requests.template_args": {"None", "a dict", "an empty dict"},
     "make_requests.chat": {"a bool"},
     "Pretrained.encode": {"text"},
     "Pretrained.decode": {"an empty list"},
-    "Pretrained.decode of one": {"a number"},
     "Session.batch_size": {"None", "a number"},
     "Session.verify": {"None"},
     "Session.drafter": set(),
-    "Chat.messages": {"an empty list"},
     "Chat.stream": {*TEXT, "an empty list"},
     "make_controls.stop_tokens": {"an empty list", "a list of -1"},
-    "make_controls.strict": {"a bool"},
-    "make_controls.limit": {"a number"},
     "keys_from_seeds": set(),
     "speculative_decoder.prefill_chunk": {"None", "a number", "above 32 bits", "a large number"},
-    "drafters.load.num_draft_tokens": {"None", "a number"},
     "load.dtype": {"None"},
 }
 """Valid values of an argument, if they are few enough to list."""

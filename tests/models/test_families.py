@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -145,22 +143,3 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 16)
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
     np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, 16))
-
-
-@pytest.mark.parametrize(
-    "old",
-    [
-        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **TRAINED, **BANDS}},
-        {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-        {"rope_theta": 500.0, "rope_scaling": None},
-    ],
-)
-def test_configs_from_before_transformers_5_mean_the_same(old, tmp_path):
-    """Put `rope_theta` and `rope_scaling` at the top level, and the dtype in `torch_dtype`."""
-    saved(transformers_config("Llama", BASE), tmp_path)
-    data = json.loads((tmp_path / "config.json").read_text())
-    data = {key: value for key, value in data.items() if key not in ("rope_parameters", "dtype")}
-    (tmp_path / "config.json").write_text(json.dumps(data | old | {"torch_dtype": "float32"}))
-    logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), PROMPTS, 1)
-    assert_close(logits, transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path), PROMPTS))

@@ -164,8 +164,3 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused_where_it_would_run():
     with pytest.raises(MarsError, match=r'3 heads of bfloat16 .* Or load the model with attention="xla"'):
         traced.lower(lowering_platforms=("tpu",))
     assert jnp.isfinite(model.forward(*operands).hidden).all()  # elsewhere XLA's form runs, on any cache
-
-
-def test_an_unknown_attention_is_refused():
-    with pytest.raises(MarsError, match="attention is 'flash': expected one of auto, xla, pallas, interpret"):
-        language_model(CONFIG, attention="flash")
