@@ -63,17 +63,6 @@ def test_a_tensor_under_two_names_is_refused(saved):
             call(saved)
 
 
-def test_a_tensor_in_two_files_is_refused_if_the_index_names_neither(saved):
-    first, second = shard(saved, "safetensors")
-    both = load_file(saved / second) | {"lm_head.weight": 2 * load_file(saved / first)["lm_head.weight"]}
-    save_file(both, saved / second)
-    index = saved / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    del weight_map["lm_head.weight"]
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    assert "1 are there twice" in (text := message(hub.load, saved)) and "lm_head.weight in two files" in text
-
-
 def test_medusa_heads_under_two_names_are_refused(tmp_path):
     config = MedusaConfig(num_heads=1, num_layers=1, hidden_size=16, vocab_size=17)
     path = save_medusa(tmp_path / "heads", config, medusa_layers.init_params(config, jax.random.key(0)))
