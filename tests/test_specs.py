@@ -130,15 +130,13 @@ def test_traced_values_are_not_checked():
 
 
 def test_settled_settings_are_whole():
-    assert specs.rule("mars").settle({"margin": "gap", "theta": 1.5}) == {
-        "base": "exact", "margin": "gap", "theta": 1.5, "max_relaxed_run": specs.UNLIMITED_RUN,
-        "exact_prefix": 0,
-    }  # fmt: skip
+    chosen = {"margin": "gap", "theta": 1.5}
+    defaults = {"base": "exact", "max_relaxed_run": specs.UNLIMITED_RUN, "exact_prefix": 0}
+    assert specs.rule("mars").settle(chosen) == chosen | defaults
     assert specs.rule("mars").settle({"base": "rejection", "block": True})["block"] is True
     assert specs.rule("exact").settle({}) == {}
-    assert message(specs.rule("simulated").settle, {}) == (
-        "the rule simulated needs a tau: give a number of at least 1, the token that every step gives."
-    )
+    text = message(specs.rule("simulated").settle, {})
+    assert text.startswith("the rule simulated needs a tau: give a number of at least 1, ")
     assert "no setting 'block'" in message(specs.rule("mars").settle, {"block": True})
 
 

@@ -172,20 +172,21 @@ def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
     assert beside.tokenizer.chat_template is None
 
 
-@pytest.mark.parametrize("size", [0, 3, 100, -100])
-def test_a_truncated_file_is_named(tmp_path, size):
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        *((lambda data, size=size: data[:size], "truncated, corrupt or no GGUF") for size in (0, 100, -100)),
+        # A count at which the reader of the package gguf would continue past the end of the file.
+        (
+            lambda data: data[:8] + (2**60).to_bytes(8, "little") + data[16:],
+            r"no GGUF file \(it ends before what its header announces",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, damage, sentence):
     path = write(tmp_path / "model.gguf", "llama")
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(MarsError, match="truncated, corrupt or no GGUF"):
-        mj.load(str(path))
-
-
-def test_a_count_beyond_the_end_of_the_file_is_refused(tmp_path):
-    """The reader of the package gguf would continue past the end of the file."""
-    path = write(tmp_path / "model.gguf", "llama")
-    data = path.read_bytes()
-    path.write_bytes(data[:8] + (2**60).to_bytes(8, "little") + data[16:])
-    with pytest.raises(MarsError, match=r"no GGUF file \(it ends before what its header announces"):
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(MarsError, match=sentence):
         mj.load(str(path))
 
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 import mars_jax as mj
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.save import save
+from tests.helpers.checkpoint_files import message
 from tests.helpers.scaled_files import CONFIG, HOW, torch, torch_file, write
 
 
@@ -37,10 +38,8 @@ def changed(folder, **config):
 )
 def test_scales_that_do_not_fit_are_refused(config, tmp_path):
     write(tmp_path / "scaled", "blocks")
-    with pytest.raises(
-        MarsError, match=r"scales \[2, 4\] of model.layers.0.mlp.down_proj.weight, \[64, 96\], are read"
-    ):
-        mj.load(changed(tmp_path / "scaled", **config))
+    text = message(mj.load, changed(tmp_path / "scaled", **config))
+    assert "scales [2, 4] of model.layers.0.mlp.down_proj.weight, [64, 96], are read" in text
 
 
 def test_a_block_far_larger_than_its_matrix_takes_no_memory(tmp_path):

@@ -19,8 +19,8 @@ from tests.tpu import aot, decode_cases
 PLACES = pytest.mark.parametrize(("generation", "chips"), [("v6e", 1), ("v5e", 4)])
 
 
-@PLACES
 @pytest.mark.slow
+@PLACES
 def test_the_autoregressive_loop_of_two_layers_compiles(generation, chips):
     report = decode_cases.compile_step(decode_cases.CASES[0], generation, chips, layers=2)
     assert report["hbm_share"] < 1
