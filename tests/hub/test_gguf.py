@@ -176,7 +176,7 @@ def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
     ("damage", "sentence"),
     [
         *((lambda data, size=size: data[:size], "truncated, corrupt or no GGUF") for size in (0, 100, -100)),
-        # A count at which the reader of the package gguf would continue past the end of the file.
+        # A count beyond the end of the file, past which the reader of the package gguf would continue.
         (
             lambda data: data[:8] + (2**60).to_bytes(8, "little") + data[16:],
             r"no GGUF file \(it ends before what its header announces",

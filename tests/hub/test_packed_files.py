@@ -21,8 +21,6 @@ from mars_jax.models.quantize import Int4
 from tests.helpers.checkpoint_files import message
 from tests.helpers.packed_files import HOW
 
-METHODS = ("awq", "gptq", "compressed-tensors")
-
 
 def on_disk(array):
     return Tensor(array.shape, lambda first, last: array[first:last] if array.ndim else array)
@@ -40,7 +38,7 @@ def read(pieces, method, **how):
     return made["model.up.weight"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HOW)
 def test_the_weights_are_those_that_the_packages_mean(method):
     pieces, weight = by_others(method)
     tensor = read(pieces, method)
@@ -49,19 +47,6 @@ def test_the_weights_are_those_that_the_packages_mean(method):
     np.testing.assert_array_equal(tensor.rows(5, 9), weight[5:9])
     kept = Int4(*map(jnp.asarray, tensor.blocks(0, 32)), dtype=jnp.dtype("float32"))
     np.testing.assert_allclose(kept.astype("float32"), weight, rtol=1e-6, atol=1e-7)
-
-
-def test_groups_that_are_no_neighbours_are_dequantised():
-    pieces, weight = by_others("gptq")
-    order = np.random.default_rng(0).permutation(64)
-    group = (np.arange(64) // 32)[order].astype(np.int32)
-    plain = read(pieces, "gptq")
-    tensor = read(pieces | {"model.up.g_idx": on_disk(group)}, "gptq")
-    assert tensor.blocks is None and tensor.group is None
-    # Weights of inputs that stay in their group do not change.
-    same = group == np.arange(64) // 32
-    np.testing.assert_array_equal(tensor.read()[:, same], weight[:, same])
-    assert not np.array_equal(tensor.read(), plain.read())
 
 
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
@@ -88,7 +73,7 @@ def test_other_forms_are_refused(tmp_path, change):
         packing(tmp_path)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", HOW)
 def test_pieces_of_no_one_matrix_are_refused(method):
     """Cut, empty or flatten each piece. The error is raised when the piece is found or when it is read."""
     pieces, weight = by_others(method)

@@ -86,8 +86,7 @@ def config_json(head: Head, wide: int, vocab: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_of_the_page_fits_its_target(name):
-    head = HEADS[name]
-    target = CONFIGS[head.target]
+    head, target = HEADS[name], CONFIGS[HEADS[name].target]
     wide, vocab = target.hidden_size, target.vocab_size
     held = {canonical(key): shape for key, shape in shapes(head, wide, vocab).items()}
     config = from_head_json(config_json(head, wide, vocab), held, target)
