@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import mars_jax as mj
 from mars_jax import hub
@@ -21,28 +20,6 @@ SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4,
     "head_dim": 16,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_pieces_come_in_the_order_of_their_starts_and_sums_go_back_to_their_rows(size):
-    mesh = jax.make_mesh((size,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jnp.arange(size * 6 * 2, dtype=jnp.float32).reshape(1, size * 6, 2)
-
-    def local(x):
-        pieces = ring.around(("model",), x)
-        begins = jnp.stack([jnp.stack(two) for two in ring.starts(("model",), 6)])
-        mine = (1 + jax.lax.axis_index("model")).astype(jnp.float32)
-        parts = [lambda piece=piece: piece * mine for piece in pieces]
-        return jnp.stack(pieces)[None], begins[None], ring.summed(("model",), parts)
-
-    by_rows = P(None, "model")
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=by_rows, out_specs=(P("model"), P("model"), by_rows))
-    pieces, begins, total = jax.jit(mapped)(x)
-    for device in range(size):
-        for piece, two in zip(pieces[device], begins[device], strict=True):
-            wanted = [x[0, int(at) : int(at) + 3] for at in two]
-            np.testing.assert_array_equal(piece[0], np.concatenate(wanted))
-    np.testing.assert_array_equal(total, x * sum(range(1, size + 1)))
 
 
 @pytest.fixture
@@ -91,21 +68,22 @@ GEMMA = {
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
-    ("more", "options"),
+    ("more", "options", "devices"),
     [
-        ({}, {}),
-        (GEMMA, {"batch": 2}),
-        pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, marks=pytest.mark.slow),
-        ({"family": "qwen2", "qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}),
-        ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}),
-        ({}, {"kept": ((True, False), (False, True))}),
+        ({}, {}, 2),
+        ({}, {}, 4),
+        (GEMMA, {"batch": 2}, 2),
+        pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, 2, marks=pytest.mark.slow),
+        ({"family": "qwen2", "qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}, 2),
+        ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2),
+        ({}, {"kept": ((True, False), (False, True))}, 2),
     ],
-    ids=["plain", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
+    ids=["plain", "four devices", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
 )
-def test_a_chunk_is_that_of_one_device(more, options):
+def test_a_chunk_is_that_of_one_device(more, options, devices):
     config = ModelConfig(**SMALL | more)
     wanted, _ = forwards(config, **options)
-    found, sent = forwards(config, shardings.parse_mesh("model=2"), **options)
+    found, sent = forwards(config, shardings.parse_mesh(f"model={devices}"), **options)
     assert sent > 0
     for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
