@@ -49,13 +49,9 @@ def executed(name, monkeypatch, tmp_path, **settings):
         monkeypatch.setenv("PYTHONPATH", str(COLAB.parent))
     else:
         monkeypatch.delenv("PYTHONPATH", raising=False)
-    notebook = jupytext.read(COLAB / f"{name}.ipynb")
-    nbclient.NotebookClient(
-        notebook,
-        timeout=1200,
-        kernel_name=kernel or "python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()
+    notebook, folder = jupytext.read(COLAB / f"{name}.ipynb"), {"metadata": {"path": str(tmp_path)}}
+    kernel = kernel or "python3"
+    nbclient.NotebookClient(notebook, timeout=1200, kernel_name=kernel, resources=folder).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     said = "".join(output.get("text", "") for output in outputs)
     return said, [output["data"] for output in outputs if "data" in output]
@@ -119,5 +115,4 @@ def test_it_runs_headless_and_draws_its_plots(monkeypatch, tmp_path):
     assert "tau" in said and "####" in said and "theta 0.7" in said
     assert any("#268bd2" in data.get("text/html", "") for data in shown)
     [picture] = [data["image/png"] for data in shown if "image/png" in data]
-    (tmp_path / "plot.png").write_bytes(base64.b64decode(picture))
-    assert (tmp_path / "plot.png").stat().st_size > 20_000
+    assert len(base64.b64decode(picture)) > 20_000

@@ -28,43 +28,33 @@ def test_known_fault():
 """
 
 
-def run(folder, *options, **environment):
-    """Return the exit status and the output of pytest in a folder, with our conftest as a plugin."""
+MODULE = "import pytest\npytest.importorskip('no_such_package')\ndef test(): pass\n"
+LACKS_NOTHING, LACKS_TORCH, LACKS_IT = ({MAY_LACK: package} for package in ("", "torch", "no_such_package"))
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "environment", "status", "reported"),
+    [
+        pytest.param(SUITE, [], {}, 0, "2 skipped, 1 xfailed", marks=pytest.mark.slow),
+        pytest.param(SUITE, [], LACKS_IT, 0, "2 skipped, 1 xfailed", marks=pytest.mark.slow),
+        (SUITE, [], LACKS_TORCH, 1, "1 failed, 1 skipped, 1 xfailed"),
+        pytest.param(MODULE, [], LACKS_NOTHING, 2, "could not import", marks=pytest.mark.slow),
+        pytest.param(MODULE, ["-n", "2"], LACKS_NOTHING, 1, "could not import", marks=pytest.mark.slow),
+    ],
+)
+def test_a_skip_because_of_an_unlisted_package_fails(tmp_path, suite, options, environment, status, reported):
+    """Run pytest in a folder, with our conftest as a plugin."""
+    (tmp_path / "test_it.py").write_text(suite)
     inherited = {name: value for name, value in os.environ.items() if name != MAY_LACK}
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rA"]
     process = subprocess.run(
         [*command, "-o", "markers=slow", *options],
-        cwd=folder,
+        cwd=tmp_path,
         env={**inherited, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
     )
-    return process.returncode, process.stdout + process.stderr
-
-
-@pytest.mark.parametrize(
-    ("environment", "status", "counts"),
-    [
-        pytest.param({}, 0, "2 skipped, 1 xfailed", marks=pytest.mark.slow),
-        pytest.param({MAY_LACK: "no_such_package"}, 0, "2 skipped, 1 xfailed", marks=pytest.mark.slow),
-        ({MAY_LACK: "torch"}, 1, "1 failed, 1 skipped, 1 xfailed"),
-    ],
-)
-def test_a_skip_because_of_an_unlisted_package_fails(tmp_path, environment, status, counts):
-    (tmp_path / "test_it.py").write_text(SUITE)
-    returned, output = run(tmp_path, **environment)
-    assert returned == status and counts in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_module_that_skips_because_of_an_unlisted_package_fails(tmp_path, workers):
-    module = "import pytest\npytest.importorskip('no_such_package')\ndef test(): pass\n"
-    (tmp_path / "test_it.py").write_text(module)
-    (tmp_path / "test_other.py").write_text("def test(): pass\n")
-    status, output = run(tmp_path, "-n", workers, **{MAY_LACK: ""})
-    assert status != 0 and "could not import 'no_such_package'" in output
-    assert run(tmp_path, "-n", workers, **{MAY_LACK: "no_such_package"})[0] == 0
+    assert process.returncode == status and reported in process.stdout + process.stderr
 
 
 def test_every_reason_for_a_missing_package_is_recognized():
@@ -76,10 +66,6 @@ def test_every_reason_for_a_missing_package_is_recognized():
                     assert keyword.arg != "reason" or MISSING_PACKAGE.search(ast.unparse(keyword.value)), path
 
 
-def test_every_test_has_a_time_limit(request):
-    assert request.node.get_closest_marker("timeout").args == (180,)
-
-
-@pytest.mark.slow
-def test_every_slow_test_has_a_longer_time_limit(request):
-    assert request.node.get_closest_marker("timeout").args == (900,)
+@pytest.mark.parametrize("seconds", [180, pytest.param(900, marks=pytest.mark.slow)])
+def test_every_test_has_a_time_limit(request, seconds):
+    assert request.node.get_closest_marker("timeout").args == (seconds,)

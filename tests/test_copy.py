@@ -67,11 +67,7 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 
 @functools.lru_cache
 def repeat(num_draft_tokens: int = 4) -> Drafter:
-    """Draft the last token so many times.
-
-    >>> repeat(3).num_nodes
-    4
-    """
+    """Draft the last token `num_draft_tokens` times."""
 
     def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
         return chain(jnp.repeat(last_token(given), num_draft_tokens + 1, axis=1)), state
@@ -87,7 +83,7 @@ def repeat(num_draft_tokens: int = 4) -> Drafter:
 
 
 def load_repeat(asked: Asked) -> LoadedDrafter:
-    """`repeat` of the length that is asked for."""
+    """Load `repeat` with the requested length."""
     return LoadedDrafter(repeat(asked.chain), (), resized=repeat)
 '''
 DRAFTER_ROW = """    DraftRow(
@@ -103,7 +99,7 @@ DRAFTER_ROW = """    DraftRow(
 def insert(path: Path, text: str, *, before: str) -> None:
     """Insert a text before the first line that begins with `before`."""
     source = path.read_text()
-    assert source.count(before) >= 1, path
+    assert before in source, path
     path.write_text(source.replace(before, text + before, 1))
 
 
@@ -123,11 +119,10 @@ def copy(tmp_path_factory):
 
 def run(copy: Path, *arguments: str) -> str:
     """Run a program of the copy and return its output; fail if the program fails."""
-    environment = os.environ | {"PYTHONPATH": str(copy)}
-    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True
-    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment["PYTHONPATH"] = str(copy)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -136,18 +131,8 @@ def run(copy: Path, *arguments: str) -> str:
 def test_the_command_line_has_both(copy):
     rules = json.loads(run(copy, "-m", "mars_jax.generate", "--list-rules", "--json"))
     assert "within" in [row["name"] for row in rules]
-    flags = [
-        "--draft",
-        "repeat",
-        "--verify",
-        "within",
-        "--rule-option",
-        "nats=1.0",
-        "--json",
-        "--max-new-tokens",
-        "8",
-    ]
-    output = run(copy, "-m", "mars_jax.generate", *flags, "the sea")
+    flags = "--draft repeat --verify within --rule-option nats=1.0 --json --max-new-tokens 8"
+    output = run(copy, "-m", "mars_jax.generate", *flags.split(), "the sea")
     [row] = [json.loads(line) for line in output.splitlines()]
     assert len(row["tokens"]) == 8 and row["run"]["draft"] == "repeat"
 

@@ -34,8 +34,6 @@ LONG = (
 """Modules whose examples decode; other tests cover the content of these examples."""
 
 
-ROOMS = ("mars_jax", "kernels_pallas")
-"""Packages whose docstrings are checked against `OPENINGS` and `WORDS`."""
 OPENINGS = {"Of", "What", "Whether", "How", "Where", "As"}
 """First words of a fragment. A docstring begins with a verb or a noun."""
 WORDS = re.compile(r"\b(nobody|somebody|whoever|lest)\b", re.IGNORECASE)
@@ -46,22 +44,17 @@ ROOT = Path(__file__).parents[1]
 def docstrings(tree):
     """Yield the line and the text of every docstring of a module, including those of constants and fields."""
     for node in ast.walk(tree):
-        body = getattr(node, "body", [])
-        for statement in body if isinstance(body, list) else []:
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield statement.lineno, text
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_docstrings_begin_with_a_verb_or_a_noun(room):
-    files = sorted((ROOT / room).rglob("*.py"))
-    assert files
+@pytest.mark.parametrize("package", ["mars_jax", "kernels_pallas"])
+def test_docstrings_begin_with_a_verb_or_a_noun(package):
     wrong = []
-    for file in files:
+    for file in sorted((ROOT / package).rglob("*.py")):
         for line, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
-            first = re.match(r"\W*(\w*)", text)
-            if first[1] in OPENINGS or WORDS.search(text):
+            if re.match(r"\W*(\w*)", text)[1] in OPENINGS or WORDS.search(text):
                 wrong.append(f"{file.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}")
     assert not wrong
 
@@ -77,13 +70,10 @@ def test_public_functions_and_classes_are_documented():
     for name in MODULES:
         module = importlib.import_module(name)
         for attribute, value in vars(module).items():
-            ours = inspect.isfunction(value) or inspect.isclass(value)
-            if (
-                ours
-                and not attribute.startswith("_")
-                and value.__module__ == name
-                and not inspect.getdoc(value)
-            ):
+            documentable = inspect.isfunction(value) or inspect.isclass(value)
+            if not documentable or attribute.startswith("_") or value.__module__ != name:
+                continue
+            if not inspect.getdoc(value):
                 bare.append(f"{name}.{attribute}")
     assert not bare
 

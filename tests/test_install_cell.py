@@ -39,11 +39,7 @@ def installed(monkeypatch, tmp_path):
     [
         ("", ["mars_jax-1.0-py3-none-any.whl"], "mars_jax-1.0-py3-none-any.whl["),
         ("mine.whl", ["mine.whl"], "mine.whl["),
-        (
-            "git+https://host/owner/mars-jax",
-            [],
-            r"mars-jax\[train,evaluate[^]]*\] @ git\+https://host/owner/mars-jax$",
-        ),
+        ("git+https://host/mars-jax", [], r"mars-jax\[train,evaluate[^]]*\] @ git\+https://host/mars-jax$"),
     ],
 )
 def test_it_installs_the_wheel_or_the_address(installed, source, files, address):
@@ -52,9 +48,7 @@ def test_it_installs_the_wheel_or_the_address(installed, source, files, address)
     assert target.startswith(address) or re.match(address, target)
 
 
-@pytest.mark.parametrize(
-    "source", ["", "mars-jax", "mars_jax", "mars-jax[evaluate]", "missing.whl", "folder"]
-)
+@pytest.mark.parametrize("source", ["", "mars-jax", "mars-jax[evaluate]", "missing.whl", "folder"])
 def test_without_either_it_prints_one_sentence_and_installs_nothing(installed, source, capsys):
     assert installed(source) == []
     sentence = "Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.\n"
@@ -63,10 +57,7 @@ def test_without_either_it_prints_one_sentence_and_installs_nothing(installed, s
 
 def test_no_message_installs_this_package_by_its_name():
     """Another project may own the name in a registry."""
-    for path in [
-        *COLAB.parent.glob("*.md"),
-        *(COLAB.parent / "docs").glob("*.md"),
-        *(COLAB.parent / "mars_jax").rglob("*.py"),
-    ]:
+    root = COLAB.parent
+    for path in [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("mars_jax/**/*.py")]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pip install (?:-\S+ )*['\"]?mars[-_]jax(?!-)", text), path

@@ -62,11 +62,10 @@ def path_arguments():
     """Return (command, argument, form of its value) for every argument that may hold a path."""
     cases = []
     for name in commands.COMMANDS:
-        parser = commands.parser_of(name)
-        kinds = (
-            {} if parser is None else {name: parser, **{f"{name} {k}": p for k, p in parser.kinds().items()}}
-        )
-        for words, one in kinds.items():
+        if (parser := commands.parser_of(name)) is None:
+            continue
+        kinds = {f"{name} {kind}": one for kind, one in parser.kinds().items()}
+        for words, one in {name: parser, **kinds}.items():
             for action in one._actions:
                 argument = [action.dest, *action.option_strings][-1]
                 for form in FORMS.get(argument, FORMS.get(str(action.metavar), [])):
@@ -129,14 +128,12 @@ def python_calls():
         "contrib.save": lambda path: contrib.save(path, {"inner": np.zeros((2, 2), np.float32)}),
         "constraints.json_schema": constraints.json_schema,
     }
-    for name, row in specs.DRAFTERS.items():
-        if row.path:
-            calls[f"drafters.load of {name}"] = lambda path, name=name: mj.drafters.load(
-                f"{name}:{path}", target
-            )
-    for name, row in rules().items():
-        if "weights" in row.needs:
-            calls[f"verify.load of {name}"] = lambda path, name=name: mj.verify.load(f"{name}:{path}", target)
+    drafts = [name for name, row in specs.DRAFTERS.items() if row.path]
+    weighted = [name for name, rule in rules().items() if "weights" in rule.needs]
+    for name in drafts:
+        calls[f"drafters.{name}"] = lambda path, name=name: mj.drafters.load(f"{name}:{path}", target)
+    for name in weighted:
+        calls[f"verify.{name}"] = lambda path, name=name: mj.verify.load(f"{name}:{path}", target)
     calls["verify.load of a file"] = lambda path: mj.verify.load(f"{path}.py:rule", target)
     return calls
 
@@ -215,22 +212,18 @@ def many_files(path):
         return read_prompts(str(path), choose("exact", {}))
 
 
+SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+
+
 def head_of(**fields):
-    data = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "vocab_size": 17,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-    }
-    data |= {"num_hidden_layers": 1, "num_attention_heads": 2, "draft_vocab_size": 9} | fields
+    data = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9, **SMALL} | fields
     shapes = {"layers.0.hidden_norm.weight": (16,)}
-    config = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=9, num_heads=2)
+    config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=9, num_heads=2)
     return from_head_json(data, shapes, config)
 
 
 def config_of(**fields):
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    return from_json({"model_type": "qwen3_moe", "num_attention_heads": 2, **sizes} | fields)
+    return from_json({"model_type": "qwen3_moe", "num_hidden_layers": 1, **SMALL} | fields)
 
 
 def long_token(path):
@@ -238,16 +231,22 @@ def long_token(path):
     return gguf_tokenizer(GGUFFile(path, values, {}))
 
 
-def gguf_header(path, content):
+def gguf_header(path):
     with path.open("wb") as file:
-        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + content)
+        file.write(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 39))
         file.truncate(1 << 40)
     return read_gguf(path)
 
 
-def safetensors_header(path):
+def config_alone(path):
+    """Create a checkpoint that has only a config, and return the name of an index in it."""
     path.mkdir()
     shutil.copy(TARGET / "config.json", path)
+    return path / "model.safetensors.index.json"
+
+
+def safetensors_header(path):
+    config_alone(path)
     with (path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", limits.JSON_BYTES + 1))
         file.truncate(1 << 30)
@@ -255,96 +254,67 @@ def safetensors_header(path):
 
 
 def many_shards(path):
-    path.mkdir()
-    shutil.copy(TARGET / "config.json", path)
     names = {f"{i}": f"{i}.safetensors" for i in range(limits.SHARDS + 1)}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    config_alone(path).write_text(json.dumps({"weight_map": names}))
     return hub.load(path)
 
 
-MODEL = fake.hash_model(vocab_size=11)
-HUGE = 10**9
-
-
 def large_index(path):
-    path.mkdir()
-    shutil.copy(TARGET / "config.json", path)
-    text = "{" + " " * limits.JSON_BYTES + '"weight_map": {"model.norm.weight": "absent"}}'
-    index = path / "model.safetensors.index.json"
-    index.write_text(text)
+    index = config_alone(path)
+    index.write_text("{" + " " * limits.JSON_BYTES + '"weight_map": {"model.norm.weight": "absent"}}')
     with pytest.raises(MarsError, match="lacks absent, which"):
         hub.load(path)
     os.truncate(index, limits.INDEX_BYTES + 1)
     return hub.load(path)
 
 
+def generate(**options):
+    return mj.generate(mj.load("tiny/target"), "none", ["a"], **options)
+
+
+MODEL = fake.hash_model(vocab_size=11)
+HUGE = 10**9
+WHOLE = "is 1000000000: expected a whole number from"
+
+
+AT_MOST = "is 1,000,000,000: expected at most"
 SIZES = {
     "the index of a checkpoint": (large_index, "it has 25,165,825 bytes, and at most 25,165,824 are read"),
     "a line of a prompts file": (endless_line, "line 1: it has more than 16,777,216 bytes"),
     "a prompt": (long_prompt, "line 1: the prompt has 8,388,609 bytes: expected at most 8,388,608"),
     "a folder of prompts": (many_files, "holds more than 20 files: name a file"),
-    "layers of a config": (
-        lambda path: config_of(num_hidden_layers=HUGE),
-        "num_layers is 1,000,000,000: expected at most 1,024",
-    ),
-    "experts of a config": (
-        lambda path: config_of(num_experts=HUGE),
-        "num_layers times num_experts is 1,000,000,000: expected at most 65,536",
-    ),
+    "layers of a config": (lambda path: config_of(num_hidden_layers=HUGE), f"num_layers {AT_MOST} 1,024"),
+    "experts": (lambda path: config_of(num_experts=HUGE), f"num_layers times num_experts {AT_MOST} 65,536"),
     **{
         f"{key} of a config": (
-            lambda path, key=key: config_of(**{key: 10**12}),
-            f"{name} is 1,000,000,000,000: expected at most {most:,}",
+            lambda path, key=key: config_of(**{key: HUGE}),
+            f"{name} {AT_MOST} {limits.DIMENSION:,}",
         )
-        for key, name, most in (
-            ("vocab_size", "vocab_size", limits.DIMENSION),
-            ("hidden_size", "hidden_size", limits.DIMENSION),
-            ("intermediate_size", "intermediate_size", limits.DIMENSION),
-            ("num_attention_heads", "num_heads", limits.DIMENSION),
-            ("head_dim", "head_dim", limits.DIMENSION),
-            ("moe_intermediate_size", "expert_size", limits.DIMENSION),
-            ("max_position_embeddings", "max_positions", limits.POSITIONS),
+        for key, name in (
+            ("vocab_size", "vocab_size"),
+            ("hidden_size", "hidden_size"),
+            ("intermediate_size", "intermediate_size"),
+            ("num_attention_heads", "num_heads"),
+            ("head_dim", "head_dim"),
+            ("moe_intermediate_size", "expert_size"),
         )
     },
-    "layers of a head": (
-        lambda path: head_of(num_hidden_layers=HUGE),
-        "num_layers is 1,000,000,000: expected at most 1,024",
+    "positions": (
+        lambda path: config_of(max_position_embeddings=10 * HUGE),
+        f"max_positions is 10,000,000,000: expected at most {limits.POSITIONS:,}",
     ),
+    "layers of a head": (lambda path: head_of(num_hidden_layers=HUGE), f"num_layers {AT_MOST} 1,024"),
     "a token of a GGUF file": (long_token, "has a token of 5,000,000 bytes: expected at most 1,024"),
-    "a text of a GGUF file": (
-        lambda path: gguf_header(path, struct.pack("<Q", 1 << 39)),
-        "its header has more than 33,554,432 bytes",
-    ),
-    "the header of a safetensors file": (
-        safetensors_header,
-        "its header has 16,777,217 bytes, and at most 16,777,216",
-    ),
+    "a text of a GGUF file": (gguf_header, "its header has more than 33,554,432 bytes"),
+    "a safetensors file": (safetensors_header, "its header has 16,777,217 bytes, and at most 16,777,216"),
     "the files of an index": (many_shards, "names 10,001 files: expected at most 10,000"),
-    "samples": (
-        lambda path: mj.generate(mj.load("tiny/target"), "none", ["a"], samples=HUGE, temperature=1.0),
-        "samples is 1000000000: expected a whole number from 1 to 65536",
-    ),
-    "batch_size": (
-        lambda path: mj.generate(mj.load("tiny/target"), "none", ["a"], batch_size=HUGE),
-        "batch_size is 1000000000: expected a whole number from 1 to 65536",
-    ),
-    "rows of controls": (
-        lambda path: mj.make_controls(HUGE, limit=8),
-        "batch is 1000000000: expected a whole number from 1 to",
-    ),
-    "max_ngram": (
-        lambda path: mj.drafters.ngram(4, max_ngram=HUGE),
-        "max_ngram is 1000000000: expected a whole number from 1 to 64",
-    ),
+    "samples": (lambda path: generate(samples=HUGE, temperature=1.0), f"samples {WHOLE} 1 to 65536"),
+    "batch_size": (lambda path: generate(batch_size=HUGE), f"batch_size {WHOLE} 1 to 65536"),
+    "rows of controls": (lambda path: mj.make_controls(HUGE, limit=8), f"batch {WHOLE} 1 to"),
+    "max_ngram": (lambda path: mj.drafters.ngram(4, max_ngram=HUGE), f"max_ngram {WHOLE} 1 to 64"),
     "a tree": (lambda path: mj.drafters.language_model(MODEL, tree=(10,) * 9), "more than 1024 nodes"),
-    "a dynamic tree": (
-        lambda path: specs.Dynamic(10, 7, HUGE),
-        "nodes of a dynamic tree is 1000000000: expected a whole number from 2 to 1024",
-    ),
-    "a chain": (
-        lambda path: mj.drafters.ngram(HUGE),
-        "num_draft_tokens is 1000000000: expected a whole number from 1 to 128",
-    ),
+    "a dynamic tree": (lambda path: specs.Dynamic(10, 7, HUGE), f"nodes of a dynamic tree {WHOLE} 2 to 1024"),
+    "a chain": (lambda path: mj.drafters.ngram(HUGE), f"num_draft_tokens {WHOLE} 1 to 128"),
 }
 
 
@@ -392,13 +362,10 @@ print(json.dumps({"seconds": seconds, "peak": int(peak) * 1024}))
 @pytest.mark.parametrize("inputs", ["templates", "sizes"])
 def test_a_refusal_takes_little_time_and_memory(inputs, tmp_path):
     """One process refuses all of them, so its peak bounds the peak of each."""
-    root = str(Path(__file__).parent.parent)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, "-c", MEASURED, inputs]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
-    print(inputs, measured)
     assert measured["peak"] < 1.5e9
     assert {name: time for name, time in measured["seconds"].items() if time > 5} == {}

@@ -20,6 +20,7 @@ from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.hub.tokenizer import read_plain, read_tokenizer
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from tests.helpers.checkpoint_files import message
 
 TEXTS = (
     "Once upon a time",
@@ -43,16 +44,16 @@ def test_the_plain_tokenizer_is_that_of_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("field", "value"),
     [
-        {"add_bos_token": True},
-        {"bos_token": "<new>"},
-        {"tokenizer_class": "LlamaTokenizerFast"},
-        {"bos_token": "Once"},
+        ("add_bos_token", True),
+        ("bos_token", "<new>"),
+        ("tokenizer_class", "LlamaTokenizerFast"),
+        ("bos_token", "Once"),
     ],
 )
-def test_what_only_transformers_heeds_is_left_to_it(checkpoint, fields):
-    edit(checkpoint / "tokenizer_config.json", **fields)
+def test_a_field_that_only_transformers_supports_is_left_to_it(checkpoint, field, value):
+    edit(checkpoint / "tokenizer_config.json", **{field: value})
     assert read_plain(checkpoint) is None
 
 
@@ -66,10 +67,11 @@ def test_a_tokenizer_of_another_library_without_added_tokens_has_stop_tokens(che
 
 @pytest.mark.slow
 def test_a_text_needs_no_transformers():
-    code = (
-        "import sys, mars_jax as mj; t = mj.load(); print(mj.generate(t, 'model:tiny/draft', ['Once upon a time'], "
-        "max_new_tokens=8).completions[0].text, 'transformers' in sys.modules)"
-    )
+    code = """
+import sys, mars_jax as mj
+print(mj.generate(mj.load(), "model:tiny/draft", "Once upon a time", max_new_tokens=8).text)
+print("transformers" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False") and len(done.stdout) > 20
 
@@ -115,20 +117,15 @@ def test_no_code_of_a_checkpoint_runs_and_no_question_is_asked(with_code):
     assert not trace.exists()
     assert done.returncode == 2 and done.stdout == ""
     assert "(auto_map), which is never run" in done.stderr and "[y/N]" not in done.stderr
-    assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .startswith(f"error: no tokenizer could be read from '{checkpoint}'")
-    )
+    assert done.stderr.splitlines()[-1].startswith(f"error: no tokenizer could be read from '{checkpoint}'")
 
 
 def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with_code):
     checkpoint, trace = with_code
     shutil.copy(EMBEDDED / "tokenizer_config.json", checkpoint / "tokenizer_config.json")
     assert hub.outline(str(checkpoint)).encode("hello")
-    edit(
-        checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map={"AutoConfig": "x.Y"}
-    )
+    mapped = {"AutoConfig": "x.Y"}
+    edit(checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map=mapped)
     assert hub.outline(str(checkpoint)).encode("hello")
     assert not trace.exists()
 
@@ -152,12 +149,8 @@ def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what
         lambda: prompt_tokens(sketch, turns, ["hi"], chat=True),
         lambda: mj.serve.requests.make_requests(sketch, ["hello"], chat=True),
     ):
-        with pytest.raises(MarsError) as caught:
-            call()
-        text = str(caught.value)
-        assert (
-            text.startswith(f"the chat template of '{checkpoint}' cannot be applied (") and "\n" not in text
-        )
+        text = message(call)
+        assert text.startswith(f"the chat template of '{checkpoint}' cannot be applied (")
         assert text.endswith("): correct it, or leave --chat out.")
 
 
@@ -165,24 +158,13 @@ def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what
 def test_a_panic_of_tokenizers_is_one_sentence(checkpoint, fields):
     """The post-processor names a special token that does not exist."""
     edit(checkpoint / "tokenizer_config.json", **fields)
-    edit(
-        checkpoint / "tokenizer.json",
-        post_processor={
-            "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": "[X]", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ],
-            "pair": [],
-            "special_tokens": {},
-        },
-    )
+    template = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": template, "pair": [], "special_tokens": {}}
+    edit(checkpoint / "tokenizer.json", post_processor=processor)
     target = hub.outline(str(checkpoint))
     for call in (lambda: target.encode("hi"), lambda: target.encode_many(["hi", "a"])):
-        with pytest.raises(
-            MarsError, match=r"tokenizer of '.*' breaks \(no entry found for key\): it contradicts itself"
-        ):
-            call()
+        text = message(call)
+        assert re.search(r"tokenizer of '.*' breaks \(no entry found for key\): it contradicts itself", text)
 
 
 def test_a_conversation_without_a_template_is_refused_in_later_turns_too(checkpoint):
@@ -201,15 +183,15 @@ def test_a_mesh_may_be_a_text():
     assert mj.load("tiny/draft", mesh=jax.make_mesh((1,), ("model",))).mesh.size == 1  # pyright: ignore
 
 
-@pytest.mark.parametrize("mesh", ["data", "data=0", "data=" + "9" * 5000, "data=²", "rows=2", ""])
-def test_a_text_that_is_no_mesh_gets_a_sentence(mesh):
-    with pytest.raises(MarsError, match=r"the mesh is .*: expected axes among"):
-        mj.load("tiny/draft", mesh=mesh)
-
-
-@pytest.mark.parametrize("mesh", [2, {"data": 2}, ("data", 2), jax.devices()])
-def test_what_is_neither_a_mesh_nor_a_text_gets_a_sentence(mesh):
-    with pytest.raises(MarsError, match=r"the mesh is .*: expected a jax\.sharding\.Mesh, or a text such as"):
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        *((text, "axes among") for text in ("data", "data=0", "data=" + "9" * 5000, "data=²", "rows=2", "")),
+        *((value, r"a jax\.sharding\.Mesh, or a text such as") for value in ({"data": 2}, jax.devices())),
+    ],
+)
+def test_a_value_that_is_no_mesh_gets_a_sentence(mesh, expected):
+    with pytest.raises(MarsError, match=rf"the mesh is .*: expected {expected}"):
         mj.load("tiny/draft", mesh=mesh)
 
 
@@ -234,9 +216,8 @@ def test_a_model_of_ones_own_decodes_as_a_loaded_one():
         mj.generate(hashed, "ngram", ["Once"])
     prompts = [[1, 2], [3], [4, 5, 6]]
     one = mj.generate(hashed, "ngram", prompts, batch_size=1, max_new_tokens=9)
-    assert (
-        one.tokens == mj.generate(hashed, "none", prompts, max_new_tokens=9).tokens and one.text == [""] * 3
-    )
+    whole = mj.generate(hashed, "none", prompts, max_new_tokens=9)
+    assert one.tokens == whole.tokens and one.text == [""] * 3
     for given in ({}, {"config": loaded.config, "max_positions": 9}):
         with pytest.raises(MarsError, match="from_parts takes a config, or max_positions"):
             mj.Pretrained.from_parts(*parts, **given)

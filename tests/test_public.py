@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import mars_jax
 from mars_jax.verify import rules
 from tests.helpers.pages import PAGES, as_file
 from tests.helpers.public_names import named, promised
@@ -104,32 +103,6 @@ def test_documents_use_public_names_only(path):
     names = used(as_file(path))
     assert names or "mars_jax" in as_file(path)  # or it runs a command
     assert [name for name in sorted(names) if not is_public(name)] == []
-
-
-def test_names_that_load_lazily_are_declared_for_type_checkers_with_their_homes():
-    for package, homes in (
-        (mars_jax, mars_jax._HOME | mars_jax._MODULES),
-        (mars_jax.constraints, mars_jax.constraints._HOME),
-    ):
-        [block] = [
-            node
-            for node in ast.parse(inspect.getsource(package)).body
-            if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
-        ]
-        declared = {
-            one.asname or one.name: {node.module, f"{node.module}.{one.name}"}
-            for node in block.body
-            if isinstance(node, ast.ImportFrom)
-            for one in node.names
-        }
-        renamed = {
-            node.targets[0].id: declared.pop(node.value.id)
-            for node in block.body
-            if isinstance(node, ast.Assign)
-        }
-        declared |= renamed
-        assert declared.keys() == homes.keys()
-        assert [name for name, home in homes.items() if f"mars_jax.{home}" not in declared[name]] == []
 
 
 if __name__ == "__main__":

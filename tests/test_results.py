@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import common, results_page
+from scripts import results_page
 from scripts.common import origin
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,16 +69,3 @@ def test_a_page_that_names_a_report_names_its_commit(page):
     named = [path for path in FILES if path.parent == RESULTS and re.search(rf"\b{path.name}", text)]
     commits = {path.name: origin(json.loads(path.read_text(encoding="utf-8"))).commit[:7] for path in named}
     assert [name for name, commit in commits.items() if commit not in text] == []
-
-
-def test_a_sentence_names_the_date_and_the_commit_of_a_figure():
-    run = {
-        "date": "2026-11-24T10:00+00:00",
-        "commit": "0f417bdcfe",
-        "dirty": False,
-        "cores": 1,
-        "processor": "P",
-    }
-    assert common.sentence(origin(run)) == "Measured on 2026-11-24 at 0f417bdcfe, 1 core of P."
-    history = {"commit": "fa252ce", "committed": "2026-11-23T00:52:49+00:00"}
-    assert common.sentence(origin({"recovered": history})) == "Committed on 2026-11-23 in fa252ce."

@@ -84,15 +84,6 @@ def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape
     assert counted > 150
 
 
-def test_every_page_has_its_place_and_is_written(tmp_path):
-    pages.write(tmp_path)
-    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
-    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    placed = re.findall(r"([\w/-]+\.md)$", config[config.index("\nnav:") :], re.MULTILINE)
-    assert sorted(placed) == sorted(written)
-    assert "::: mars_jax.hub.load.load\n" in (tmp_path / "api" / "text.md").read_text(encoding="utf-8")
-
-
 # Metadata of a release.
 
 

@@ -29,16 +29,13 @@ def test_every_drafter_of_the_table_has_a_loader():
     assert all(callable(load_function(row.loader)) for row in specs.DRAFTERS.values())
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [("none", ("none", "")), ("model:a/b", ("model", "a/b")), ("eagle:C:/heads", ("eagle", "C:/heads"))],
-)
-def test_drafts_are_named_by_kind_and_path(spec, expected):
-    assert specs.parse_draft(spec) == expected
-    assert specs.parse_draft(spec).row.name == expected[0]
+@pytest.mark.parametrize(("kind", "path"), [("none", ""), ("model", "a/b"), ("eagle", "C:/heads")])
+def test_drafts_are_named_by_kind_and_path(kind, path):
+    draft = specs.parse_draft(f"{kind}:{path}".removesuffix(":"))
+    assert draft == (kind, path) and draft.row.name == kind
 
 
-@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "none:x", "Model:x"])
+@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "Model:x"])
 def test_other_drafts_are_refused(spec):
     suggestion = {"eagel:x": " (did you mean eagle?)", "Model:x": " (did you mean model?)"}.get(spec, "")
     expected = f"--draft is {spec}{suggestion}: expected {specs.draft_words()}."
@@ -88,13 +85,13 @@ def test_every_draft_is_known_and_has_its_test_and_its_figure():
 
 def test_the_page_of_heads_is_the_table():
     page = (ROOT / "docs" / "heads.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (yes|alike) \|$", page, re.MULTILINE)
-    expected = []
-    for pair in models.pairs():
-        head = pair.draft.partition(":")[2]
-        if head not in models.MODELS and pair.loads != "runs":
-            expected.append((models.MODELS[pair.target].repository, head, pair.layout, pair.loads))
-    assert sorted(told) == sorted(expected)
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (yes|alike) \|$", page, re.MULTILINE)
+    expected = [
+        (models.MODELS[pair.target].repository, pair.draft.partition(":")[2], pair.layout, pair.loads)
+        for pair in models.pairs()
+        if pair.draft.partition(":")[2] not in models.MODELS and pair.loads != "runs"
+    ]
+    assert sorted(rows) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,6 @@ def test_the_page_of_heads_is_the_table():
         ("~/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "qwen3-8b"),
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b"),
         ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2"),
         ("tiny/target", "tiny/target"),
         ("Qwen/Qwen3-8B-Base", None),
         ("/data/qwen3-80b.gguf", None),

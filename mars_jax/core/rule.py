@@ -72,7 +72,7 @@ class Rule:
         # Choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # A base is checked by its owner, and a pytree of another library may call the constructor with placeholders.
+            # A base is checked by its owner. Other libraries may rebuild a pytree with placeholders as leaves.
             if isinstance(value, Rule) or not (
                 setting.choices or value is None or isinstance(value, _VALUES)
             ):

@@ -18,7 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
 from mars_jax.serve.rows import RowFile
-from mars_jax.verify import rules
+from mars_jax.verify import RuleChoice, is_own, rules
 from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface, empty
 

@@ -19,10 +19,8 @@ from tests.helpers.chat_templates import HOSTILE
 def test_a_hostile_template_is_refused_by_its_limit(name, monkeypatch):
     monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.5)
     environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    start = time.thread_time()
-    with pytest.raises(
-        TemplateError, match=r"more than [\d,]+|expected at most|not supported|in the millions"
-    ):
+    start, limit = time.thread_time(), r"more than [\d,]+|expected at most|not supported|in the millions"
+    with pytest.raises(TemplateError, match=limit):
         environment.from_string(HOSTILE[name]).render(messages=[])
     assert time.thread_time() - start < 3
 
@@ -57,17 +55,14 @@ TEMPLATES = {"features": FEATURES} | {name: text for name in MODELS if (text := 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("turns", [TURNS, TURNS[1:2], [TURNS[1], TURNS[3]] * 40])
 def test_a_template_gives_the_text_of_the_sandbox(name, turns):
-    texts = []
-    for environment in (BoundedEnvironment, ImmutableSandboxedEnvironment):
-        made = environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        variables = {
-            "messages": turns,
-            "add_generation_prompt": True,
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-        }
-        texts.append(made.from_string(TEMPLATES[name]).render(**variables))
-    assert texts[0] == texts[1] != ""
+    variables = {"messages": turns, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+    bounded, sandbox = (
+        environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        .from_string(TEMPLATES[name])
+        .render(variables)
+        for environment in (BoundedEnvironment, ImmutableSandboxedEnvironment)
+    )
+    assert bounded == sandbox != ""
 
 
 CONVERSATIONS = {
@@ -100,11 +95,10 @@ def test_a_long_conversation_is_within_the_limit(conversation, operation):
 
 def test_transformers_renders_templates_without_limits_outside_of_the_context():
     source = "{{ ('x' * 10**5) | length }}" + "{# a comment #}" * 10_000
-    with bounded_templates(), pytest.raises(TemplateError, match="characters: expected at most"):
-        chat_template_utils.render_jinja_template([TURNS], chat_template=source)
-    assert chat_template_utils.render_jinja_template([TURNS], chat_template=source)[0] == ["100000"]
-    with bounded_templates(), pytest.raises(TemplateError, match="characters: expected at most"):
-        chat_template_utils.render_jinja_template([TURNS], chat_template=source)
+    for _ in range(2):
+        with bounded_templates(), pytest.raises(TemplateError, match="characters: expected at most"):
+            chat_template_utils.render_jinja_template([TURNS], chat_template=source)
+        assert chat_template_utils.render_jinja_template([TURNS], chat_template=source)[0] == ["100000"]
 
 
 def test_templates_in_the_context_have_the_filters_of_transformers():

@@ -61,13 +61,8 @@ def test_a_conversion_loads_as_its_source_and_onto_any_mesh(saved, tmp_path, dty
         assert_same(placed, want.params)
         if axes:
             wanted = hub.load(saved, dtype=dtype, shardings=shardings).params
-            jax.tree.map(
-                lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim) or 1 / 0, placed, wanted
-            )
-
-
-def test_a_floating_conversion_is_cast_when_it_is_loaded(converted):
-    assert hub.load(converted, dtype="bfloat16").params["embed"].dtype == jnp.bfloat16
+            for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(wanted), strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
 KILLED = """
@@ -107,6 +102,7 @@ def test_only_conversions_are_replaced(saved, converted, tmp_path):
         convert(saved, converted)
     with pytest.raises(MarsError, match="is a conversion already"):
         convert(converted, tmp_path / "again")
+    assert hub.load(converted, dtype="bfloat16").params["norm"].dtype == jnp.bfloat16  # cast when loaded
     convert(saved, converted, dtype="bfloat16", overwrite=True)
     assert hub.load(converted).params["norm"].dtype == jnp.bfloat16
     assert sorted(os.listdir(tmp_path)) == ["made", "other"]
@@ -135,9 +131,8 @@ def test_a_flipped_bit_is_refused_by_file_unless_checksums_are_skipped(converted
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(
-        MarsError, match=r"layers\.1\.expert_down\.safetensors' is damaged, its checksum differs"
-    ):
+    damaged = r"layers\.1\.expert_down\.safetensors' is damaged, its checksum differs"
+    with pytest.raises(MarsError, match=damaged):
         hub.load(converted, shardings=shardings)
     loaded = hub.load(converted, shardings=shardings, check=False).params
     assert not np.array_equal(loaded["layers"][1]["expert_down"], intact["layers"][1]["expert_down"])
@@ -154,18 +149,13 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(converted, check, damage):
         file.write_bytes(file.read_bytes()[:-4])
     else:
         shutil.copy(converted / "weights" / "embed.safetensors", file)
-    with pytest.raises(MarsError, match=r"norm\.safetensors' .*: convert the checkpoint again\.$") as caught:
+    with pytest.raises(MarsError, match=r"^[^\n]*norm\.safetensors' [^\n]*: convert the checkpoint again\.$"):
         hub.load(converted, check=check)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "change, expected",
-    [
-        ({"checksums": {}}, "holds other weights than its config.json"),
-        ({"dtype": "float3r"}, "conversion.json' is damaged"),
-        ({"bits": "no"}, "conversion.json' is damaged"),
-    ],
+    [({"checksums": {}}, "holds other weights than its config.json"), ({"bits": "no"}, "json' is damaged")],
 )
 def test_a_manifest_that_does_not_fit_is_refused(converted, change, expected):
     manifest = json.loads((converted / "conversion.json").read_text())

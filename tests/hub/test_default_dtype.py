@@ -21,7 +21,7 @@ from mars_jax.cli.generate.job import _dtype
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.save import save
 from mars_jax.models import init_params
-from mars_jax.models.quantize import Int4, Int8, Quantized
+from mars_jax.models.quantize import Int4, Int8
 from mars_jax.models.weights import get, leaves
 from tests.helpers import gguf_blocks, gguf_files, scaled_files
 from tests.helpers.packed_files import CONFIG, HOW, packed
@@ -79,9 +79,9 @@ def write_packed(
         if permuted in name:
             group = draw.permutation(group)
         meant[name] = ((q - zero[group]) * scale.astype(np.float32)[group]).T
-        pieces = packed(q, zero, scale, method) | (
-            {"g_idx": group.astype(np.int32)} if method == "gptq" else {}
-        )
+        pieces = packed(q, zero, scale, method)
+        if method == "gptq":
+            pieces["g_idx"] = group.astype(np.int32)
         stored |= {f"{base}.{piece}": array for piece, array in pieces.items()}
         if ".layers." in name and ".experts." not in name and permuted not in name and tiny not in name:
             exact.add(name)
@@ -94,7 +94,7 @@ def write_packed(
 
 
 def write_gguf(path):
-    """Write a GGUF file with a matrix of every type in `KINDS`. Return its weights and the names of the 4-bit ones."""
+    """Write a GGUF file with a matrix of every type in `KINDS`, and return its weights."""
     draw = np.random.default_rng(0)
 
     def data(name, shape):
@@ -107,22 +107,20 @@ def write_gguf(path):
     config = hub.read_config(path)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    meant, packed_names = {}, set()
+    meant = {}
     for row in leaves(config):
         tensor = tensors[str(names.get_name(row.name, try_suffixes=(".weight", ".bias")))]
         weight = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(row.shape)
         if row.path[-1] in ("q", "k"):  # llama.cpp interleaves the halves of each head
             weight = weight.reshape(config.num_heads, -1, 2, row.shape[1]).swapaxes(1, 2).reshape(row.shape)
         meant[row.name] = weight
-        if tensor.tensor_type.name.startswith("Q4"):
-            packed_names.add(row.name)
-    return meant, packed_names
+    return meant
 
 
 def write(name, folder):
     """Write the checkpoint of a case. Return its path, its weights and the names of those that stay in 4 bits."""
     if name == "GGUF":
-        return folder / "model.gguf", write_gguf(folder / "model.gguf")[0], set()
+        return folder / "model.gguf", write_gguf(folder / "model.gguf"), set()
     if name in scaled_files.HOW:
         weights = scaled_files.write(folder / "scaled", name)
         return folder / "scaled", {key: weight.float().numpy() for key, weight in weights.items()}, set()
@@ -136,9 +134,7 @@ def check(params, config, meant, exact):
         assert isinstance(weight, Int4) == (leaf.name in exact), leaf.name
         assert not isinstance(weight, Int8), leaf.name
         want = np.stack([meant[row.name] for row in rows]).reshape(leaf.shape)
-        np.testing.assert_allclose(
-            np.asarray(weight.astype("float32")), want, rtol=2.0**-8, atol=0, err_msg=leaf.name
-        )
+        np.testing.assert_allclose(weight.astype("float32"), want, rtol=2.0**-8, err_msg=leaf.name)
 
 
 @pytest.mark.parametrize("name", [*PACKED, *scaled_files.HOW, "GGUF"])
@@ -162,24 +158,11 @@ def test_a_draft_and_a_conversion_have_the_same_default(name, tmp_path):
 
 
 def test_an_explicit_dtype_of_few_bits_rounds_every_matrix(tmp_path):
-    path, _, exact = write("AWQ with modules_to_not_convert", tmp_path)
-    for dtype, forms in (("int4", {Int4, Int8}), ("int8", {Int8})):
+    path, _, _ = write("AWQ with modules_to_not_convert", tmp_path)
+    for dtype, form in (("int4", Int4), ("int8", Int8)):
         params = mj.load(path, dtype=dtype).params
-        assert {type(x) for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))} - {
-            type(params["norm"])
-        } == forms
-        assert exact and isinstance(params["layers"][1]["down"], Int4 if dtype == "int4" else Int8)
-
-
-def test_wider_matrices_of_a_gguf_file_keep_8_bits_with_int4(tmp_path):
-    meant, packed_names = write_gguf(tmp_path / "model.gguf")
-    target = mj.load(tmp_path / "model.gguf", dtype="int4")
-    for leaf in leaves(target.config):
-        if len(leaf.shape) == 2:
-            weight = get(target.params, leaf.path)
-            assert type(weight) is (Int4 if leaf.name in packed_names else Int8), leaf.name
-            off = np.abs(np.asarray(weight.astype("float32")) - meant[leaf.name])
-            assert np.all(off <= np.abs(meant[leaf.name]).max(axis=1, keepdims=True) / 127), leaf.name
+        assert type(params["embed"]) is Int8
+        assert {type(params["layers"][1][name]) for name in ("q", "up", "down")} == {form}
 
 
 def rotated(location):
@@ -204,14 +187,6 @@ def test_settings_that_change_the_forward_are_refused(config, settings, message,
     (tmp_path / "model" / "config.json").write_text(json.dumps(data))
     with pytest.raises(MarsError, match=message):
         mj.load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("method", HOW)
-def test_with_dtype_float32_packed_matrices_are_dequantised_exactly(method, tmp_path):
-    meant, _ = write_packed(tmp_path / "packed", method)
-    params = mj.load(tmp_path / "packed", dtype="float32").params
-    for leaf in leaves(CONFIG):
-        np.testing.assert_allclose(get(params, leaf.path), meant[leaf.name], rtol=1e-6, err_msg=leaf.name)
 
 
 @pytest.mark.parametrize("location", ["weight_input", "weight_output"])

@@ -3,8 +3,6 @@
 import io
 import json
 import lzma
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,13 +97,12 @@ def test_the_packages_own_tokenizer_comes_back(tmp_path):
     ends = {"add_bos_token": True, "bos_token_id": 0, "eos_token_id": 0, "chat_template": template}
     made = read_tokenizer(byte_level(tmp_path / "model.gguf", own, "smollm", **ends))
     assert_equal(made, lambda text: own.encode(text).ids, own.decode)
-    assert made.get_vocab() == own.get_vocab()
     theirs = hub.outline(assets.TARGET).tokenizer
     turns = [{"role": "user", "content": "Who is Lily?"}]
-    said = [one.apply_chat_template(turns, add_generation_prompt=True) for one in (made, theirs)]
-    assert said[0]["input_ids"] == said[1]["input_ids"]
-    named = ("bos_token", "eos_token", "all_special_ids", "added_tokens_decoder")
-    assert [getattr(made, name) for name in named[:3]] == [getattr(theirs, name) for name in named[:3]]
+    ours, expected = (one.apply_chat_template(turns, add_generation_prompt=True) for one in (made, theirs))
+    assert ours["input_ids"] == expected["input_ids"]
+    for name in ("bos_token", "eos_token", "all_special_ids"):
+        assert getattr(made, name) == getattr(theirs, name)
 
 
 # The patterns in the tokenizer.json of each family.
@@ -156,8 +153,8 @@ def trained():
 @pytest.mark.parametrize("pre", [name for name in _SPLITS if name != "default"])
 def test_every_division_into_words_is_that_of_its_family(tmp_path, trained, pre):
     vocab, merges = trained
-    whole = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
     # Tokens of the dropped merges can only match as whole words, in the families that look up whole words first.
+    whole = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
     own = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=whole))
     own.pre_tokenizer, own.decoder = divider(pre), decoders.ByteLevel()
     if pre == "qwen2":
@@ -183,18 +180,6 @@ def test_bos_is_the_familys_where_the_file_does_not_say(tmp_path, trained):
     bos, eos = ends.values()
     assert ids("llama3", "llama-bpe") == ids("said", "qwen2", add_bos_token=True) == [bos, x]
     assert ids("both", "llama-bpe", add_bos_token=False, add_eos_token=True) == [x, eos]
-
-
-def test_a_sentencepiece_model_comes_back(tmp_path):
-    shared = os.environ.get("MARS_JAX_SHARED")
-    if shared is None:
-        pytest.skip("MARS_JAX_SHARED names no directory of checkpoints")
-    file = Path(shared) / "checkpoints" / "stories260k" / "tokenizer.model"
-    own = sentencepiece.SentencePieceProcessor(model_file=str(file))
-    made = read_tokenizer(pieces(tmp_path / "model.gguf", own))
-    # The model collapses runs of spaces. The metadata does not record this, and llama.cpp does not do it.
-    texts = [re.sub(" +", " ", text).strip(" ") for text in TEXTS]
-    assert_equal(made, lambda text: [1, *own.encode(text)], lambda ids: own.decode(ids[1:]), texts)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -235,25 +220,31 @@ def test_smollm2s_ids_are_those_of_transformers_reader(tmp_path):
     texts = [*HARD, *stories()]
     ours = read_tokenizer(path)
     assert ours.get_vocab() == theirs.get_vocab()
-    for one, other in zip(ours(texts)["input_ids"], theirs(texts)["input_ids"], strict=True):
-        assert one == other
-        assert ours.decode(one, skip_special_tokens=True) == theirs.decode(one, skip_special_tokens=True)
+    assert ours(texts)["input_ids"] == theirs(texts)["input_ids"]
 
 
-def test_what_is_not_known_is_said(tmp_path):
-    def refused(match, model="gpt2", **more):
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
-        tokens_of(path, model, ["a", "aa"], [1, 1], **more)
-        with pytest.raises(MarsError, match=match):
-            read_tokenizer(path)
+KNOWN = {"tokenizer_pre": "gpt-2"}
 
-    refused("has 'bloom' as its tokenizer.ggml.pre, and the known ones are default,", tokenizer_pre="bloom")
-    refused("has None as its tokenizer.ggml.pre")
-    refused("has 't5' as its tokenizer.ggml.model, and the known ones are gpt2, llama: take", "t5")
-    known = {"tokenizer_pre": "gpt-2"}
-    refused("no tokenizer could be read from .*: download it again, or give", token_merges=["a b"], **known)
-    refused("no tokenizer .*index out of range", token_merges=["a a"], bos_token_id=7, **known)
-    refused("breaks .*: it contradicts itself, so download it again", token_merges=["aa a"], **known)
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("gpt2", {"tokenizer_pre": "bloom"}, "has 'bloom' as its tokenizer.ggml.pre, and the known ones are"),
+        ("gpt2", {}, "has None as its tokenizer.ggml.pre"),
+        ("t5", {}, "has 't5' as its tokenizer.ggml.model, and the known ones are gpt2, llama: take"),
+        ("gpt2", KNOWN | {"token_merges": ["a b"]}, "no tokenizer could be read from .*: download it again"),
+        ("gpt2", KNOWN | {"token_merges": ["a a"], "bos_token_id": 7}, "no tokenizer .*index out of range"),
+        (
+            "gpt2",
+            KNOWN | {"token_merges": ["aa a"]},
+            "breaks .*: it contradicts itself, so download it again",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, model, more, message):
+    path = tokens_of(tmp_path / "model.gguf", model, ["a", "aa"], [1, 1], **more)
+    with pytest.raises(MarsError, match=message):
+        read_tokenizer(path)
 
 
 def test_torch_is_not_imported(tmp_path):

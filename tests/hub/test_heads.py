@@ -14,11 +14,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
-from mars_jax.core.errors import MarsError, MarsWarning
+from mars_jax.core.errors import MarsWarning
 from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import quantize
 from mars_jax.models.weights import build_rows
+from tests.helpers.checkpoint_files import message
 
 V, W, E, INNER = 61, 20, 32, 44
 TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_layers=9, num_heads=4)
@@ -36,6 +37,8 @@ FIELDS_1 = {
 }  # fmt: skip
 FIELDS_3 = FIELDS_1 | {"rope_theta": 500000.0, "draft_vocab_size": W}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+LAYER = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=INNER, num_layers=1, num_heads=4)
+PUBLISHED = dataclasses.replace(LAYER, num_kv_heads=2, norm_eps=1e-5, rope=Rope(theta=500000.0))
 
 
 def random(*shape: int) -> np.ndarray:
@@ -103,20 +106,7 @@ def test_an_eagle_3_head_of_every_layout_loads(tmp_path, kind, prefix, name):
     renamed = {prefix + key.replace("midlayer", name): value for key, value in tensors.items()}
     config, params = load(publish(tmp_path, renamed, FIELDS_3, kind))
     assert config == EagleConfig(
-        version=3,
-        layer=ModelConfig(
-            vocab_size=V,
-            hidden_size=E,
-            intermediate_size=INNER,
-            num_layers=1,
-            num_heads=4,
-            num_kv_heads=2,
-            norm_eps=1e-5,
-            rope=Rope(theta=500000.0),
-        ),
-        target_hidden_size=E,
-        draft_vocab_size=W,
-        feature_layers=(1, 3, 5),
+        version=3, layer=PUBLISHED, target_hidden_size=E, draft_vocab_size=W, feature_layers=(1, 3, 5)
     )
     assert_layer(params["layer"], tensors, "midlayer")
     for ours, theirs in (("fc", "fc"), ("norm", "norm"), ("unembed", "lm_head")):
@@ -125,10 +115,9 @@ def test_an_eagle_3_head_of_every_layout_loads(tmp_path, kind, prefix, name):
     assert params["ids"].dtype == jnp.int32 and set(params) == {"layer", "fc", "norm", "unembed", "ids"}
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_an_eagle_1_head_shares_its_targets_tables(tmp_path, kind):
+def test_an_eagle_1_head_shares_its_targets_tables(tmp_path):
     tensors = eagle_1()
-    config, params = load(publish(tmp_path, tensors, FIELDS_1 | {"bias": True}, kind))
+    config, params = load(publish(tmp_path, tensors, FIELDS_1 | {"bias": True}))
     assert (config.version, config.draft_vocab_size, config.feature_layers) == (1, V, ())
     assert config.fc_bias and not config.own_embed and not config.own_unembed
     assert_layer(params["layer"], tensors, "layers.0")
@@ -143,11 +132,7 @@ def test_an_eagle_1_head_shares_its_targets_tables(tmp_path, kind):
         ({"norm_before_residual": True}, {}, {"norm_before_residual": True}),
         ({}, {f"fc_norm.{i}.weight": random(E) for i in range(3)}, {"fc_norm": True}),
         ({"norm_output": True}, {}, {"norm_output": True}),
-        (
-            {"eagle_config": {"norm_output": True, "norm_before_residual": True}},
-            {},
-            {"norm_output": True, "norm_before_residual": True},
-        ),
+        ({"eagle_config": {"norm_output": True}}, {}, {"norm_output": True}),
         ({LAYERS: [0, 4, 8]}, {}, {"feature_layers": (0, 4, 8)}),
         ({"eagle_config": {LAYERS: [2, 4, 6]}}, {}, {"feature_layers": (2, 4, 6)}),
         ({"eagle_config": {LAYERS: []}}, {}, {"feature_layers": (1, 3, 5)}),
@@ -157,8 +142,16 @@ def test_an_eagle_1_head_shares_its_targets_tables(tmp_path, kind):
         ({"architectures": ["Eagle3DraftModel"], "draft_vocab_size": None}, {}, {"draft_vocab_size": W}),
         ({"attention_bias": True, "mlp_bias": True}, {}, {}),
         ({}, {"midlayer.self_attn.rotary_emb.inv_freq": random(4)}, {}),
-        ({}, {"embed_tokens.weight": NEAR}, {"own_embed": True}),
-        ({}, {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"])}, {"own_embed": False}),
+        (
+            {},
+            {f"midlayer.self_attn.{key}_proj.bias": random(n) for key, n in (("q", E), ("k", 16), ("v", 16))},
+            {"layer": dataclasses.replace(PUBLISHED, qkv_bias=True)},
+        ),
+        (
+            {},
+            {f"midlayer.self_attn.{key}_norm.weight": random(8) for key in ("q", "k")},
+            {"layer": dataclasses.replace(PUBLISHED, qk_norm=True)},
+        ),
     ],
 )
 def test_variants_of_eagle_3(tmp_path, fields, tensors, expected):
@@ -174,15 +167,6 @@ def test_variants_of_eagle_3(tmp_path, fields, tensors, expected):
         np.testing.assert_array_equal(place, tensors[name])
 
 
-def test_biases_and_norms_of_the_projections_load(tmp_path):
-    more = {f"midlayer.self_attn.{key}_proj.bias": random(n) for key, n in (("q", E), ("k", 16), ("v", 16))}
-    more |= {f"midlayer.self_attn.{key}_norm.weight": random(8) for key in ("q", "k")}
-    config, params = load(publish(tmp_path, eagle_3() | more, FIELDS_3))
-    assert config.layer.qkv_bias and config.layer.qk_norm and not config.layer.o_bias
-    np.testing.assert_array_equal(params["layer"]["v_bias"], more["midlayer.self_attn.v_proj.bias"])
-    np.testing.assert_array_equal(params["layer"]["k_norm"], more["midlayer.self_attn.k_norm.weight"])
-
-
 def test_a_head_narrower_than_its_target_loads(tmp_path):
     wide = dataclasses.replace(TARGET, hidden_size=48)
     params = {name: jnp.zeros((V, 48)) for name in ("embed", "unembed")}
@@ -196,27 +180,21 @@ def test_a_head_narrower_than_its_target_loads(tmp_path):
 OTHER = random(V, E)
 
 
-def read_eagle(directory, embedding, **options):
-    tensors = eagle_3() if embedding is None else eagle_3() | {"embed_tokens.weight": embedding}
-    directory.mkdir(exist_ok=True)
-    return load(publish(directory, tensors, FIELDS_3), **options)
-
-
 def test_an_embedding_that_is_not_the_targets_warns_and_head_embed_replaces_it(tmp_path):
+    publish(tmp_path, eagle_3() | {"embed_tokens.weight": OTHER}, FIELDS_3)
     with pytest.warns(MarsWarning, match="is not the target's.*head_embed='target'"):
-        config, params = read_eagle(tmp_path / "own", OTHER)
+        config, params = load(tmp_path)
     assert config.own_embed
     np.testing.assert_array_equal(params["embed"], OTHER)
-    replaced, without = read_eagle(tmp_path / "target", OTHER, head_embed="target")
+    replaced, without = load(tmp_path, head_embed="target")
     assert replaced == dataclasses.replace(config, own_embed=False) and "embed" not in without
 
 
 @pytest.mark.parametrize("head_embed", ["own", "target"])
-@pytest.mark.parametrize("embedding", [None, TARGET_PARAMS["embed"], NEAR], ids=["none", "equal", "near"])
+@pytest.mark.parametrize("embedding", [np.asarray(TARGET_PARAMS["embed"]), NEAR], ids=["equal", "near"])
 def test_the_targets_embedding_does_not_warn(tmp_path, embedding, head_embed):
-    config, _ = read_eagle(
-        tmp_path, None if embedding is None else np.asarray(embedding), head_embed=head_embed
-    )
+    publish(tmp_path, eagle_3() | {"embed_tokens.weight": embedding}, FIELDS_3)
+    config, _ = load(tmp_path, head_embed=head_embed)
     assert config.own_embed == (embedding is NEAR and head_embed == "own")
 
 
@@ -247,16 +225,14 @@ def test_a_whole_draft_vocabulary_needs_no_map(tmp_path, own):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_eagle_1_head_keeps_only_an_lm_head_of_its_own(tmp_path, tied):
+@pytest.mark.parametrize("change", [0, 1], ids=["the target's", "its own"])
+def test_an_eagle_1_head_keeps_only_an_lm_head_of_its_own(tmp_path, tied, change):
     target = {"embed": TARGET_PARAMS["embed"]} if tied else TARGET_PARAMS
-    same = np.asarray(TARGET_PARAMS["embed" if tied else "unembed"])
-    publish(tmp_path, eagle_1() | {"lm_head.weight": same}, FIELDS_1)
+    table = np.asarray(TARGET_PARAMS["embed" if tied else "unembed"]) + change
+    publish(tmp_path, eagle_1() | {"lm_head.weight": table}, FIELDS_1)
     config, params = hub.load_eagle(tmp_path, TARGET, target)
-    assert not config.own_unembed and "unembed" not in params
-    publish(tmp_path, eagle_1() | {"lm_head.weight": same + 1}, FIELDS_1)
-    config, params = hub.load_eagle(tmp_path, TARGET, target)
-    assert config.own_unembed
-    np.testing.assert_array_equal(params["unembed"], same + 1)
+    assert config.own_unembed == ("unembed" in params) == bool(change)
+    np.testing.assert_array_equal(params.get("unembed", table), table)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -272,14 +248,6 @@ def test_float16_becomes_bfloat16_and_a_rounded_copy_is_a_copy(tmp_path, kind):
 
 
 # Bad input.
-
-
-def message(call, *args, **kwargs) -> str:
-    with pytest.raises(MarsError) as caught:
-        call(*args, **kwargs)
-    text = str(caught.value)
-    assert "\n" not in text and "Traceback" not in text and text.endswith(".")
-    return text
 
 
 def shifted(where: int, by: int) -> np.ndarray:
@@ -325,7 +293,7 @@ def test_a_malformed_head_is_refused_by_what_is_wrong_with_it(tmp_path, name):
     fields, change, expected = MALFORMED[name]
     tensors = {key: value for key, value in (eagle_3() | change).items() if value is not None}
     text = message(load, publish(tmp_path, tensors, FIELDS_3 | fields))
-    assert re.search(expected, text) and str(tmp_path) in text
+    assert re.search(expected, text) and str(tmp_path) in text and text.endswith(".")
 
 
 def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):
@@ -360,10 +328,10 @@ def speculators():
 def test_a_head_of_speculators_loads(tmp_path, states):
     """Its layer ids count hidden states, so each is one above EAGLE's layer number. The default layers are the same."""
     norm = {"input_norm.weight": random(3 * E)} if states else {}
-    tensors, said = speculators() | norm, {"norm_before_fc": True, "norm_output": True} if states else {}
-    config, params = load(publish(tmp_path, tensors, SPECULATORS | said | {LAYERS: states}))
-    read = (1, 3, 5) if states is None else tuple(i - 1 for i in states)
-    assert config.feature_layers == read and config.norm_before_residual and not config.own_embed
+    tensors, fields = speculators() | norm, {"norm_before_fc": True, "norm_output": True} if states else {}
+    config, params = load(publish(tmp_path, tensors, SPECULATORS | fields | {LAYERS: states}))
+    layers = (1, 3, 5) if states is None else tuple(i - 1 for i in states)
+    assert config.feature_layers == layers and config.norm_before_residual and not config.own_embed
     assert config.input_norm == config.norm_output == bool(states)
     assert config.layer == load(publish(tmp_path, eagle_3(), FIELDS_3 | {"rope_theta": 5e5}))[0].layer
     assert_layer(params["layer"], tensors, "layers.0")
@@ -386,43 +354,27 @@ def test_what_is_wrong_with_a_head_of_speculators_is_said(tmp_path):
 
 # Saving.
 
-LAYER = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=INNER, num_layers=1, num_heads=4)
+
+def head_config(layer, version=3, draft_vocab_size=W, **fields):
+    return EagleConfig(
+        version=version,
+        layer=dataclasses.replace(LAYER, **layer),
+        target_hidden_size=E,
+        draft_vocab_size=draft_vocab_size,
+        feature_layers=(0, 4, 7) if version == 3 else (),
+        **fields,
+    )
+
+
+QWEN3 = {"family": "qwen3", "head_dim": 12, "qk_norm": True, "qkv_bias": True, "mlp_bias": True}
 SAVED = {
-    "eagle-3, two layers": EagleConfig(
-        version=3,
-        layer=dataclasses.replace(LAYER, num_layers=2, windows=()),
-        target_hidden_size=E,
-        draft_vocab_size=W,
-        feature_layers=(0, 4, 7),
+    "eagle-3, two layers": head_config({"num_layers": 2, "windows": ()}),
+    "eagle-3": head_config(
+        {"num_kv_heads": 2, "rope": Rope(theta=500.0), "eos_token_ids": (2, 3)}, norm_before_residual=True
     ),
-    "eagle-3": EagleConfig(
-        version=3,
-        layer=dataclasses.replace(LAYER, num_kv_heads=2, rope=Rope(theta=500.0), eos_token_ids=(2, 3)),
-        target_hidden_size=E,
-        draft_vocab_size=W,
-        feature_layers=(0, 4, 7),
-        norm_before_residual=True,
-    ),
-    "eagle-3.1": EagleConfig(
-        version=3,
-        layer=dataclasses.replace(
-            LAYER, family="qwen3", head_dim=12, qk_norm=True, qkv_bias=True, mlp_bias=True
-        ),
-        target_hidden_size=E,
-        draft_vocab_size=V,
-        feature_layers=(1, 3, 5),
-        fc_norm=True,
-        norm_output=True,
-        own_unembed=False,
-    ),
-    "eagle-1": EagleConfig(
-        version=1,
-        layer=dataclasses.replace(LAYER, family="qwen2", qkv_bias=True),
-        target_hidden_size=E,
-        draft_vocab_size=V,
-        fc_bias=True,
-        own_embed=True,
-        own_unembed=False,
+    "eagle-3.1": head_config(QWEN3, draft_vocab_size=V, fc_norm=True, norm_output=True, own_unembed=False),
+    "eagle-1": head_config(
+        {"family": "qwen2", "qkv_bias": True}, 1, V, fc_bias=True, own_embed=True, own_unembed=False
     ),
 }
 
@@ -456,11 +408,7 @@ def test_a_saved_head_has_the_published_layout(tmp_path):
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), np.sort(params["ids"]))
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["architectures"] == ["LlamaForCausalLMEagle3"] and fields["model_type"] == "llama"
-    assert (
-        fields["draft_vocab_size"] == W
-        and fields["eagle_config"][LAYERS] == [0, 4, 7]
-        and fields["norm_before_residual"]
-    )
+    assert fields["draft_vocab_size"] == W and fields["eagle_config"][LAYERS] == [0, 4, 7]
     hub.save_eagle(tmp_path / "one", SAVED["eagle-1"], params_of(SAVED["eagle-1"]))
     assert set(load_file(tmp_path / "one" / "model.safetensors")) >= set(eagle_1())
 

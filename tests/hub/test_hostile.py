@@ -16,15 +16,7 @@ from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, Rope, init_params
-from tests.helpers.checkpoint_files import (
-    GEMMA_2,
-    GEMMA_3,
-    QWEN_3_MOE,
-    edit_config,
-    edit_weights,
-    message,
-    shard,
-)
+from tests.helpers.checkpoint_files import edit_weights, message, shard
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 
@@ -71,17 +63,6 @@ def test_a_tensor_under_two_names_is_refused(saved):
             call(saved)
 
 
-def test_a_tensor_in_two_files_is_refused_if_the_index_names_neither(saved):
-    first, second = shard(saved, "safetensors")
-    both = load_file(saved / second) | {"lm_head.weight": 2 * load_file(saved / first)["lm_head.weight"]}
-    save_file(both, saved / second)
-    index = saved / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    del weight_map["lm_head.weight"]
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    assert "1 are there twice" in (text := message(hub.load, saved)) and "lm_head.weight in two files" in text
-
-
 def test_medusa_heads_under_two_names_are_refused(tmp_path):
     config = MedusaConfig(num_heads=1, num_layers=1, hidden_size=16, vocab_size=17)
     path = save_medusa(tmp_path / "heads", config, medusa_layers.init_params(config, jax.random.key(0)))
@@ -94,12 +75,11 @@ def test_medusa_heads_under_two_names_are_refused(tmp_path):
 # PyTorch files.
 
 
-def sparse(torch):
-    return torch.eye(17, 16).to_sparse()
-
-
 STATES = {
-    "sparse": (lambda torch: {"lm_head.weight": sparse(torch)}, "not a table of dense tensors"),
+    "sparse": (
+        lambda torch: {"lm_head.weight": torch.eye(17, 16).to_sparse()},
+        "not a table of dense tensors",
+    ),
     "nowhere": (lambda torch: {"lm_head.weight": torch.empty(17, 16, device="meta")}, "not a table of dense"),
     "quantized": (
         lambda torch: {"lm_head.weight": torch.quantize_per_tensor(torch.eye(17, 16), 0.1, 0, torch.qint8)},
@@ -121,62 +101,12 @@ def test_what_a_bin_file_can_hold_beside_arrays_is_refused_by_name(saved, name):
         hub.load(saved)
 
 
-# Values of config.json.
+# Configs made in Python.
 
 
-@pytest.mark.parametrize(
-    "fields, expected",
-    [
-        ({"rope_theta": 0}, "rope theta (0.0)"),
-        ({"rope_theta": float("nan")}, "rope theta (nan)"),
-        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is not supported"),
-        ({"rms_norm_eps": float("nan")}, "norm_eps is nan: expected a number of at least 0"),
-        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0"),
-        ({"head_dim": 0}, "head_dim is 0"),
-        ({"num_hidden_layers": 2**31}, "num_layers is 2,147,483,648: expected at most 1,024"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": float("nan")}},
-            "rope attention_factor is nan",
-        ),
-        ({"eos_token_id": "</s>"}, "eos_token_id of config.json is '</s>': expected a token id"),
-        ({"eos_token_id": 2**40}, "eos_token_id of config.json is 1099511627776"),
-    ],
-)
-def test_a_value_that_means_nothing_is_named_and_not_replaced(saved, fields, expected):
-    edit_config(saved, **fields)
-    text = message(hub.load, saved)
-    assert expected in text and str(saved) in text
-
-
-@pytest.mark.parametrize("value", ["</s>", [1, None]])
-def test_a_bad_stop_token_of_the_generation_config_names_that_file(saved, value):
-    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    text = message(hub.load, saved)
-    assert f"eos_token_id of generation_config.json is {value!r}" in text and str(saved) in text
-
-
-@pytest.mark.parametrize(
-    "data, fields, expected",
-    [
-        (GEMMA_2, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0: it must be positive"),
-        (GEMMA_2, {"attn_logit_softcapping": float("nan")}, "a soft cap is nan"),
-        (GEMMA_3, {"rope_local_base_freq": 0}, "rope theta (0.0)"),
-        (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
-        (QWEN_3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        (QWEN_3_MOE, {"moe_intermediate_size": 7.5}, "expert_size is 7.5: expected a whole number"),
-    ],
-)
-def test_a_zero_of_a_family_is_not_its_default(tmp_path, data, fields, expected):
-    (tmp_path / "config.json").write_text(json.dumps(data | fields))
-    assert expected in message(hub.read_config, tmp_path)
-
-
-def test_a_config_made_in_python_is_checked_alike():
-    with pytest.raises(MarsError, match="norm_eps is nan"):
-        dataclasses.replace(CONFIG, norm_eps=float("nan"))
+def test_a_config_that_python_code_builds_is_checked():
     with pytest.raises(MarsError, match=r"num_kv_heads is 1\.0: expected a whole number"):
-        dataclasses.replace(CONFIG, num_kv_heads=1.0)  # pyright: ignore[reportArgumentType]
-    assert dataclasses.replace(CONFIG, num_kv_heads=np.int64(1)).num_kv_heads == 1  # pyright: ignore
+        dataclasses.replace(CONFIG, num_kv_heads=1.0)
+    assert dataclasses.replace(CONFIG, num_kv_heads=np.int64(1)).num_kv_heads == 1
     with pytest.raises(MarsError, match="rope beta_slow is inf"):
         Rope(kind="yarn", original_max_positions=8, beta_slow=float("inf"))

@@ -1,8 +1,6 @@
-"""Heads that docs/heads.md lists as loadable: their config.json, and the names and full-size shapes of their tensors.
+"""Full-size shapes of the heads that docs/heads.md lists as loadable, compared with those that the loader expects.
 
-The tests use no weights. They compare every shape of the published layout with the shape that the loader expects for
-the head's target. Sources of the layouts: SafeAILab/EAGLE `cnets.py`, sgl-project/SpecForge and
-vllm-project/speculators.
+Sources of the layouts: SafeAILab/EAGLE `cnets.py`, sgl-project/SpecForge and vllm-project/speculators.
 """
 
 import re
@@ -15,7 +13,7 @@ from mars_jax.hub.heads.eagle_files import canonical, from_head_json
 from mars_jax.lab.planning.outlined_models import CONFIGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "heads.md").read_text()
-LAYERS = "eagle_aux_hidden_state_layer_ids"
+DRAFTED = 32000
 
 
 class Head(NamedTuple):
@@ -23,8 +21,6 @@ class Head(NamedTuple):
     layout: str
     inner: int  # width of the MLP
     heads: tuple[int, int]  # query heads, key-value heads; each 128 wide
-    drafted: int = 32000
-    layer: str = "llama"
 
 
 LLAMA8, LLAMA70 = (32, 8), (64, 8)
@@ -62,9 +58,9 @@ def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
     found = {"fc.weight": (wide, wide * (3 if new else 2))}
     if new:
         layer |= {"hidden_norm": (wide,), "input_layernorm": (wide,)}
-        found |= {"norm.weight": (wide,), "lm_head.weight": (head.drafted, wide)}
-        if head.drafted != vocab:
-            found |= {"d2t": (head.drafted,), "t2d": (vocab,)}
+        found |= {"norm.weight": (wide,), "lm_head.weight": (DRAFTED, wide)}
+        if vocab != DRAFTED:
+            found |= {"d2t": (DRAFTED,), "t2d": (vocab,)}
     else:
         found |= {"fc.bias": (wide,)}
     if head.layout != "eagle3":
@@ -73,36 +69,27 @@ def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
     return found | {f"{name}.{key}.weight": shape for key, shape in layer.items()}
 
 
-def said(head: Head, wide: int, vocab: int) -> dict[str, Any]:
+def config_json(head: Head, wide: int, vocab: int) -> dict[str, Any]:
     """Return the fields of the head's config.json."""
-    layer = {
-        "hidden_size": wide,
-        "intermediate_size": head.inner,
-        "num_attention_heads": head.heads[0],
-        "num_key_value_heads": head.heads[1],
-        "num_hidden_layers": 1,
-        "head_dim": 128,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-5,
-        "model_type": "llama",
-    }
+    queries, groups = head.heads
+    layer = {"model_type": "llama", "vocab_size": vocab, "hidden_size": wide, "rms_norm_eps": 1e-5}
+    layer |= {"intermediate_size": head.inner, "num_hidden_layers": 1, "head_dim": 128}
+    layer |= {"num_attention_heads": queries, "num_key_value_heads": groups}
     if head.layout == "speculators":
-        own = {"norm_before_residual": True, "draft_vocab_size": head.drafted, "target_hidden_size": None}
-        own |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
-        return own | {"transformer_layer_config": layer}
-    three = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.drafted}
-    return layer | (
-        three if head.layout == "eagle3" else {"architectures": ["LlamaForCausalLM"], "bias": True}
-    )
+        fields = {"norm_before_residual": True, "draft_vocab_size": DRAFTED, "target_hidden_size": None}
+        fields |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        return fields | {"transformer_layer_config": layer}
+    if head.layout == "eagle3":
+        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
+    return layer | {"architectures": ["LlamaForCausalLM"], "bias": True}
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_of_the_page_fits_its_target(name):
-    head = HEADS[name]
-    target = CONFIGS[head.target]
+    head, target = HEADS[name], CONFIGS[HEADS[name].target]
     wide, vocab = target.hidden_size, target.vocab_size
     held = {canonical(key): shape for key, shape in shapes(head, wide, vocab).items()}
-    config = from_head_json(said(head, wide, vocab), held, target)
+    config = from_head_json(config_json(head, wide, vocab), held, target)
     table = {canonical(row.name): row.shape for row in config.weights()}
     assert table == {key: shape for key, shape in held.items() if key not in ("d2t", "t2d")}
     count = target.num_layers

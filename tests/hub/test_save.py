@@ -19,18 +19,10 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub import durable
 from mars_jax.models import ModelConfig, Rope, init_params
 from tests.helpers import transformers_oracle
+from tests.helpers.checkpoint_files import message
+from tests.helpers.small_models import SIZES
 
-BASE = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=44,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=128,
-    bos_token_id=1,
-    eos_token_ids=(2, 3),
-)
+BASE = ModelConfig(num_layers=2, max_positions=128, bos_token_id=1, eos_token_ids=(2, 3), **SIZES)
 YARN = Rope(
     theta=500.0, kind="yarn", factor=4.0, original_max_positions=8, attention_factor=1.3, truncate=False
 )
@@ -54,19 +46,16 @@ def test_transformers_loads_what_was_saved(family, tmp_path):
     assert checkpoint.config == config
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 20))
     logits, _ = transformers_oracle.logits_and_greedy(checkpoint, tokens, 1)
-    theirs = transformers_oracle.torch_logits(
-        transformers_oracle.load_torch(tmp_path / "made" / family), tokens
-    )
+    reference = transformers_oracle.load_torch(tmp_path / "made" / family)
+    theirs = transformers_oracle.torch_logits(reference, tokens)
     np.testing.assert_allclose(logits, theirs, atol=1e-4, rtol=0)
 
 
 def test_a_directory_in_use_is_left_alone_unless_told(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     params = init_params(BASE, jax.random.key(0))
-    with pytest.raises(
-        MarsError, match="not an empty directory: choose another path, or pass overwrite=True"
-    ):
-        hub.save(tmp_path, BASE, params)
+    text = message(hub.save, tmp_path, BASE, params)
+    assert "not an empty directory: choose another path, or pass overwrite=True" in text
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     hub.save(tmp_path, BASE, params, overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine" and hub.load(tmp_path).config == BASE
@@ -74,19 +63,17 @@ def test_a_directory_in_use_is_left_alone_unless_told(tmp_path):
 
 def test_params_of_another_config_are_refused(tmp_path):
     params = init_params(BASE, jax.random.key(0))
-    with pytest.raises(
-        MarsError, match=r"params layers\.0\.q_bias .*another config|params lack layers\.0\.q_bias"
-    ):
-        hub.save(tmp_path / "model", dataclasses.replace(BASE, qkv_bias=True), params)
+    text = message(hub.save, tmp_path / "model", dataclasses.replace(BASE, qkv_bias=True), params)
+    assert "params lack layers.0.q_bias" in text
     params["norm"] = jnp.ones((3,))
-    with pytest.raises(MarsError, match=r"params norm is \[3\] and the config says \[32\]"):
-        hub.save(tmp_path / "model", BASE, params)
+    text = message(hub.save, tmp_path / "model", BASE, params)
+    assert "params norm is [3] and the config says [32]" in text
 
 
 def test_a_config_that_the_family_cannot_express_is_refused(tmp_path):
     config = dataclasses.replace(BASE, windows=(4, 4))
-    with pytest.raises(MarsError, match="'llama' cannot express this config"):
-        hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0)))
+    text = message(hub.save, tmp_path / "model", config, init_params(config, jax.random.key(0)))
+    assert "'llama' cannot express this config" in text
 
 
 # The same shapes as BASE, so that mixed files would load.
@@ -97,15 +84,14 @@ class Killed(BaseException):
     """An exception that simulates the death of the process."""
 
 
-@pytest.mark.parametrize("completed", [0, 1])
-def test_a_killed_overwrite_never_mixes_old_weights_and_a_new_config(tmp_path, monkeypatch, completed):
+def test_a_killed_overwrite_never_mixes_old_weights_and_a_new_config(tmp_path, monkeypatch):
     old, new = (init_params(BASE, jax.random.key(seed)) for seed in (0, 1))
     directory = hub.save(tmp_path / "model", BASE, old)
     (directory / "notes.txt").write_text("mine")
     calls, replace = itertools.count(), os.replace
 
     def replace_until_killed(source, target):
-        if next(calls) == completed:
+        if next(calls) == 1:
             raise Killed
         replace(source, target)
 
@@ -141,13 +127,11 @@ def test_files_are_on_disk_before_they_get_their_names(tmp_path, monkeypatch):
 def test_a_path_that_cannot_be_written_is_refused_before_the_source_is_read(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file" / "x", Path("/proc/x")):
-        for call in (
-            lambda path: hub.save(path, BASE, init_params(BASE, jax.random.key(0))),
-            lambda path: hub.convert("/nowhere", path),
-        ):
-            with pytest.raises(MarsError, match=r"' cannot be written \(.*\): choose another path") as caught:
-                call(path)
-            assert f"'{path}'" in str(caught.value)
+        refused = rf"'{path}' cannot be written \(.*\): choose another path"
+        with pytest.raises(MarsError, match=refused):
+            hub.save(path, BASE, init_params(BASE, jax.random.key(0)))
+        with pytest.raises(MarsError, match=refused):
+            hub.convert("/nowhere", path)
 
 
 FULL = """

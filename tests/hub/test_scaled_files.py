@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -12,6 +11,7 @@ from safetensors.numpy import load_file
 import mars_jax as mj
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.save import save
+from tests.helpers.checkpoint_files import message
 from tests.helpers.scaled_files import CONFIG, HOW, torch, torch_file, write
 
 
@@ -22,14 +22,6 @@ def test_a_scaled_checkpoint_is_the_model_of_its_weights(how, tmp_path):
     save(tmp_path / "read", CONFIG, made.params)
     for name, w in load_file(tmp_path / "read" / "model.safetensors").items():
         np.testing.assert_array_equal(w, meant[name].numpy(), err_msg=name)
-
-
-def test_in_8_bits_it_is_rounded_again_and_its_own_dtype_is_the_default(tmp_path):
-    meant = write(tmp_path / "scaled", "blocks")
-    gate = np.asarray(meant["model.layers.0.mlp.gate_proj.weight"])
-    small = mj.load(tmp_path / "scaled", dtype="int8").params["layers"][0]["gate"]
-    assert np.all(np.abs(small.astype("float32") - gate) <= np.abs(gate).max(1, keepdims=True) / 127)
-    assert mj.load(tmp_path / "scaled").params["layers"][0]["gate"].dtype == jnp.float32
 
 
 def changed(folder, **config):
@@ -46,10 +38,8 @@ def changed(folder, **config):
 )
 def test_scales_that_do_not_fit_are_refused(config, tmp_path):
     write(tmp_path / "scaled", "blocks")
-    with pytest.raises(
-        MarsError, match=r"scales \[2, 4\] of model.layers.0.mlp.down_proj.weight, \[64, 96\], are read"
-    ):
-        mj.load(changed(tmp_path / "scaled", **config))
+    text = message(mj.load, changed(tmp_path / "scaled", **config))
+    assert "scales [2, 4] of model.layers.0.mlp.down_proj.weight, [64, 96], are read" in text
 
 
 def test_a_block_far_larger_than_its_matrix_takes_no_memory(tmp_path):

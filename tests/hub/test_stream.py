@@ -33,16 +33,15 @@ def test_shards_equal_those_of_the_model_read_whole(saved, monkeypatch, dtype, a
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
-    def is_placed(array, asked):
+    def check_placed(array, asked):
         values = array.values if isinstance(array, Int8) else array
         assert values.sharding == asked and len(values.sharding.device_set) == asked.mesh.size
         if isinstance(array, Int8):
             spec = (*asked.spec, *[None] * (values.ndim - len(asked.spec)))
-            assert array.scale.sharding.is_equivalent_to(
-                NamedSharding(asked.mesh, P(*spec[:-1])), values.ndim - 1
-            )
+            of_scale = NamedSharding(asked.mesh, P(*spec[:-1]))
+            assert array.scale.sharding.is_equivalent_to(of_scale, values.ndim - 1)
 
-    jax.tree.map(is_placed, got, shardings, is_leaf=lambda x: isinstance(x, Int8))
+    jax.tree.map(check_placed, got, shardings, is_leaf=lambda x: isinstance(x, Int8))
 
 
 def test_without_shardings_params_stay_where_jit_puts_them(saved):
@@ -95,18 +94,15 @@ def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, bits):
 def test_in_4_bits_the_rows_of_devices_here_are_read(monkeypatch):
     monkeypatch.setattr(stream, "BLOCK", 4 * 64 * 2)  # two rows
     whole = np.random.default_rng(0).standard_normal((10, 64)).astype(np.float32)
-    asked = []
+    reads = []
 
     def rows(first, last):
-        asked.append((first, last))
+        reads.append((first, last))
         return whole[first:last]
 
-    spread = mesh.parse_mesh("model=2", jax.devices()[:2])
-    place = NamedSharding(spread, P("model"))
-    made = stream.to_params(
-        stream.read_array([("up", Tensor((10, 64), rows))], (10, 64), "float32", sharding=place, bits=4),
-        "float32",
-    )
-    assert asked == [(i, min(i + 2, 10)) for i in range(0, 10, 2)]
+    place = NamedSharding(mesh.parse_mesh("model=2", jax.devices()[:2]), P("model"))
+    parts = [("up", Tensor((10, 64), rows))]
+    made = stream.to_params(stream.read_array(parts, (10, 64), "float32", sharding=place, bits=4), "float32")
+    assert reads == [(i, i + 2) for i in range(0, 10, 2)]
     jax.tree.map(np.testing.assert_array_equal, made, quantize_4(whole))
     assert made.values.sharding.spec == P(None, None, "model")

@@ -56,18 +56,18 @@ def test_what_the_mask_hides_does_not_matter_and_a_blind_query_gets_zeros():
     np.testing.assert_array_equal(dirty[0, 1], 0.0)
 
 
-def test_large_scores_do_not_overflow():
-    q, k, v, mask, live = case(1)
-    given = (q * 1e3, k * 1e3, v, mask, live)
-    np.testing.assert_allclose(blocked(*given), numpy_attention(*given[:4]), atol=1e-5)
-
-
-def test_bfloat16_is_accumulated_in_float32():
-    given = case(2, dtype="bfloat16")
+@pytest.mark.parametrize(
+    # 1e-5: as above. 2**-7: the weights and the result are each rounded to 8 bits.
+    ("dtype", "size", "atol"),
+    [("float32", 1e3, 1e-5), ("bfloat16", 1.0, 2**-7)],
+    ids=["large scores", "bfloat16"],
+)
+def test_large_scores_and_bfloat16_inputs_give_the_textbook_formula(dtype, size, atol):
+    q, k, v, mask, live = case(2, dtype=dtype)
+    given = (q * size, k * size, v, mask, live)
     out = blocked(*given)
-    assert out.dtype == jnp.bfloat16
-    # 2**-7: the weights and the result are each rounded to 8 bits.
-    np.testing.assert_allclose(out.astype(jnp.float32), numpy_attention(*given[:4]), atol=2**-7)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(out.astype(jnp.float32), numpy_attention(*given[:4]), atol=atol)
 
 
 def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
@@ -86,13 +86,12 @@ def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
 
 def test_vmap_maps_over_ragged_live_lengths():
     cases = [case(s, live=live) for s, live in ((4, 10), (5, 290))]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *cases)
-    out = jax.jit(jax.vmap(attend))(*stacked)
+    out = jax.jit(jax.vmap(attend))(*jax.tree.map(lambda *x: jnp.stack(x), *cases))
     for row, given in zip(out, cases, strict=True):
         np.testing.assert_allclose(row, numpy_attention(*given[:4]), atol=1e-5)
 
 
-def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
+def test_the_cost_on_cpu_follows_the_live_length():
     """Blocks past `live` are not read: NaN there would spread through 0 * NaN."""
     q, k, v, mask, live = case(6, slots=4 * BLOCK, live=BLOCK)
     past = (jnp.arange(4 * BLOCK) >= BLOCK)[None, :, None, None]
@@ -100,11 +99,10 @@ def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
     assert np.isfinite(attention._attend_blocks(q, k, v, mask, live)).all()
 
 
-def lowered(platform: str, shapes) -> str:
+def lowered(platform: str, shapes, **options) -> str:
     """Return the program for a platform."""
-    return (
-        jax.jit(lambda *given: attend(*given)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-    )
+    traced = jax.jit(lambda *given: attend(*given, **options)).trace(*shapes)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_a_tpu_reads_long_buffers_block_by_block():
@@ -145,14 +143,12 @@ def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda other: False)
 
     def calls(batch: int) -> int:
-        shapes = jax.eval_shape(
-            lambda: case(0, batch=batch, n=60, heads=8, group=4, dim=128, dtype="bfloat16")
-        )
-        traced = jax.jit(lambda *given: attend(*given, flash=True)).trace(*shapes)
-        return traced.lower(lowering_platforms=("cuda",)).as_text().count("@__cudnn")
+        sizes = {"batch": batch, "n": 60, "heads": 8, "group": 4, "dim": 128}
+        shapes = jax.eval_shape(lambda: case(0, dtype="bfloat16", **sizes))
+        return lowered("cuda", shapes, flash=True).count("@__cudnn")
 
-    assert calls(32) == 0, "of no GPU"
+    assert calls(32) == 0, "without a GPU"
     monkeypatch.setattr(attention, "on_gpu", lambda: True)
     assert calls(32) == 1 and calls(1) == 0
     monkeypatch.setattr(attention, "current", lambda: AbstractMesh((2,), ("model",)))
-    assert calls(32) == 0, "of several"
+    assert calls(32) == 0, "on two GPUs"

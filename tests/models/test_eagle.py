@@ -15,18 +15,10 @@ from mars_jax.models import ModelConfig, Rope, eagle_head, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.weights import build_rows
 from tests.helpers import transformers_oracle
+from tests.helpers.small_models import SIZES
 
-BATCH, N, MORE, SLOTS, VOCAB = 2, 9, 3, 16, 53
-LAYER = ModelConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=44,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    rope=Rope(theta=500.0),
-    norm_eps=1e-3,
-)
+BATCH, N, MORE, SLOTS, VOCAB = 2, 9, 3, 16, SIZES["vocab_size"]
+LAYER = ModelConfig(num_layers=1, rope=Rope(theta=500.0), norm_eps=1e-3, **SIZES)
 EAGLE_3 = EagleConfig(
     version=3, layer=LAYER, target_hidden_size=32, draft_vocab_size=20, feature_layers=(1, 2, 4)
 )
@@ -34,6 +26,10 @@ EAGLE_1 = EagleConfig(
     version=1, layer=LAYER, target_hidden_size=32, draft_vocab_size=VOCAB, own_unembed=False
 )
 LLAMA3 = Rope(kind="llama3", factor=4.0, original_max_positions=8, low_freq_factor=1.0, high_freq_factor=3.0)
+
+
+QWEN3 = {"family": "qwen3", "qk_norm": True}
+BIASED = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_dim": 12, "rope": LLAMA3}
 
 
 def vary(config: EagleConfig, layer: dict | None = None, **fields) -> EagleConfig:
@@ -45,22 +41,12 @@ CASES = {
     "eagle-3, norm before residual": vary(EAGLE_3, norm_before_residual=True),
     "eagle-3, a norm of each feature": vary(EAGLE_3, fc_norm=True),
     "eagle-3.1": vary(EAGLE_3, fc_norm=True, norm_output=True, norm_before_residual=True),
-    "eagle-3, a norm of all features, the output normed (speculators)": vary(
-        EAGLE_3,
-        {"family": "qwen3", "qk_norm": True},
-        input_norm=True,
-        norm_output=True,
-        norm_before_residual=True,
+    "eagle-3 of speculators": vary(
+        EAGLE_3, QWEN3, input_norm=True, norm_output=True, norm_before_residual=True
     ),
-    "eagle-3, narrower than its target": vary(
-        EAGLE_3, {"num_kv_heads": 4}, target_hidden_size=48, own_embed=True
-    ),
+    "eagle-3, narrower": vary(EAGLE_3, {"num_kv_heads": 4}, target_hidden_size=48, own_embed=True),
     "eagle-3, the target's unembedding": vary(EAGLE_3, draft_vocab_size=VOCAB, own_unembed=False),
-    "eagle-3, every bias, head_dim 12, llama3 rope": vary(
-        EAGLE_3,
-        {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_dim": 12, "rope": LLAMA3},
-        fc_bias=True,
-    ),
+    "eagle-3, every bias, head_dim 12, llama3 rope": vary(EAGLE_3, BIASED, fc_bias=True),
     "eagle-3, three layers": vary(EAGLE_3, {"num_layers": 3, "windows": ()}),
     "eagle-1": EAGLE_1,
     "eagle-1, biases, its own embedding and lm_head": vary(
@@ -148,10 +134,10 @@ def torch_head(config: EagleConfig, target):
                 if config.input_norm:
                     self.input_norm = llama.LlamaRMSNorm(features * config.target_hidden_size, c.norm_eps)
                 if config.fc_norm:
-                    width = config.target_hidden_size
-                    self.fc_norm = nn.ModuleList(
-                        llama.LlamaRMSNorm(width, c.norm_eps) for _ in range(features)
+                    norms = (
+                        llama.LlamaRMSNorm(config.target_hidden_size, c.norm_eps) for _ in range(features)
                     )
+                    self.fc_norm = nn.ModuleList(norms)
             else:
                 self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
                 layer = llama.LlamaDecoderLayer(described, 0)
@@ -221,11 +207,9 @@ def test_a_head_equals_its_transcription_in_pytorch(name):
 
     @jax.jit
     def forward(feature, tokens, start, cache):
-        visible = Visible.causal(start, tokens.shape[1])
-        out, cache = eagle_head.forward(
-            config, language_model(LAYER), params, feature, tokens, visible, cache
-        )
-        return out, eagle_head.unembed(config, language_model(LAYER), params, out), cache
+        visible, model = Visible.causal(start, tokens.shape[1]), language_model(LAYER)
+        out, cache = eagle_head.forward(config, model, params, feature, tokens, visible, cache)
+        return out, eagle_head.unembed(config, model, params, out), cache
 
     ours = fuse(jnp.asarray(features))
     with torch.no_grad(), transformers_oracle.third_party():
@@ -262,8 +246,8 @@ def test_draft_tokens_and_logits_map_to_the_targets():
         (EAGLE_3, {"version": 2}, "EAGLE version 2 is not known"),
         (EAGLE_3, {"feature_layers": ()}, "give feature_layers"),
         (EAGLE_3, {"target_hidden_size": 48}, "is 32 wide and the target 48"),
-        (EAGLE_1, {"target_hidden_size": 48, "own_embed": True, "own_unembed": True}, "is 32 wide and the target 48"),
-        (EAGLE_3, {"own_unembed": False}, "drafts from 20 of 53 tokens"),
+        (EAGLE_1, {"target_hidden_size": 48, "own_unembed": True}, "is 32 wide and the target 48"),
+        (EAGLE_3, {"own_unembed": False}, "drafts from 20 of 64 tokens"),
     ],
 )  # fmt: skip
 def test_a_config_that_makes_no_sense_is_refused(base, change, expected):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -14,9 +12,9 @@ from tests.helpers import slow_but, transformers_oracle
 pytest.importorskip("transformers")
 
 PROMPT, NEW = 12, 64
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-BASE = SIZES | HEADS
+VOCAB = 61
+BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
 def rope(kind, **fields):
@@ -30,6 +28,8 @@ MISTRAL = BASE | {"num_hidden_layers": 3}
 ALTERNATING = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 3}
 FULL_IN_THE_MIDDLE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+ONE_OF_FOUR = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Caps that the scores and logits of these models reach, and a query scalar that differs from head_dim.
 GEMMA = MISTRAL | {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 24}
 ROPES = {
@@ -37,16 +37,10 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 
+TIED = {"tie_word_embeddings": True}
 CASES = {
-    "llama, one key-value head per head": ("Llama", BASE | {"num_key_value_heads": 4}),
-    "llama, tied, one shared key-value head": (
-        "Llama",
-        BASE | {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    ),
-    "llama, every bias, head_dim 12": (
-        "Llama",
-        BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
-    ),
+    "llama, tied, one shared key-value head": ("Llama", BASE | TIED | {"num_key_value_heads": 1}),
+    "llama, every bias": ("Llama", BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama, gelu": ("Llama", BASE | {"hidden_act": "gelu", "rms_norm_eps": 1e-3}),
     "llama 3.1": ("Llama", BASE | rope("llama3", **TRAINED, **BANDS)),
     "llama, yarn, every field": (
@@ -57,52 +51,30 @@ CASES = {
     "qwen2, windows from layer 1 on": ("Qwen2", BASE | ALTERNATING | {"max_window_layers": 1}),
     "qwen2.5, yarn": ("Qwen2", BASE | rope("yarn", **TRAINED)),
     "qwen3": ("Qwen3", BASE | {"head_dim": 16}),
-    "qwen3, tied, biases, head_dim 6": (
-        "Qwen3",
-        BASE | {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True},
-    ),
+    "qwen3, tied, biases": ("Qwen3", BASE | TIED | {"head_dim": 6, "attention_bias": True}),
     "mixtral": ("Mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mixtral, window, one expert of eight": (
+    "mixtral, window": (
         "Mixtral",
         MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 8},
     ),
-    "qwen3 moe, weights of a token sum to 1": (
-        "Qwen3Moe",
-        BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
-    ),
-    "qwen3 moe, window, one layer of four with experts": (
-        "Qwen3Moe",
-        BASE
-        | EXPERTS
-        | ALTERNATING
-        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
-    ),
-    "gemma2, caps that bind": (
-        "Gemma2",
-        GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
-    ),
-    "gemma2, no caps, biases, untied": (
-        "Gemma2",
-        GEMMA
-        | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-        | {"attention_bias": True, "tie_word_embeddings": False},
-    ),
-    "gemma3, a rope for each layer type": (
-        "Gemma3Text",
-        GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES},
-    ),
-    "gemma3, pattern of six, final cap": (
+    "qwen3 moe, weights sum to 1": ("Qwen3Moe", BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3 moe, one layer of four": ("Qwen3Moe", BASE | EXPERTS | ALTERNATING | ONE_OF_FOUR),
+    "gemma2, caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
+    "gemma2, no caps": ("Gemma2", GEMMA | NO_CAPS | {"attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3, two ropes": ("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES}),
+    "gemma3, pattern of six": (
         "Gemma3Text",
         GEMMA | {"num_hidden_layers": 7, "final_logit_softcapping": 2.5},
     ),
 }
+SLOW = (
+    "llama, gelu", "qwen3, tied, biases", "mixtral, window", "qwen3 moe, weights sum to 1", "gemma2, no caps",
+    "gemma3, pattern of six",
+)  # fmt: skip
+"""The fast cases have every family, and every kind of rope, window, bias and cap once."""
+IN_TIME = [name for name in CASES if name not in SLOW]
 SAVED_BACK = [name for name in CASES if name.startswith(("mixtral", "qwen3 moe", "gemma"))]
-RAGGED = [
-    "mixtral",
-    "qwen3 moe, window, one layer of four with experts",
-    "gemma2, caps that bind",
-    "gemma3, a rope for each layer type",
-]
+RAGGED = [name for name in SAVED_BACK if name in IN_TIME]
 
 
 def transformers_config(family, fields):
@@ -112,57 +84,53 @@ def transformers_config(family, fields):
         return getattr(transformers, f"{family}Config")(**fields, bos_token_id=1, eos_token_id=2)
 
 
-def prompts(batch=2):
-    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (batch, PROMPT))
+def saved(config, path):
+    """Save a random torch model of a transformers config; return it and its checkpoint in this package."""
+    model = transformers_oracle.random_torch_model(config)
+    transformers_oracle.save_torch(model, path)
+    return model, hub.load(path)
 
 
-IN_TIME = (
-    "llama, tied, one shared key-value head", "llama, every bias, head_dim 12", "llama 3.1", "llama, yarn, every field",
-    "mistral, window", "qwen2, windows from layer 1 on", "qwen2.5, yarn", "qwen3", "mixtral",
-    "qwen3 moe, window, one layer of four with experts", "gemma2, caps that bind", "gemma3, a rope for each layer type",
-)  # fmt: skip
-"""Every family, and every kind of rope, window, bias and cap once."""
+def assert_close(logits, expected):
+    # 1e-4: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, PROMPT))
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, *IN_TIME))
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
-    model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
-    transformers_oracle.save_torch(model, tmp_path)
-    logits, greedy = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), NEW)
-    # 1e-4: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
-    np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
-    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, prompts(), NEW))
+    model, checkpoint = saved(transformers_config(*CASES[name]), tmp_path)
+    logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, NEW)
+    assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
+    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, NEW))
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, tmp_path):
-    model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
-    transformers_oracle.save_torch(model, tmp_path)
-    checkpoint, lengths, tokens = hub.load(tmp_path), (PROMPT, 5), prompts()
-    padded = np.where(np.arange(PROMPT) < np.asarray(lengths)[:, None], tokens, NO_TOKEN)
+    model, checkpoint = saved(transformers_config(*CASES[name]), tmp_path)
+    lengths = (PROMPT, 5)
+    padded = np.where(np.arange(PROMPT) < np.asarray(lengths)[:, None], PROMPTS, NO_TOKEN)
     logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, padded, 12, lengths)
     assert np.isfinite(logits).all()
     for b, length in enumerate(lengths):
-        row = tokens[b : b + 1, :length]
-        np.testing.assert_allclose(
-            logits[b, :length], transformers_oracle.torch_logits(model, row)[0], atol=1e-4, rtol=0
-        )
+        row = PROMPTS[b : b + 1, :length]
+        assert_close(logits[b, :length], transformers_oracle.torch_logits(model, row)[0])
         np.testing.assert_array_equal(greedy[b], transformers_oracle.torch_greedy(model, row, 12)[0])
     torch = pytest.importorskip("torch")
-    entered = model.get_input_embeddings()(torch.tensor(tokens)).detach().numpy()
-    np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, tokens), entered, rtol=1e-6)
+    entered = model.get_input_embeddings()(torch.tensor(PROMPTS)).detach().numpy()
+    np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, PROMPTS), entered, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", SAVED_BACK)
 def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
-    model = transformers_oracle.random_torch_model(transformers_config(*CASES[name]))
-    transformers_oracle.save_torch(model, tmp_path / "theirs")
-    theirs = hub.load(tmp_path / "theirs")
-    hub.save(tmp_path / "ours", theirs.config, theirs.params)
-    assert hub.read_config(tmp_path / "ours") == theirs.config
+    model, checkpoint = saved(transformers_config(*CASES[name]), tmp_path / "theirs")
+    hub.save(tmp_path / "ours", checkpoint.config, checkpoint.params)
+    assert hub.read_config(tmp_path / "ours") == checkpoint.config
     # Exact equality: the same numbers in the same order.
-    again = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path / "ours"), prompts())
-    np.testing.assert_array_equal(again, transformers_oracle.torch_logits(model, prompts()))
+    again = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path / "ours"), PROMPTS)
+    np.testing.assert_array_equal(again, transformers_oracle.torch_logits(model, PROMPTS))
 
 
 def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
@@ -170,32 +138,8 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     whole = {"vision_config": vision | {"hidden_size": 16, "intermediate_size": 16}, "mm_tokens_per_image": 4}
     special = {"image_token_index": 61, "boi_token_index": 62, "eoi_token_index": 63}
-    model = transformers_oracle.random_torch_model(
-        transformers_config("Gemma3", {"text_config": text, **whole, **special})
-    )
-    transformers_oracle.save_torch(model, tmp_path)
-    logits, greedy = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 16)
-    np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
-    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, prompts(), 16))
-
-
-@pytest.mark.parametrize(
-    "old",
-    [
-        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **TRAINED, **BANDS}},
-        {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-        {"rope_theta": 500.0, "rope_scaling": None},
-    ],
-)
-def test_configs_from_before_transformers_5_mean_the_same(old, tmp_path):
-    """Put `rope_theta` and `rope_scaling` at the top level, and the dtype in `torch_dtype`."""
-    transformers_oracle.save_torch(
-        transformers_oracle.random_torch_model(transformers_config("Llama", BASE)), tmp_path
-    )
-    data = json.loads((tmp_path / "config.json").read_text())
-    data = {key: value for key, value in data.items() if key not in ("rope_parameters", "dtype")}
-    (tmp_path / "config.json").write_text(json.dumps(data | old | {"torch_dtype": "float32"}))
-    logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 1)
-    expected = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path), prompts())
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    config = transformers_config("Gemma3", {"text_config": text, **whole, **special})
+    model, checkpoint = saved(config, tmp_path)
+    logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 16)
+    assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
+    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, 16))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import mars_jax as mj
 from mars_jax import hub
@@ -24,28 +22,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_pieces_come_in_the_order_of_their_starts_and_sums_go_back_to_their_rows(size):
-    mesh = jax.make_mesh((size,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jnp.arange(size * 6 * 2, dtype=jnp.float32).reshape(1, size * 6, 2)
-
-    def local(x):
-        pieces = ring.around(("model",), x)
-        begins = jnp.stack([jnp.stack(two) for two in ring.starts(("model",), 6)])
-        mine = (1 + jax.lax.axis_index("model")).astype(jnp.float32)
-        parts = [lambda piece=piece: piece * mine for piece in pieces]
-        return jnp.stack(pieces)[None], begins[None], ring.summed(("model",), parts)
-
-    by_rows = P(None, "model")
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=by_rows, out_specs=(P("model"), P("model"), by_rows))
-    pieces, begins, total = jax.jit(mapped)(x)
-    for device in range(size):
-        for piece, two in zip(pieces[device], begins[device], strict=True):
-            wanted = [x[0, int(at) : int(at) + 3] for at in two]
-            np.testing.assert_array_equal(piece[0], np.concatenate(wanted))
-    np.testing.assert_array_equal(total, x * sum(range(1, size + 1)))
-
-
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Trace as for a TPU, whose kernel falls back on this machine."""
@@ -53,11 +29,9 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(transformer, "RING_ROWS", 8)
 
 
-def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=None, attention="auto"):
+def forwards(config, mesh=None, *, bits=None, batch=1, kept=None, **options):
     """Return the outputs of two consecutive chunks, and the number of times rows were sent."""
-    model = language_model(
-        config, cache_dtype=cache_dtype, attention=attention, feature_layers=(0, config.num_layers - 1)
-    )
+    model = language_model(config, feature_layers=(0, config.num_layers - 1), **options)
     if kept is not None:
         model = model.with_layers(kept)
     params = init_params(config, jax.random.key(0), scale=0.2)
@@ -66,20 +40,18 @@ def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=No
     elif mesh is not None:
         params = shardings.place(params, config, mesh)
     tokens = jax.random.randint(jax.random.key(1), (batch, 64), 0, config.vocab_size)
+    starts = [jnp.full((batch,), first, jnp.int32) for first in (0, 32)]
 
     def run(params, tokens, first, cache):
         return model.forward(params, tokens, Visible.causal(first, 32), cache)
 
-    cache, found = model.init_cache(batch, 96), []
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        for first in (0, 32):
-            given = (params, tokens[:, first : first + 32], jnp.full((batch,), first, jnp.int32), cache)
-            if first == 0:
-                made = jax.jit(run).lower(*given).compile()
-            out = made(*given)
-            cache = out.cache
-            found.append((out.hidden, out.features))
-    return (found, cache), made.as_text().count(" collective-permute")
+    cache = model.init_cache(batch, 96)
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(params, tokens[:, :32], starts[0], cache).compile()
+        first = program(params, tokens[:, :32], starts[0], cache)
+        second = program(params, tokens[:, 32:], starts[1], first.cache)
+    outputs = [(out.hidden, out.features) for out in (first, second)]
+    return (outputs, second.cache), program.as_text().count(" collective-permute")
 
 
 def quantized(config, params, bits):
@@ -96,21 +68,22 @@ GEMMA = {
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
-    ("more", "options"),
+    ("more", "options", "devices"),
     [
-        ({}, {}),
-        (GEMMA, {"batch": 2}),
-        pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, marks=pytest.mark.slow),
-        ({"family": "qwen2", "qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}),
-        ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}),
-        ({}, {"kept": ((True, False), (False, True))}),
+        ({}, {}, 2),
+        ({}, {}, 4),
+        (GEMMA, {"batch": 2}, 2),
+        pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, 2, marks=pytest.mark.slow),
+        ({"family": "qwen2", "qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}, 2),
+        ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2),
+        ({}, {"kept": ((True, False), (False, True))}, 2),
     ],
-    ids=["plain", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
+    ids=["plain", "four devices", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
 )
-def test_a_chunk_is_that_of_one_device(more, options):
+def test_a_chunk_is_that_of_one_device(more, options, devices):
     config = ModelConfig(**SMALL | more)
     wanted, _ = forwards(config, **options)
-    found, sent = forwards(config, shardings.parse_mesh("model=2"), **options)
+    found, sent = forwards(config, shardings.parse_mesh(f"model={devices}"), **options)
     assert sent > 0
     for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
@@ -137,7 +110,6 @@ def test_other_meshes_and_layers_do_without(more, axes):
 @pytest.mark.usefixtures("elsewhere")
 def test_a_text_goes_on_from_a_prompt_that_went_around(monkeypatch):
     """Use a head that reads its target's layers, through the same entry point as the command."""
-
     mesh, sent = shardings.parse_mesh("model=2"), []
     passed = ring._passed
     monkeypatch.setattr(ring, "_passed", lambda *given: sent.append(1) or passed(*given))

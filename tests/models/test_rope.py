@@ -17,17 +17,9 @@ from tests.helpers import transformers_oracle
 # Parameters of published checkpoints: Llama 3.1 and 3.2, Qwen2.5 with YaRN, and edge cases of each formula.
 PUBLISHED = [
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    {
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-        "beta_fast": 16,
-        "truncate": False,
-    },
-    {"rope_type": "yarn", "factor": 1.0, "attention_factor": None},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    {"rope_type": "yarn", "factor": 1.0, "attention_factor": None, "beta_fast": 16, "truncate": False},
     {"rope_type": "linear", "factor": 2.5},
 ]
 

@@ -9,16 +9,9 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Visible
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
+from tests.helpers.small_models import SIZES
 
-CONFIG = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=3,
-    num_heads=2,
-    post_norms=True,
-    norm_plus_one=True,
-)
+CONFIG = ModelConfig(num_layers=3, post_norms=True, norm_plus_one=True, **SIZES)
 MASK = ((True, False), (False, True), (True, True))
 
 

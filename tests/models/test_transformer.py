@@ -12,19 +12,12 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.tree import visible
 from mars_jax.core.types import NO_TOKEN, DraftTree, Visible
 from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.models.layers import rms_norm
 from mars_jax.models.weights import get, weights
 from tests.helpers import one_row
+from tests.helpers.small_models import SIZES
 
-CONFIG = ModelConfig(
-    vocab_size=29,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    windows=(None, 3),
-    qk_norm=True,
-)
+CONFIG = ModelConfig(num_layers=2, windows=(None, 3), qk_norm=True, **SIZES)
 MODEL = language_model(CONFIG, feature_layers=(1, 0))
 SLOTS = 24
 # Two branches of different depth, siblings out of depth-first order, and a padding node.
@@ -43,6 +36,10 @@ def forward():
     return jax.jit(MODEL.forward)
 
 
+def random_tokens(batch, n, seed=0):
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (batch, n))
+
+
 def run_chain(forward, params, tokens, start=0, cache=None):
     """Run the forward of a chain: tokens [B, N] at `start`."""
     tokens = jnp.asarray(tokens, jnp.int32)
@@ -53,15 +50,10 @@ def run_chain(forward, params, tokens, start=0, cache=None):
 
 
 def make_tree(batch=1):
-    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (batch, len(PARENTS)))
+    tokens = random_tokens(batch, len(PARENTS), seed=1)
     tokens[:, -1] = NO_TOKEN
-    return DraftTree(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray([PARENTS] * batch, jnp.int32),
-        depths=jnp.asarray([DEPTHS] * batch, jnp.int32),
-        max_depth=3,
-        is_chain=False,
-    )
+    tokens, parents, depths = jnp.asarray([tokens, [PARENTS] * batch, [DEPTHS] * batch], jnp.int32)
+    return DraftTree(tokens=tokens, parents=parents, depths=depths, max_depth=3, is_chain=False)
 
 
 def run_tree(forward, params, prefix):
@@ -83,7 +75,7 @@ def test_every_branch_of_a_tree_equals_the_chain_of_its_tokens(params, window):
     """Include sliding windows, where slot and position of a node differ; a window of 2 reveals every mix-up."""
     config = ModelConfig(**{**vars(CONFIG), "windows": (None, window)})
     forward = jax.jit(language_model(config).forward)
-    prefix = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, PREFIX))
+    prefix = random_tokens(1, PREFIX)
     tree, out = run_tree(forward, params, prefix)
     for node in (5, 6):
         path = branch(node)
@@ -93,7 +85,7 @@ def test_every_branch_of_a_tree_equals_the_chain_of_its_tokens(params, window):
 
 
 def test_a_committed_branch_continues_as_the_chain_would(forward, params):
-    prefix = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, PREFIX))
+    prefix = random_tokens(1, PREFIX)
     tree, out = run_tree(forward, params, prefix)
     path = branch(6)
     cache = commit(out.cache, jnp.full((1,), PREFIX, jnp.int32), jnp.asarray([path], jnp.int32))
@@ -103,9 +95,8 @@ def test_a_committed_branch_continues_as_the_chain_would(forward, params):
 
 
 def test_a_row_alone_equals_the_row_in_a_ragged_batch(forward, params):
-    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (3, 9))
     starts = jnp.asarray([0, 5, 9], jnp.int32)
-    cache = run_chain(forward, params, tokens).cache
+    cache = run_chain(forward, params, random_tokens(3, 9)).cache
     tree = make_tree(3)
     both = forward(params, tree.tokens, visible(tree, starts), cache).hidden
     for b in range(3):
@@ -115,7 +106,7 @@ def test_a_row_alone_equals_the_row_in_a_ragged_batch(forward, params):
 
 
 def test_unread_slots_do_not_matter(forward, params):
-    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (2, 5))
+    tokens = random_tokens(2, 5)
     poison = jax.tree.map(lambda x: jnp.full_like(x, 1e30), MODEL.init_cache(2, SLOTS))
     clean, dirty = run_chain(forward, params, tokens), run_chain(forward, params, tokens, cache=poison)
     np.testing.assert_array_equal(clean.hidden, dirty.hidden)
@@ -124,13 +115,10 @@ def test_unread_slots_do_not_matter(forward, params):
 def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward, params):
     out = run_chain(forward, params, [[1, 2, 3]])
     last, first = out.features
-    norm = last * jax.lax.rsqrt(jnp.mean(last**2, axis=-1, keepdims=True) + CONFIG.norm_eps)
-    np.testing.assert_allclose(norm * params["norm"][None, None], out.hidden, atol=1e-5)
+    np.testing.assert_allclose(rms_norm(last, params["norm"], CONFIG.norm_eps), out.hidden, atol=1e-5)
     config = ModelConfig(**{**vars(CONFIG), "num_layers": 1, "windows": (None,)})
-    shallow = language_model(config, feature_layers=[0])
-    one = {**params, "layers": params["layers"][:1]}
-    tokens, start = jnp.asarray([[1, 2, 3]], jnp.int32), jnp.zeros((1,), jnp.int32)
-    alone = jax.jit(shallow.forward)(one, tokens, Visible.causal(start, 3), shallow.init_cache(1, SLOTS))
+    shallow = jax.jit(language_model(config, feature_layers=[0]).forward)
+    alone = run_chain(shallow, {**params, "layers": params["layers"][:1]}, [[1, 2, 3]])
     np.testing.assert_allclose(alone.features[0], first, atol=1e-5)
     with pytest.raises(MarsError, match="feature layer 2 does not exist: the model has layers 0 to 1"):
         language_model(CONFIG, feature_layers=(2,))
@@ -139,9 +127,8 @@ def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward
 def test_bfloat16_stays_near_float32_and_gives_float32_logits(forward, params):
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     model = language_model(CONFIG, dtype="bfloat16")
-    tokens, start = jnp.asarray([[1, 2, 3, 4]], jnp.int32), jnp.zeros((1,), jnp.int32)
-    forward_low = jax.jit(model.forward)
-    out = forward_low(low, tokens, Visible.causal(start, 4), model.init_cache(1, SLOTS))
+    tokens = [[1, 2, 3, 4]]
+    out = run_chain(jax.jit(model.forward), low, tokens, cache=model.init_cache(1, SLOTS))
     logits = model.unembed(low, out.hidden)
     exact = MODEL.unembed(params, run_chain(forward, params, tokens).hidden)
     assert out.hidden.dtype == out.cache.k[0].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
@@ -150,16 +137,12 @@ def test_bfloat16_stays_near_float32_and_gives_float32_logits(forward, params):
 
 
 def test_the_forward_is_differentiable_through_the_cache(params):
-    tokens, start = jnp.asarray([[1, 2, NO_TOKEN]], jnp.int32), jnp.zeros((1,), jnp.int32)
-
     def loss(params):
-        out = MODEL.forward(params, tokens, Visible.causal(start, 3), MODEL.init_cache(1, 8))
+        out = run_chain(MODEL.forward, params, [[1, 2, NO_TOKEN]])
         return jnp.mean(jnp.sin(MODEL.unembed(params, out.hidden)))
 
     gradient = jax.jit(jax.grad(loss))(params)
-    direction = jax.tree.map(
-        lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params
-    )
+    direction = init_params(CONFIG, jax.random.key(1), scale=0.5)
     slope = jax.jit(lambda p, d: jax.jvp(loss, (p,), (d,))[1])(params, direction)
     total = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
     np.testing.assert_allclose(total, slope, rtol=1e-4)
@@ -169,12 +152,10 @@ def test_the_forward_is_differentiable_through_the_cache(params):
 @pytest.mark.parametrize("n", [1, 8])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_cache_is_updated_in_place(n, batch):
-    config = ModelConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=4
-    )
-    model, slots = language_model(config), 2048
+    config = ModelConfig(num_layers=3, **SIZES | {"num_kv_heads": 4, "hidden_size": 64})
+    model = language_model(config)
     seen = Visible.causal(jnp.zeros((batch,), jnp.int32), n)
-    cache = model.init_cache(batch, slots)
+    cache = model.init_cache(batch, 2048)
     given = (init_params(config, jax.random.key(0)), jnp.zeros((batch, n), jnp.int32), seen, cache)
     memory = jax.jit(model.forward, donate_argnums=3).lower(*given).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(cache))
@@ -202,9 +183,9 @@ def test_equal_configs_give_the_same_functions():
         ({"head_dim": 5}, "head_dim 5 is odd"),
         ({"windows": (1,)}, "1 windows for 2 layers"),
         ({"windows": (0, None)}, "a window is 0: expected a whole number of at least 1"),
-        ({"activation": "mish"}, "activation 'mish' is not supported: choose one of silu"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": 18, "head_dim": 0}, "hidden_size 18 is not divisible by 4 heads"),
+        ({"activation": "mish"}, "activation 'mish' is not supported: choose one of silu"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(change, expected):

@@ -34,17 +34,11 @@ from mars_jax.drafters import Dynamic
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement import shardings as sharding
-from tests.helpers import committed, ragged, with_numbers
+from tests.helpers import committed, ragged, small_models, with_numbers
 
 VOCAB, HIDDEN, BATCH, BUFFER = 1024, 32, 8, 40
 LIKELY = jnp.arange(0, VOCAB, VOCAB // 16)  # some on every device
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "num_kv_heads": 2,  # two do not divide over four devices
-}
+SIZES = small_models.SIZES | {"vocab_size": VOCAB}  # two key-value heads do not divide over four devices
 CONFIG = ModelConfig(num_layers=2, qk_norm=True, **SIZES)
 EXPERTS = ModelConfig(
     num_layers=2, family="qwen3_moe", num_experts=4, experts_per_token=2, dense_layers=(0,), **SIZES
@@ -163,12 +157,7 @@ def on_one_device(case):
 
 def mesh_of(text, kind=AxisType.Auto):
     mesh = sharding.parse_mesh(text)
-    return jax.make_mesh(
-        tuple(mesh.shape.values()),
-        tuple(mesh.shape),
-        axis_types=(kind,) * len(mesh.shape),
-        devices=mesh.devices.flat,
-    )
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * len(mesh.axis_names))
 
 
 def on_mesh(case, mesh, *, named=True):
@@ -199,11 +188,11 @@ def collectives(program):
     """Count every (name, elements of the largest result) of the collectives in an HLO text."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
     found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
-    shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in found]
-    elements = [
-        (name, max(math.prod(map(int, filter(None, s.split(",")))) for s in all)) for name, all in shapes
-    ]
-    return collections.Counter(elements)
+    counter = collections.Counter()
+    for result, name in found:
+        shapes = [map(int, filter(None, sizes.split(","))) for sizes in re.findall(r"\[([\d,]*)\]", result)]
+        counter[name, max(map(math.prod, shapes))] += 1
+    return counter
 
 
 FAST = [("ngram, mars", "model=2", AxisType.Auto)]
@@ -340,7 +329,6 @@ def test_experts_are_divided_whole_before_their_hidden_units(axes, up, down):
     [
         ("data=2,tensor=4", "expected axes among data, model, expert"),
         ("data=2,data=4", "each once"),
-        ("data=0", "number of devices"),
         ("model", "number of devices"),
         ("data=3,model=4", "of 12 devices and there are 8"),
     ],
@@ -352,9 +340,7 @@ def test_a_mesh_that_cannot_be_is_refused(text, said):
 
 def test_rows_and_experts_that_do_not_divide_are_refused_with_the_numbers():
     mesh = sharding.parse_mesh("data=8")
-    with pytest.raises(
-        MarsError, match="a batch of 6 rows does not divide over data=8: pad it to a multiple of 8"
-    ):
+    with pytest.raises(MarsError, match="6 rows does not divide over data=8: pad it to a multiple of 8"):
         sharding.state_shardings(jnp.zeros((6, 2)), mesh)
     decoder, params = decoder_of("none, exact")
     with jax.set_mesh(mesh), pytest.raises(MarsError, match="a batch of 6 rows does not divide over data=8"):

@@ -56,7 +56,6 @@ def arrays_written(program: str, elements: int) -> int:
 class Instruction(NamedTuple):
     """A line of an HLO text. `dtype`, `size` and `dims` describe the first array of its result."""
 
-    name: str
     opcode: str
     dtype: str
     size: int
@@ -66,13 +65,12 @@ class Instruction(NamedTuple):
 
 def instructions(program: str) -> list[Instruction]:
     """Return the instructions of an HLO text whose result is an array or begins with one."""
-    pattern = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = \(*(\w+)\[([\d,]*)\].*? ([a-z][\w\-]*)\(", re.M)
+    pattern = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = \(*(\w+)\[([\d,]*)\].*? ([a-z][\w\-]*)\(.*$", re.M)
     found = []
     for match in pattern.finditer(program):
-        name, dtype, sizes, opcode = match.groups()
+        dtype, sizes, opcode = match.groups()
         dims = tuple(int(size) for size in sizes.split(",") if size)
-        text = program[match.start() : program.find("\n", match.end())]
-        found.append(Instruction(name, opcode, dtype, math.prod(dims), dims, text))
+        found.append(Instruction(opcode, dtype, math.prod(dims), dims, match[0]))
     return found
 
 

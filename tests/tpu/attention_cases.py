@@ -46,9 +46,8 @@ class Case(NamedTuple):
     dtype: str
     slots: int = 4224
 
-
-def name(case: Case) -> str:
-    return f"{case.heads}, {case.queries}, {case.batch} rows, {case.dtype}"
+    def __str__(self) -> str:
+        return f"{self.heads}, {self.queries}, {self.batch} rows, {self.dtype}"
 
 
 SOME = (

@@ -39,24 +39,12 @@ CASES = (
 )
 
 
-class EagleCase(NamedTuple):
-    name: str
-    target: str
-    generation: str
-    chips: int
-
-
-EAGLE_CASES = (
-    EagleCase("Llama-3.1-8B", "llama-3.1-8b", "v5e", 4),
-    EagleCase("Llama-3.3-70B", "llama-3.3-70b", "v5p", 8),
-)
 TREE = drafters.Dynamic(top_k=10, depth=7, nodes=60)
 """The tree of the published results."""
 
 
-def shortened(name: str, layers: int | None) -> ModelConfig:
-    config = CONFIGS[name]
-    return config if layers is None else dataclasses.replace(config, num_layers=layers, windows=())
+def shortened(name: str, layers: int) -> ModelConfig:
+    return dataclasses.replace(CONFIGS[name], num_layers=layers, windows=())
 
 
 def model(config: ModelConfig) -> LanguageModel:
@@ -67,8 +55,8 @@ def weights(config: AnyConfig, on: Mesh) -> PyTree:
     return abstract_params(config, "bfloat16", shardings=params_shardings(config, on))
 
 
-def compile_step(case: Case, generation: str, chips: int, *, layers: int | None = None) -> dict[str, Any]:
-    """Compile the loop of Llama-3.1-8B, drafted by Llama-3.2-1B or without a draft. `layers` shortens both models."""
+def compile_step(case: Case, generation: str, chips: int, *, layers: int) -> dict[str, Any]:
+    """Compile the loop of Llama-3.1-8B, drafted by Llama-3.2-1B or without a draft, both shortened to `layers`."""
     on = aot.mesh(generation, devices=chips)
     target, small = shortened("llama-3.1-8b", layers), shortened("llama-3.2-1b", layers)
     params = Params(target=weights(target, on))
@@ -86,11 +74,11 @@ def eagle_pair(target: ModelConfig, on: Mesh, **shape: Any) -> tuple[Drafter, Pa
     return drafter, Params(target=weights(target, on), draft=weights(head, on))
 
 
-def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, Any]:
-    """Compile the loop with an EAGLE-3 head at batch 1. `layers` shortens the target."""
-    on, target = aot.mesh(case.generation, devices=case.chips), shortened(case.target, layers)
+def compile_eagle(name: str, generation: str, chips: int, *, layers: int) -> dict[str, Any]:
+    """Compile the loop of a target, shortened to `layers`, with an EAGLE-3 head at batch 1."""
+    on, target = aot.mesh(generation, devices=chips), shortened(name, layers)
     drafter, params = eagle_pair(target, on, tree=TREE)
-    return compile_loop(target, drafter, params, 1, case.generation, on)
+    return compile_loop(target, drafter, params, 1, generation, on)
 
 
 def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tuple[str, int, int]:

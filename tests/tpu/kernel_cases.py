@@ -24,10 +24,8 @@ class Case(NamedTuple):
     dtype: str
     logsumexp: bool
 
-
-def name(case: Case) -> str:
-    statistics = " with logsumexp" if case.logsumexp else ""
-    return f"{case.kernel} {case.draft} {case.vocab} {case.dtype}{statistics}"
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.draft} {self.vocab} {self.dtype}"
 
 
 def kernel_cases() -> Iterator[Case]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip(
@@ -11,8 +13,12 @@ pytest.importorskip(
 from tests.helpers import slow_but
 from tests.tpu import aot, attention_cases
 
+SOME = attention_cases.SOME
+CASES = [*((case, "v5e") for case in SOME), *itertools.product(attention_cases.ALL, aot.TOPOLOGIES)]
 
-def check(case, generation):
+
+@pytest.mark.parametrize(("case", "generation"), slow_but(CASES, *CASES[:2]), ids=str)
+def test_the_kernel_compiles_and_copies_no_cache(case, generation):
     report = attention_cases.compile_case(case, generation)
     assert report["mosaic_kernels"] == 1 and not report["collectives"]
     if attention_cases.HEADS[case.heads].kv_heads > 1:
@@ -20,19 +26,7 @@ def check(case, generation):
         assert report["arrays_of_logits"] == 0 and report["temporary_bytes"] < report["cache_bytes"] / 2
 
 
-@pytest.mark.parametrize("generation", ["v5e"])
-@pytest.mark.parametrize(
-    "case", slow_but(attention_cases.SOME, *attention_cases.SOME[:2]), ids=attention_cases.name
-)
-def test_the_kernel_compiles_and_copies_no_cache(case, generation):
-    check(case, generation)
-
-
-@pytest.mark.parametrize(
-    "case",
-    slow_but([c for c in attention_cases.SOME if c.dtype != "int8"], attention_cases.SOME[0]),
-    ids=attention_cases.name,
-)
+@pytest.mark.parametrize("case", slow_but([case for case in SOME if case.dtype != "int8"], SOME[0]), ids=str)
 def test_new_rows_are_written_in_place(case):
     report = attention_cases.compile_case(case, "v5e", writes=True)
     assert report["mosaic_kernels"] == 1 and not report["collectives"]
@@ -45,10 +39,3 @@ def test_new_rows_are_written_in_place(case):
 def test_scales_have_their_slots_in_the_lanes_all_the_time(form, batch):
     """Heads in the lanes would be padded to 128: half as many bytes as the values, copied in every step."""
     assert attention_cases.layouts_of_scales(form, batch, "v5e") == {"1,2,0"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("generation", list(aot.TOPOLOGIES))
-@pytest.mark.parametrize("case", attention_cases.ALL, ids=attention_cases.name)
-def test_every_kernel_compiles(case, generation):
-    check(case, generation)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mars_jax import contrib, specs, verify
+from mars_jax import contrib, verify
 from mars_jax.core.rule import LoadedRule
 from tests.helpers.checkpoint_files import message
 
