@@ -5,15 +5,12 @@ Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fl
 
 from __future__ import annotations
 
-from mars_jax.core.user_code import load_function
-from mars_jax.verify import rules
+from typing import Any
 
-# {public name: "module:name"}; imported on first use.
+from mars_jax.core.user_code import load_function
+
+# {public name: "module:name"}; imported on first use, as rules are.
 _HOME = {
-    name: f"{rule.make.__module__}:{name}"
-    for name, rule in rules().items()
-    if rule.make.__module__.startswith("mars_jax.contrib.")
-} | {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {
         "drafters.ahead": ("ahead", "run_ahead"),
@@ -33,15 +30,22 @@ _HOME = {
     for name in names
 }
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
+    rules = _rules()
+    if name not in _HOME and name not in rules:
         raise AttributeError(f"module 'mars_jax.contrib' has no attribute '{name}'")
-    value = globals()[name] = load_function(_HOME[name])
+    value = globals()[name] = rules[name].make if name in rules else load_function(_HOME[name])
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*_HOME, *_rules()])
+
+
+def _rules() -> dict[str, Any]:
+    from mars_jax.verify import rules
+
+    return {n: rule for n, rule in rules().items() if rule.make.__module__.startswith("mars_jax.contrib.")}

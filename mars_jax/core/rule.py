@@ -103,7 +103,7 @@ class Rule:
 class LoadedRule(NamedTuple):
     """A rule and its weights, which go into `Params.verify`."""
 
-    rule: Rule
+    rule: Rule  # without its weights
     params: PyTree = ()  # its weights, which it reads as `Evidence.params`
 
 

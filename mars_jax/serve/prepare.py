@@ -34,7 +34,9 @@ def loaded_rule(verify: AnyRule | None) -> LoadedRule:
     """Return a rule with its weights; None means `exact`."""
     if isinstance(verify, LoadedRule):
         return verify
-    return LoadedRule(exact() if verify is None else verify)
+    rule = exact() if verify is None else verify
+    structure(rule)
+    return LoadedRule(rule)
 
 
 def prepared(

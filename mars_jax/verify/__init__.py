@@ -4,6 +4,7 @@ from kernels_pallas import MARGINS
 from mars_jax.core.evidence import Evidence, evidence, node_stats
 from mars_jax.core.logprobs import entropy
 from mars_jax.core.rule import LoadedRule, Rule, for_rows
+from mars_jax.core.settings import Range
 from mars_jax.core.struct import setting
 from mars_jax.core.tree import at_parent
 from mars_jax.verify.adaptive import Adaptive, adaptive
@@ -35,6 +36,7 @@ __all__ = [
     "Mars",
     "Mixture",
     "Nucleus",
+    "Range",
     "Rejection",
     "Relaxed",
     "Retargeted",

@@ -19,7 +19,7 @@ from mars_jax.verify.own import find, is_own
 class Given(NamedTuple):
     """The text of a setting and its name as the user wrote it."""
 
-    text: str
+    text: str  # as typed
     shown: str  # such as --theta
 
 
@@ -27,7 +27,7 @@ class Given(NamedTuple):
 class RuleChoice:
     """See `choose`."""
 
-    spec: str
+    spec: str  # as for `find`
     settings: Mapping[str, Any]  # given settings, as checked values
 
     @property

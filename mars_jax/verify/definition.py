@@ -37,13 +37,13 @@ NEEDS = {
 class Definition:
     """A rule that users can name: a registered class, or a function of the user's that makes a rule."""
 
-    name: str
+    name: str  # without a colon
     make: Callable[..., Any]  # takes the settings as keywords
-    help: str
-    lossless: bool = False
+    help: str  # one sentence without a period
+    lossless: bool = False  # whether the output follows the target's distribution
     needs: tuple[str, ...] = ()  # keys of NEEDS
-    paper: str = ""
-    settings: Mapping[str, Setting]
+    paper: str = ""  # the source, such as an arXiv number
+    settings: Mapping[str, Setting]  # by name, those of the class before inherited ones
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
         """Return its settings and those of its base.

@@ -328,11 +328,10 @@ def fields(home: str) -> list[Field]:
     found: dict[str, Field] = {}
     kind = next((n for n in _parsed(module).body if isinstance(n, ast.ClassDef) and n.name == own), None)
     if kind is None:
-        named = [
-            n for n in _parsed(module).body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name)
+        aliases = [
+            n for n in _parsed(module).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == own
         ]
-        other = next((n.value.id for n in named if ast.unparse(n.targets[0]) == own), None)
-        return fields(f"{module}.{other}") if other else []
+        return fields(f"{module}.{ast.unparse(aliases[0].value)}") if aliases else []
     for base in kind.bases:
         if isinstance(base, ast.Name) and (of := home_of(f"{module}.{base.id}")).split(".")[0] == "mars_jax":
             found |= {field.name: field for field in fields(of)}

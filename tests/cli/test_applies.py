@@ -20,7 +20,7 @@ SIMULATED = f"{MODEL} --verify simulated --tau 2"
     ("flags", "message"),
     [
         ("--verify exact --theta 0.9", "--theta does not apply to the rule exact, which has no settings"),
-        ("--block", "--block does not apply to the rule mars, which has base, margin, theta,"),
+        ("--block", "--block does not apply to the rule mars, which has theta, margin, base,"),
         ("--verify mars --rule-option block=true", "--rule-option block does not apply to the"),
         ("--draft none --verify rejection", "--verify rejection does not apply to --draft none"),
         ("--draft none --num-draft-tokens 4", "--num-draft-tokens does not apply to --draft none"),
@@ -78,7 +78,7 @@ def test_a_flag_that_does_not_apply_is_refused(refused, flags, message):
     [
         ({"theta": 0.5}, "--verify exact", "theta does not apply to the rule exact, which has no"),
         ({"draft_stop": 0.5}, "", "draft_stop does not apply to --draft ngram"),
-        ({"tau": 2}, "--verify mars", "tau does not apply to the rule mars, which has base, "),
+        ({"tau": 2}, "--verify mars", "tau does not apply to the rule mars, which has theta, "),
         ({"margin": "gap"}, "--verify mars", "margin is one for all prompts: leave it out, and give"),
         ({"theta": 2}, "--verify mars", "theta is 2.0: expected a number above 0 and at most 1 for the"),
         ({"strict": True}, "--verify exact", "strict does not apply to the rule exact, which relaxes"),

@@ -13,6 +13,7 @@ from mars_jax.core.cut import cut
 from mars_jax.core.edits import make_edits
 from mars_jax.core.evidence import evidence
 from mars_jax.core.guide import Guides
+from mars_jax.core.rule import Rule
 from mars_jax.core.tree import walk
 from mars_jax.core.types import Params, Verdict
 from tests.helpers import begin, committed, ragged
@@ -52,7 +53,7 @@ RULES = {
 
 
 @struct.dataclass
-class OneEach:
+class OneEach(Rule):
     """Rows 2 i and 2 i + 1 are verified by the i-th rule, with all rules in one program."""
 
     rules: tuple

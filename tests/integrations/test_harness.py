@@ -158,7 +158,7 @@ def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
         ({"batch_size": "auto"}, "--batch-size is auto"),
         ({"draft": "ngram", "theta": "nowhere.json"}, "theta is nowhere.json"),
         ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap"),
-        ({"draft": "ngram", "speed": 3}, "speed does not apply to the rule mars, which has base, margin,"),
+        ({"draft": "ngram", "speed": 3}, "speed does not apply to the rule mars, which has theta, margin,"),
         ({"theta": 0.9}, "theta does not apply to the rule exact, which has no settings"),
         ({"draft": "eagle"}, "draft is eagle: expected none, ngram, model:PATH"),
     ],

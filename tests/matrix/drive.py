@@ -17,7 +17,7 @@ import numpy as np
 import mars_jax as mj
 from mars_jax import specs, verify
 from mars_jax.core import struct
-from mars_jax.core.rule import LoadedRule
+from mars_jax.core.rule import LoadedRule, Rule
 from mars_jax.core.types import Visible
 from tests.matrix.cases import SHAPES, Case
 from tests.matrix.world import target, world
@@ -42,7 +42,7 @@ ROWS = 4
 
 
 @struct.dataclass(kw_only=True)
-class Among:
+class Among(Rule):
     """A rule that verifies each row by one of several rules. It keeps the state of all of them."""
 
     rules: tuple[Any, ...]

@@ -25,6 +25,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.verify import rules
 from tests.cli.conftest import write_tokenizer
 
 CORPUS = "a story of the sea and the sun, and of a man of the sea"
@@ -111,12 +112,12 @@ def world() -> World:
     contrib.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
     files = {"model": "draft", "replay": "replay.jsonl"}
     weights = {"equivalent": "case,space"}
-    drafters, rules = {}, {}
+    drafts, verified = {}, {}
     for name, row in specs.DRAFTERS.items():
-        drafters[name] = f"{name}:{folder / files.get(name, name)}" if row.path else name
+        drafts[name] = f"{name}:{folder / files.get(name, name)}" if row.path else name
     for name, row in rules().items():
-        rules[name] = f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name
-    return World(target=str(folder / "target"), drafters=drafters, rules=rules)
+        verified[name] = f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name
+    return World(target=str(folder / "target"), drafters=drafts, rules=verified)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import mars_jax as mj
 from mars_jax import hub
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.prompts import read_prompts
+from mars_jax.verify import RuleChoice
 
 TEMPLATE = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% if not loop.last or m.role != 'assistant' %}

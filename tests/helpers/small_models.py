@@ -1,0 +1,13 @@
+"""Configurations of small real models and draft heads."""
+
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.models import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
+CONFIG = ModelConfig(num_layers=2, **SIZES)
+EAGLE_3 = EagleConfig(
+    version=3, layer=ModelConfig(num_layers=1, **SIZES), target_hidden_size=32, draft_vocab_size=32,
+    feature_layers=(0, 1, 1),
+)  # fmt: skip
+MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=64)
