@@ -27,9 +27,9 @@ class Range:
     (True, False, False)
     """
 
-    words: str
-    low: float = -math.inf
-    high: float = math.inf
+    words: str  # description
+    low: float = -math.inf  # least number
+    high: float = math.inf  # greatest number
     above: bool = False  # excludes `low` itself
     inf: bool = False  # includes math.inf, even if it exceeds `high`
     grid: tuple[float, ...] = ()  # values worth trying, from strict to loose
