@@ -48,7 +48,7 @@ class Budget(Relaxed):
         help="nats that a token may cost for each drafted token that is left",
         kw_only=False,
     )
-    # i32[] or [B]
+    # i32[] or [B]; relaxed tokens per step
     max_relaxed: Any = struct.setting(
         default=2,
         kind=int,

@@ -50,7 +50,7 @@ class Simulated(Lossy):
     ([2], [3])
     """
 
-    # f32[] or [B]
+    # f32[] or [B]; expected tokens per step
     tau: Any = struct.setting(
         ranges=Range("a number of at least 1, the token that every step gives", 1, 1024),
         help="tokens per target forward, in the mean over steps",

@@ -39,7 +39,7 @@ class SpecCascade(Retargeted):
     [36, 99]
     """
 
-    # f32[] or [B]
+    # f32[] or [B]; trust in the draft
     alpha: Any = struct.setting(
         default=0.1,
         ranges={
