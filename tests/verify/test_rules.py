@@ -235,10 +235,11 @@ def prefix_of_one(rule, prefixes):
 
 @flax.struct.dataclass
 class Wrapped(verify.Rule):
-    """A user's wrapper that forwards only the call."""
+    """A user's wrapper, which may hold a rule that reads hidden states of the draft."""
 
     inner: Any
     calls: Any
+    needs = ("draft_hidden",)
 
     def __call__(self, evidence):
         verdict, inner = self.inner(evidence)
