@@ -65,11 +65,13 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
 
     check_path(path)
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
-    leaves, structure = jax.tree.flatten(like)
+    paths, structure = jax.tree.flatten_with_path(like)
+    leaves = {_name(path): leaf for path, leaf in paths}
+    shapes = jax.eval_shape(_named, like)  # JAX sorts the names
     expected = {}
-    for (name, shape), leaf in zip(jax.eval_shape(_named, like).items(), leaves, strict=True):
+    for name, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None) or default
-        expected[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        expected[name] = jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=sharding)
     place = Path(path).absolute()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -84,7 +86,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
         ) from error
     arrays = [
         jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(leaf) else restored[name]
-        for name, leaf in zip(expected, leaves, strict=True)
+        for name, leaf in leaves.items()
     ]
     return jax.tree.unflatten(structure, arrays)
 
@@ -105,9 +107,13 @@ def _check_shapes(path: str | os.PathLike[str], stored: dict[str, Any], wanted: 
 def _named(state: PyTree) -> dict[str, Any]:
     """Return the leaves by path, with random keys replaced by their raw words."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="-"): jax.random.key_data(x) if _is_key(x) else x
+        _name(path): jax.random.key_data(x) if _is_key(x) else x
         for path, x in jax.tree_util.tree_leaves_with_path(state)
     }
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="-")
 
 
 def _is_key(x: Any) -> bool:
