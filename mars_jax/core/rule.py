@@ -56,8 +56,7 @@ class Rule:
     """
 
     lossless: ClassVar[bool] = False  # whether the output follows the target's distribution
-    # Required inputs, keys of `verify.NEEDS`, such as "weights" for `Params.verify`.
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()  # required inputs, keys of `verify.NEEDS`
     base: Any = None  # the strict rule that this rule relaxes, if any
     exact_prefix: Any = 0  # generated tokens at the start that are strict
 

@@ -111,7 +111,7 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
 
 
 def source_digest(spec: str) -> str | None:
-    """Return a digest of the file that defines the function of a spec. It does not cover what the file imports."""
+    """Return a digest of the file that defines the function of a spec. Imported files are not covered."""
     where = spec.rpartition(":")[0]
     path = where if where.endswith(".py") else _from_module(where, spec, "rule").__file__
     return None if path is None else hashlib.sha256(read_bytes(path)).hexdigest()[:16]

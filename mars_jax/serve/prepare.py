@@ -135,8 +135,8 @@ def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]
     checked = rule.rule
     if "weights" in checked.needs and not jax.tree.leaves(rule.params):
         raise MarsError(
-            f"the rule {checked.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what "
-            "verify.load gives."
+            f"the rule {checked.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or the "
+            "result of verify.load."
         )
     if checked.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
         raise MarsError(f"strict does not apply to the rule {checked.name}, which is lossless: leave it out.")

@@ -19,7 +19,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("adaptive", paper="2609.02897")
 @struct.dataclass(kw_only=True)
 class Adaptive(Relaxed):
-    """Also accept what is likely enough beside the target's best token.
+    """Also accept tokens whose probability is a large enough share of the best token's.
 
     AdaptiveSpec (arXiv 2609.02897): accept a drafted token x if p(x) / p(top1) > theta.
 

@@ -23,7 +23,7 @@ from mars_jax.verify.definition import register
 @register("exact")
 @struct.dataclass
 class Exact(Rule):
-    """Keep what the target itself would say.
+    """Accept a drafted token if it equals the target's own token.
 
     The target chooses one token y per node, and the child that holds y is accepted. y is the argmax in a greedy row,
     and otherwise a sample of the processed distribution. Lossless for every draft that does not depend on the target's

@@ -65,7 +65,7 @@ class Mars(Relaxed):
         flag=True,
         kw_only=False,
     )
-    # What theta bounds, a key of MARGINS
+    # Key of MARGINS; sets the units of theta
     margin: str = struct.setting(
         default="ratio",
         choices={"ratio": "second logit / best > theta", "gap": "nats between them < theta"},

@@ -22,7 +22,7 @@ from mars_jax.verify.relaxed import Relaxed, base_setting
 @register("nucleus", paper="2610.07822")
 @struct.dataclass(kw_only=True)
 class Nucleus(Relaxed):
-    """Also accept what is in the nucleus of the target's distribution.
+    """Also accept tokens in the nucleus of the target's distribution.
 
     Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if rejection does, u <= p(x) / q(x), or if x is
     in the nucleus of p, that is, if the tokens more likely than x have a total probability below `mass`.

@@ -18,7 +18,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("topk", paper="TensorRT-LLM's relaxed acceptance")
 @struct.dataclass(kw_only=True)
 class TopK(Relaxed):
-    """Also accept what is among the target's best tokens and near the best one.
+    """Also accept the target's k best tokens if they are near the best one.
 
     Accept a drafted token x if it is among the target's top `k` and log p(top1) - log p(x) <= delta.
 

@@ -21,7 +21,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("typical", paper="2401.10774, section 2.3.1")
 @struct.dataclass(kw_only=True)
 class Typical(Relaxed):
-    """Also accept what is likely enough, where less is enough if the target is unsure.
+    """Also accept likely tokens, with a lower threshold where the target is unsure.
 
     Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): accept a drafted token x if
     p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats.

@@ -22,7 +22,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("budget", paper="2608.03447")
 @struct.dataclass(kw_only=True)
 class Budget(Relaxed):
-    """Also accept what costs little of the target's logits, while a budget lasts.
+    """Also accept tokens slightly below the target's best one, within a budget of nats.
 
     ASD (arXiv 2608.03447): a drafted token x is accepted if its regret z1 - z_x is within three limits.
 

@@ -20,7 +20,7 @@ from mars_jax.verify.retargeted import Retargeted, following
 @register("cactus", paper="2604.04987")
 @struct.dataclass(kw_only=True)
 class Cactus(Retargeted):
-    """Verify against the target with more of the drafted token, within a divergence.
+    """Verify against a target with a raised probability of the drafted token, within a divergence.
 
     Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with a raised probability of x.
 

@@ -22,7 +22,7 @@ from mars_jax.verify.retargeted import Retargeted
 @register("fuzzy", paper="2502.20704")
 @struct.dataclass(kw_only=True)
 class Fuzzy(Retargeted):
-    """Accept what is drafted wherever target and draft are alike, else verify by rejection.
+    """Accept drafted tokens where target and draft are similar, and verify the others by rejection.
 
     Fuzzy speculative decoding (arXiv 2502.20704): accept drafted tokens where target and draft differ little.
 

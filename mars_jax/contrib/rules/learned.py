@@ -25,7 +25,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("learned", paper="after 2501.19309")
 @struct.dataclass(kw_only=True)
 class Learned(Relaxed):
-    """Also accept the runner-up where a trained head says that the outcome would not change.
+    """Also accept the runner-up where a trained head predicts the same outcome.
 
     `Mars` with a head on the target's features instead of its margin.
 

@@ -28,7 +28,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("phrase", paper="after 2511.22972")
 @struct.dataclass(kw_only=True)
 class Phrase(Relaxed):
-    """Also accept a drafted token if it and what follows it cost little of the target's logits together.
+    """Also accept drafted phrases slightly below the target's own choices, within a bound in nats.
 
     Acceptance of a drafted token if its regret and that of the next `window` tokens sum to less than `bound` nats.
 

@@ -49,7 +49,7 @@ class SpecCascade(Retargeted):
         by="trust",
         help="how much is trusted",
     )
-    # What is trusted: tokens or positions
+    # Unit of trust: "token_v3" decides for each token, "opt" for each position
     trust: str = struct.setting(
         default="token_v3",
         choices={
