@@ -55,7 +55,7 @@ DRAFTER = '''"""The last token again and again. B batch. Oracle: autoregression,
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import jax.numpy as jnp
 
@@ -63,37 +63,32 @@ from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.registry import register
 
 
-@functools.lru_cache
-def repeat(num_draft_tokens: int = 4) -> Drafter:
-    """Draft the last token `num_draft_tokens` times."""
+@dataclasses.dataclass(frozen=True)
+class Repeat(Drafter):
+    """Draft the last token again and again."""
 
-    def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
-        return chain(jnp.repeat(last_token(given), num_draft_tokens + 1, axis=1)), state
+    num_draft_tokens: int = 4
 
-    return Drafter(
-        init=lambda params, tokens, length: (),
-        propose=propose,
-        update=lambda params, state, tree, verdict, output, length: state,
-        num_nodes=num_draft_tokens + 1,
-        max_depth=num_draft_tokens,
-        name=f"repeat({num_draft_tokens})",
-    )
+    resizes = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_draft_tokens
+
+    def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        return chain(jnp.repeat(last_token(inputs), self.num_nodes, axis=1)), state
 
 
 def load_repeat(asked: Asked) -> LoadedDrafter:
-    """Load `repeat` with the requested length."""
-    return LoadedDrafter(repeat(asked.chain), (), resized=repeat)
+    """Load `Repeat` with the requested length."""
+    return LoadedDrafter(Repeat(asked.chain), ())
+
+
+register("repeat", Repeat, load_repeat)
 '''
-DRAFTER_ROW = """    DraftRow(
-        name="repeat",
-        help="the last token again and again",
-        loader="mars_jax.contrib.drafters.repeat:load_repeat",
-        length=4,
-        resizes=True,
-    ),
-"""
 
 
 def insert(path: Path, text: str, *, before: str) -> None:
@@ -105,7 +100,7 @@ def insert(path: Path, text: str, *, before: str) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """Return a copy of the checkout with a new rule and its case, and a new drafter and its row."""
+    """Return a copy of the checkout with a new rule and its case, and a new drafter."""
     folder = tmp_path_factory.mktemp("copy") / "mars-jax"
     left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".hypothesis")
     shutil.copytree(ROOT, folder, ignore=left_out)
@@ -113,7 +108,6 @@ def copy(tmp_path_factory):
     (package / "contrib/rules/within.py").write_text(RULE)
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
-    insert(package / "contrib/draft_rows.py", DRAFTER_ROW, before='    DraftRow(\n        name="replay"')
     return folder
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
+from mars_jax.drafters.registry import definitions
 from mars_jax.verify import rules
 from scripts import results_page
 from tests.helpers import slow_but
@@ -158,7 +158,7 @@ def test_the_tables_of_the_readme_agree_with_those_of_the_package():
         row = rules()[name.strip("`")]
         assert (lossless == "yes") == row.lossless, row.name
         assert set(re.findall(r"`(\w+)`", settings)) == set(row.settings), row.name
-    named = {f"`{row.spec}`": row for row in specs.DRAFTERS.values()}
+    named = {f"`{row.spec}`": row for row in definitions().values()}
     for name, _, shapes in table("Drafters"):
         row = named[name]
         assert ("static tree" in shapes, "dynamic tree" in shapes) == (row.trees, row.dynamic), row.name

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, constraints, contrib, fake, hub, specs
+from mars_jax import assets, constraints, contrib, fake, hub
 from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.cli.program import PATHS
@@ -128,7 +128,7 @@ def python_calls():
         "contrib.save": lambda path: contrib.save(path, {"inner": np.zeros((2, 2), np.float32)}),
         "constraints.json_schema": constraints.json_schema,
     }
-    drafts = [name for name, row in specs.DRAFTERS.items() if row.path]
+    drafts = [name for name, row in mj.drafters.definitions().items() if row.path]
     weighted = [name for name, rule in rules().items() if "weights" in rule.needs]
     for name in drafts:
         calls[f"drafters.{name}"] = lambda path, name=name: mj.drafters.load(f"{name}:{path}", target)
@@ -313,7 +313,10 @@ SIZES = {
     "rows of controls": (lambda path: mj.make_controls(HUGE, limit=8), f"batch {WHOLE} 1 to"),
     "max_ngram": (lambda path: mj.drafters.ngram(4, max_ngram=HUGE), f"max_ngram {WHOLE} 1 to 64"),
     "a tree": (lambda path: mj.drafters.language_model(MODEL, tree=(10,) * 9), "more than 1024 nodes"),
-    "a dynamic tree": (lambda path: specs.Dynamic(10, 7, HUGE), f"nodes of a dynamic tree {WHOLE} 2 to 1024"),
+    "a dynamic tree": (
+        lambda path: mj.drafters.Dynamic(10, 7, HUGE),
+        f"nodes of a dynamic tree {WHOLE} 2 to 1024",
+    ),
     "a chain": (lambda path: mj.drafters.ngram(HUGE), f"num_draft_tokens {WHOLE} 1 to 128"),
 }
 
@@ -331,6 +334,7 @@ import tokenizers, transformers
 import mars_jax as mj
 from mars_jax.core.errors import MarsError
 from tests.helpers.chat_templates import HOSTILE
+from mars_jax.drafters.tree_shapes import Dynamic
 from tests.test_limits import SIZES
 
 target = mj.load("tiny/target")

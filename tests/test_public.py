@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from mars_jax.drafters.registry import definitions
 from mars_jax.verify import rules
 from tests.helpers.pages import PAGES, as_file
 from tests.helpers.public_names import named, promised
@@ -37,7 +38,6 @@ def arguments(value):
 
 def public():
     """Return the list for this checkout."""
-    from mars_jax import specs
     from mars_jax.cli.commands import COMMANDS, parser_of
 
     made = {"names": {name: arguments(named(name)) for name in sorted(promised())}}
@@ -49,7 +49,9 @@ def public():
             made["commands"][name] = sorted(flags)
     ours = {name: rule for name, rule in rules().items() if ".contrib." not in rule.make.__module__}
     made["rules"] = {name: sorted(row.settings) for name, row in ours.items()}
-    made["drafters"] = {n: [row.spec] for n, row in specs.DRAFTERS.items() if ".contrib." not in row.loader}
+    made["drafters"] = {
+        n: [row.spec] for n, row in definitions().items() if ".contrib." not in row.cls.__module__
+    }
     return made
 
 

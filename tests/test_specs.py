@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax import assets, hub, specs
-from mars_jax.core.user_code import load_function
+from mars_jax import assets, hub
+from mars_jax.drafters.registry import draft_words, drafters_that, parse_draft
 from mars_jax.hub.families import FAMILIES
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.specs import models
@@ -25,27 +25,23 @@ def test_the_tables_do_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_drafter_of_the_table_has_a_loader():
-    assert all(callable(load_function(row.loader)) for row in specs.DRAFTERS.values())
-
-
 @pytest.mark.parametrize(("kind", "path"), [("none", ""), ("model", "a/b"), ("eagle", "C:/heads")])
 def test_drafts_are_named_by_kind_and_path(kind, path):
-    draft = specs.parse_draft(f"{kind}:{path}".removesuffix(":"))
+    draft = parse_draft(f"{kind}:{path}".removesuffix(":"))
     assert draft == (kind, path) and draft.row.name == kind
 
 
 @pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "Model:x"])
 def test_other_drafts_are_refused(spec):
     suggestion = {"eagel:x": " (did you mean eagle?)", "Model:x": " (did you mean model?)"}.get(spec, "")
-    expected = f"--draft is {spec}{suggestion}: expected {specs.draft_words()}."
-    assert message(specs.parse_draft, spec, shown="--draft") == expected
+    expected = f"--draft is {spec}{suggestion}: expected {draft_words()}."
+    assert message(parse_draft, spec, shown="--draft") == expected
 
 
 def test_drafts_may_be_narrowed():
-    assert specs.draft_words().startswith("none, ngram, model:PATH, eagle:PATH, medusa:PATH, ")
-    assert "expected ngram or model:PATH." in message(specs.parse_draft, "none", among=("ngram", "model"))
-    assert specs.drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH, dflash:PATH or self"
+    assert draft_words().startswith("none, ngram, model:PATH, eagle:PATH, medusa:PATH, ")
+    assert "expected ngram or model:PATH." in message(parse_draft, "none", among=("ngram", "model"))
+    assert drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH, dflash:PATH or self"
 
 
 # Models by name.
@@ -66,7 +62,7 @@ def test_a_model_is_what_its_row_says(name):
 def test_every_draft_is_known_and_has_its_test_and_its_figure():
     found = models.pairs()
     for pair in found:
-        draft = specs.parse_draft(pair.draft)
+        draft = parse_draft(pair.draft)
         row = models.MODELS[pair.target]
         small = models.MODELS.get(draft.path)
         assert (small is not None) == (draft.kind == "model")

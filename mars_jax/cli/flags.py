@@ -9,6 +9,7 @@ from typing import Any
 
 from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import DraftSpec, drafters_that
 from mars_jax.specs.models import default_draft
 from mars_jax.verify import RuleChoice
 
@@ -25,7 +26,7 @@ ATTENTION_HELP = (
     "chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
 )
 HEAD_EMBED_HELP = (
-    f"embedding that a head reads, with {specs.drafters_that('embeds')} (default: own, if its checkpoint has one); "
+    f"embedding that a head reads, with {drafters_that('embeds')} (default: own, if its checkpoint has one); "
     "target: the target's"
 )
 NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
@@ -109,7 +110,7 @@ def add_size_flags(group: Any) -> None:
         "--draft-size",
         choices=["fixed", "auto"],
         help="auto: each step drafts the whole chain, half of it or nothing, by the cost of a step and the recent "
-        f"acceptance; with {specs.drafters_that('resizes')} and lossless rules (default: fixed)",
+        f"acceptance; with {drafters_that('resizes')} and lossless rules (default: fixed)",
     )
     group.add_argument(
         "--any-rule",
@@ -203,7 +204,8 @@ OF_DRAFT = [
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
 ]
-"""Flags and keys that only some drafters support, with the property in `specs.DRAFTERS` and the lack of the others."""
+"""Flags and keys that only some drafters support, with the property of their definition, and what the
+others lack."""
 
 
 class Present:
@@ -256,11 +258,11 @@ class Present:
                 cure = "one of them" if leading else "it"
                 self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
 
-    def refuse_for(self, draft: specs.DraftSpec, rule: RuleChoice) -> None:
+    def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
         """Raise MarsError for flags of draft sizes, trees and stops that the drafter or the rule does not support."""
         for names, trait, lacks in OF_DRAFT:
             if not getattr(draft.row, trait):
-                cure = f"leave it out, or draft with {specs.drafters_that(trait)}"
+                cure = f"leave it out, or draft with {drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lacks}: {cure}")
         tree = self._args.tree
         dynamic = tree is not None and not isinstance(tree, tuple)

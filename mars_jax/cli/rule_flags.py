@@ -12,6 +12,7 @@ from mars_jax import specs
 from mars_jax.cli.flags import flag_of
 from mars_jax.core.errors import MarsError
 from mars_jax.core.user_code import load_function
+from mars_jax.drafters.registry import definitions
 from mars_jax.specs import Setting
 from mars_jax.verify import NEEDS, Given, RuleChoice, choose, find, is_own, rules, split
 
@@ -178,7 +179,7 @@ def _described(setting: Setting) -> str:
 
 def print_drafters(out: IO[str], *, as_json: bool) -> None:
     """Print the table of drafters."""
-    rows = specs.DRAFTERS.values()
+    rows = definitions().values()
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
         return

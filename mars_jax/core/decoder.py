@@ -36,7 +36,7 @@ from mars_jax.core.given import (
 )
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.pick import leading
-from mars_jax.core.prefill import caught_up, chunk_of, observing, prefill
+from mars_jax.core.prefill import chunk_of, observing, prefill
 from mars_jax.core.rule import Rule, for_rows, structure
 from mars_jax.core.step import commit, judge, propose, score, step_keys
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
@@ -250,7 +250,7 @@ class Decoder:
         first = jnp.minimum(common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
         first = jnp.maximum(first, 0)
         # Caches of draft models lag one token more: draft models feed their last two tokens in every step.
-        draft = caught_up(self.drafter, params, state.draft, tokens, jnp.maximum(common - 2, 0), length)
+        draft = self.drafter.catch_up(params, state.draft, tokens, jnp.maximum(common - 2, 0), length)
         cache, draft = prefill(
             self.target,
             params.target,
@@ -344,13 +344,13 @@ def speculative_decoder(
             f"the drafter '{drafter.name}' has a vocabulary of {drafter.vocab_size} tokens and the target one of "
             f"{target.vocab_size}: pair models that share a tokenizer."
         )
-    if drafter.reads is not None and drafter.reads.layers:
+    if drafter.reads:
         if target.with_features is None:
             raise MarsError(
-                f"the drafter '{drafter.name}' reads the outputs of the target's layers {drafter.reads.layers}, and "
+                f"the drafter '{drafter.name}' reads the outputs of the target's layers {drafter.reads}, and "
                 "this target gives none: set LanguageModel.with_features."
             )
-        target = _with_features(target, drafter.reads.layers)
+        target = _with_features(target, drafter.reads)
     return Decoder(target, drafter, structure(verify), prefill_chunk)
 
 

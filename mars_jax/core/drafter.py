@@ -5,19 +5,13 @@ Oracle: none, the module has no logic. B batch, T token buffer, N nodes of a tre
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import dataclasses
 
 from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.guide import Guide
 from mars_jax.core.types import Controls, DraftTree, ForwardOutput, Params, PyTree, Verdict
-
-STOPS, SPARSE, TRUSTS = "stops", "sparse", "trusts"
-"""Traits of drafters. `STOPS`: respects `Controls.draft_stop`. `SPARSE`: its chains are often all padding; if no row
-has a draft, a CPU forwards only the root. `TRUSTS`: its trees may have `trusted` nodes, so no rule is lossless with
-it."""
 
 
 @struct.dataclass(kw_only=True)
@@ -33,16 +27,72 @@ class DraftInput:
     hidden: bool = struct.field(pytree_node=False, default=False)
 
 
-class Propose(Protocol):
-    """Draft a tree whose root is the last committed token."""
+class Drafter:
+    """A source of draft trees: pure methods over a state whose leaves are [B, ...].
 
-    def __call__(self, params: Params, state: PyTree, given: DraftInput, /) -> tuple[DraftTree, PyTree]: ...
+    Subclasses are frozen dataclasses of hashable fields, so that equal drafters share their compiled programs. A
+    drafter of chains needs `max_depth` and `propose`; one with a state also `init` and `update`.
 
+    Example: a stateless drafter that repeats the last token.
 
-class Update(Protocol):
-    """Update the draft state by a verdict; length i32[B] is from before the step, output the target's over the tree."""
+    >>> import dataclasses
+    >>> import jax.numpy as jnp
+    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax.core.tree import chain, last_token
+    >>> from mars_jax.core.types import keys_from_seeds
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Echo(Drafter):
+    ...     max_depth: int = 1
+    ...     def propose(self, params, state, inputs):
+    ...         token = last_token(inputs)  # the root of every draft
+    ...         return chain(jnp.repeat(token, self.num_nodes, axis=1)), state
+    >>> inputs = DraftInput(keys=keys_from_seeds(jnp.arange(1)), tokens=jnp.asarray([[3, 1, 4, 0]]),
+    ...                     length=jnp.asarray([3]), controls=make_controls(1, limit=4))
+    >>> Echo().propose(Params(()), (), inputs)[0].tokens.tolist()
+    [[4, 4]]
+    """
 
-    def __call__(
+    max_depth: int
+    """D, the longest path below the root."""
+    vocab_size: int | None = None
+    """Size of the target's vocabulary; None: it drafts only tokens of the text."""
+    reads: tuple[int, ...] | None = None
+    """Layers of the target whose outputs `observe` and `update` get; if empty, its final hidden state. None: it reads
+    nothing of its target."""
+    stops: bool = False
+    """Respects `Controls.draft_stop`."""
+    sparse: bool = False
+    """Its chains are often all padding. If no row has a draft, a CPU forwards only the root."""
+    trusts: bool = False
+    """Its trees may have `trusted` nodes, so no rule is lossless with it."""
+    lags: bool = False
+    """Has a cache that `observe` does not fill: `catch_up` reads what steps without a draft left out."""
+    resizes: bool = False
+    """Drafts chains of any length over one state; see `resized`."""
+
+    @property
+    def num_nodes(self) -> int:
+        """N, with the root. By default the draft is a chain."""
+        return self.max_depth + 1
+
+    @property
+    def name(self) -> str:
+        """Name in reports and messages."""
+        return f"{type(self).__name__.lower()}({self.max_depth})"
+
+    def resized(self, length: int) -> Drafter:
+        """Return a drafter that `resizes` with another chain length."""
+        return dataclasses.replace(self, num_draft_tokens=length)  # pyright: ignore[reportArgumentType]
+
+    def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
+        """Return the state for prompts of `length` i32[B] in tokens i32[B, T]."""
+        return ()
+
+    def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        """Return a tree whose root is the last committed token, and the state."""
+        raise NotImplementedError
+
+    def update(
         self,
         params: Params,
         state: PyTree,
@@ -50,14 +100,17 @@ class Update(Protocol):
         verdict: Verdict,
         output: ForwardOutput,
         length: Array,
-        /,
-    ) -> PyTree: ...
+    ) -> PyTree:
+        """Return the state after a verdict.
 
+        Args:
+          params, state, tree, verdict: of the step.
+          output: the target's, over the tree.
+          length: i32[B], from before the step.
+        """
+        return state
 
-class Observe(Protocol):
-    """Read the target's output on a prompt chunk: n positions from first i32[B] on; ignore those from length - 1 on."""
-
-    def __call__(
+    def observe(
         self,
         params: Params,
         state: PyTree,
@@ -65,48 +118,22 @@ class Observe(Protocol):
         first: Array,
         length: Array,
         output: ForwardOutput,
-        /,
-    ) -> PyTree: ...
+    ) -> PyTree:
+        """Return the state of a drafter that `reads` its target, after the target's output on a chunk of the prompt.
 
+        Args:
+          params, state: of the drafter.
+          tokens: i32[B, T], the prompts.
+          first: i32[B]; the chunk's n positions begin here. Ignore those from `length` - 1 on.
+          length: i32[B], of the prompts.
+          output: the target's, over the chunk.
+        """
+        raise NotImplementedError
 
-class Reads(NamedTuple):
-    """The layers of the target that a coupled drafter reads, and how it reads them."""
+    def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
+        """Return the state after the tokens i32[B, T] from `cached` i32[B] up to `length` i32[B] were committed.
 
-    # Layers whose outputs `observe` and `Drafter.update` get; if empty, they get the final hidden state.
-    layers: tuple[int, ...]
-    observe: Observe
-
-
-class Drafter(NamedTuple):
-    """A source of draft trees: pure functions over a state whose leaves are [B, ...].
-
-    Example: a stateless drafter that repeats the last token.
-
-    >>> import jax.numpy as jnp
-    >>> from mars_jax.core.controls import make_controls
-    >>> from mars_jax.core.tree import chain, last_token
-    >>> from mars_jax.core.types import keys_from_seeds
-    >>> def propose(params, state, inputs):
-    ...     token = last_token(inputs)  # the root of every draft
-    ...     return chain(jnp.concatenate([token, token], axis=1)), state
-    >>> echo = Drafter(init=lambda params, tokens, length: (), propose=propose,
-    ...                update=lambda params, state, *results: state, num_nodes=2, max_depth=1, name="echo")
-    >>> inputs = DraftInput(keys=keys_from_seeds(jnp.arange(1)), tokens=jnp.asarray([[3, 1, 4, 0]]),
-    ...                     length=jnp.asarray([3]), controls=make_controls(1, limit=4))
-    >>> echo.propose(Params(()), (), inputs)[0].tokens.tolist()
-    [[4, 4]]
-    """
-
-    init: Callable[[Params, Array, Array], PyTree]  # (params, tokens i32[B, T], length i32[B]) -> draft state
-    propose: Propose  # (params, state, `DraftInput`) -> (tree, state)
-    update: Update  # (params, state, tree, verdict, output, length) -> state
-    num_nodes: int  # N, static; includes the root
-    max_depth: int  # D, static
-    reads: Reads | None = None  # the target features that a coupled drafter reads
-    vocab_size: int | None = None  # None: drafts only tokens of the text
-    # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state. For a drafter with a cache that `reads`
-    # does not fill: feed the committed tokens from `cached` on, after steps without a draft or when the row continues
-    # with another text (`Decoder.extend`). A drafter without `reads` and `catch_up` rereads such a text from the start
-    catch_up: Callable[[Params, PyTree, Array, Array, Array], PyTree] | None = None
-    traits: tuple[str, ...] = ()  # any of STOPS, SPARSE and TRUSTS
-    name: str = "drafter"  # for reports
+        It is called if a row continues with another text, and after steps without a draft if the drafter `lags`. By
+        default a drafter without `reads` reads the text from the start.
+        """
+        return state if self.reads is not None else self.init(params, tokens, length)

@@ -100,19 +100,6 @@ def observing(
 
     It is None for a drafter that does not read its target.
     """
-    reads = drafter.reads
-    if reads is None:
+    if drafter.reads is None:
         return None
-    return lambda state, first, output: reads.observe(params, state, tokens, first, length, output)
-
-
-def caught_up(
-    drafter: Drafter, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array
-) -> PyTree:
-    """Return the draft state after reading tokens i32[B, T] from `cached` i32[B] up to `length` i32[B].
-
-    A coupled drafter reads them through `Reads.observe` instead.
-    """
-    if drafter.catch_up is not None:
-        return drafter.catch_up(params, state, tokens, cached, length)
-    return state if drafter.reads is not None else drafter.init(params, tokens, length)
+    return lambda state, first, output: drafter.observe(params, state, tokens, first, length, output)

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from mars_jax.core.conditions import Conditions, Nodes
 from mars_jax.core.cut import cut
-from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import in_rows
 from mars_jax.core.rule import decide
@@ -85,7 +85,7 @@ def score(
 ) -> Scores:
     """Run one forward of the target over the tree: row i of the logits is p(. | the text up to node i).
 
-    If a `SPARSE` drafter has drafted nothing in any row, a CPU forwards only the root, and the logits of the padding
+    If a `sparse` drafter has drafted nothing in any row, a CPU forwards only the root, and the logits of the padding
     are 0. On an accelerator the padding costs next to nothing, so only the full forward is compiled.
 
     Args:
@@ -110,7 +110,7 @@ def score(
         return padded[0]._replace(cache=output.cache), padded[1]
 
     with jax.named_scope("target"):
-        if SPARSE in drafter.traits and tree.max_depth > 0:
+        if drafter.sparse and tree.max_depth > 0:
             is_empty = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows of this device
             output, raw = lax.platform_dependent(
                 is_empty,

@@ -167,3 +167,8 @@ def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
             f"the {kind} is {spec}: the module '{name}' cannot be imported ({problem}); expected FILE.py:NAME or "
             "package.module:NAME."
         ) from error
+
+
+def summary(documented: Any) -> str:
+    """Return the first line of a docstring, without its period; "" if there is none."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0].strip().rstrip(".")

@@ -1,4 +1,4 @@
-"""Factories of drafters. A `Drafter` is a NamedTuple of pure functions; `load` makes one from its spec."""
+"""Drafters. A `Drafter` has pure methods and no weights; `load` makes one with its weights from its spec."""
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.tree import chain, last_token
@@ -8,22 +8,45 @@ from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
+from mars_jax.drafters.registry import (
+    HEAD_EMBED,
+    DraftDefinition,
+    DraftSpec,
+    definition,
+    definitions,
+    draft_words,
+    drafters_that,
+    names_that,
+    parse_draft,
+    register,
+)
 from mars_jax.drafters.sized import SizedParams, sized
-from mars_jax.drafters.tree_shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
 
 __all__ = [
+    "HEAD_EMBED",
     "AnyDrafter",
+    "DraftDefinition",
     "DraftInput",
+    "DraftSpec",
     "Dynamic",
     "LoadedDrafter",
     "SizedParams",
     "chain",
+    "definition",
+    "definitions",
+    "draft_words",
+    "drafters_that",
     "eagle",
     "language_model",
     "last_token",
     "load",
     "loaded",
+    "names_that",
     "ngram",
     "none",
+    "parse_draft",
+    "parse_tree",
+    "register",
     "sized",
 ]

@@ -1,4 +1,4 @@
-"""Arguments and result of the functions that load a drafter, which the rows of `specs.DRAFTERS` name."""
+"""Arguments and result of the functions that load a drafter; see `registry.register`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class LoadedDrafter(NamedTuple):
     # i32[U]; the target's id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
     # prepares a constraint's tables for it.
     draft_ids: Array | None = None
-    # Returns this drafter with another chain length over the same state; None: the length is fixed.
-    resized: Callable[[int], Drafter] | None = None
     sizes: Sizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
     # Replaces `decode.stream` as the loop over the steps of a batch. Rows then do not refill.
     steps: Steps | None = None
@@ -52,7 +50,7 @@ class Sizes(Protocol):
 
 
 class Asked(NamedTuple):
-    """The arguments of `drafters.load`, checked against the drafter's row in `specs` and completed from it."""
+    """The arguments of `drafters.load`, checked against the drafter's definition and completed from it."""
 
     target: Pretrained
     path: str  # checkpoint of the draft; "" if it has none
@@ -60,7 +58,7 @@ class Asked(NamedTuple):
     tree: Sequence[int] | Dynamic | None
     sample: bool
     dtype: str | None
-    head_embed: str = "own"  # one of `specs.HEAD_EMBED`
+    head_embed: str = "own"  # one of `registry.HEAD_EMBED`
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -69,13 +67,9 @@ class Asked(NamedTuple):
 
     @property
     def chain(self) -> int:
-        """Chain length of a drafter whose row has a default length."""
+        """Chain length of a drafter that has a default length."""
         assert self.length is not None
         return self.length
-
-    def resized(self, factory: Callable[..., Drafter]) -> Callable[[int], Drafter]:
-        """Return `LoadedDrafter.resized` for a factory with the arguments (length, tree=, sample=)."""
-        return lambda length: factory(length, tree=None, sample=self.sample)
 
     @property
     def heads_dtype(self) -> str:

@@ -14,10 +14,10 @@ from mars_jax import specs
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.core.types import PyTree
-from mars_jax.core.user_code import load_function
 from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.registry import HEAD_EMBED, drafters_that, parse_draft
 from mars_jax.drafters.sized import sized
-from mars_jax.drafters.tree_shapes import Dynamic, checked_tree
+from mars_jax.drafters.tree_shapes import Dynamic, checked_tree, parse_tree
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
 
@@ -69,7 +69,7 @@ def load(
     if target is not None:
         check_pretrained(target)
     if isinstance(tree, str):
-        tree = specs.parse_tree(tree, shown="tree")
+        tree = parse_tree(tree, shown="tree")
     if num_draft_tokens is not None:
         specs.REQUEST["num_draft_tokens"].check(num_draft_tokens)
     if tree is not None:
@@ -78,16 +78,14 @@ def load(
     for name, value in {"sample": sample, "any_rule": any_rule}.items():
         check_switch(name, value)
     specs.check_dtype(dtype)
-    parsed = specs.parse_draft(spec)
+    parsed = parse_draft(spec)
     (kind, path), row = parsed, parsed.row
     # A user's model may have a config of another type.
     mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
         raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
-    if not (isinstance(head_embed, str) and head_embed in specs.HEAD_EMBED):
-        raise MarsError(
-            f"head_embed is {short_repr(head_embed)}: expected one of {', '.join(specs.HEAD_EMBED)}."
-        )
+    if not (isinstance(head_embed, str) and head_embed in HEAD_EMBED):
+        raise MarsError(f"head_embed is {short_repr(head_embed)}: expected one of {', '.join(HEAD_EMBED)}.")
     if any_rule and draft_size == "fixed":
         raise MarsError(
             "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
@@ -95,7 +93,7 @@ def load(
     if draft_size == "auto" and (tree is not None or not row.resizes):
         subject = "trees" if tree is not None else f"the drafter '{kind}'"
         raise MarsError(
-            f"draft_size='auto' does not apply to {subject}: draft a chain with {specs.drafters_that('resizes')}."
+            f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
     length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
     # (set by the caller, the field of the row that allows it)
@@ -108,7 +106,7 @@ def load(
         if is_set and not getattr(row, ability):
             raise MarsError(
                 f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
-                f"{specs.drafters_that(ability)}."
+                f"{drafters_that(ability)}."
             )
     if row.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
@@ -125,7 +123,7 @@ def load(
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    loaded_drafter = load_function(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
+    loaded_drafter = row.load(Asked(target, path, length, tree, sample, dtype, head_embed))
     check_finite(path, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 

@@ -10,9 +10,7 @@ entries computed from its own features into later slots. `update` overwrites the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +18,15 @@ from jax import Array
 
 from mars_jax import hub
 from mars_jax.core import struct
-from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.tree import gather_path, last_token, said
 from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.tree_shapes import Dynamic, Shape, describe, shape_of
+from mars_jax.drafters.registry import register
+from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
 
@@ -40,29 +39,15 @@ class EagleState:
     feature: Array  # [B, 1, E]
 
 
-def eagle(
-    config: EagleConfig,
-    target: LanguageModel,
-    num_draft_tokens: int = 5,
-    *,
-    tree: Sequence[int] | Dynamic | None = None,
-    sample: bool = False,
-    cache_dtype: str = "float32",
-) -> Drafter:
-    """Draft with an EAGLE head of the target; its weights are `Params.draft`.
+@dataclasses.dataclass(frozen=True)
+class Eagle(ShapedDrafter):
+    """Draft with an EAGLE, EAGLE-2 or EAGLE-3 head of the target.
 
-    The head reads the target's embedding, and its unembedding if it has none itself, from `Params.target`.
-
-    Args:
-      config: of the head.
-      target: the model that the head was trained for.
-      num_draft_tokens: length of the chain; ignored if `tree` is given.
-      tree: `Dynamic(...)`, or children per node at each depth, such as `(4, 2, 2, 1)`.
-      sample: as in `drafters.language_model`.
-      cache_dtype: of the head's keys and values.
+    Its weights are `Params.draft`. It reads the target's embedding, and its unembedding if it has none itself, from
+    `Params.target`.
 
     Raises:
-      MarsError: the head does not fit the target, or as `language_model`.
+      MarsError: the head does not fit the target, or as `DraftModel`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -70,27 +55,49 @@ def eagle(
     >>> eagle(config, language_model(layer), tree=Dynamic(top_k=4, depth=3, nodes=10)).num_nodes
     10
     """
-    config.check_target(target)
-    if config.feature_layers and target.with_features is None:
-        raise MarsError(
-            "an EAGLE-3 head reads the target's layers, and this target gives none: set LanguageModel.with_features."
-        )
-    shape = shape_of(num_draft_tokens, tree, config.draft_vocab_size)
-    return _eagle(config, target, shape, sample, cache_dtype)
 
+    config: EagleConfig  # of the head
+    target: LanguageModel  # the model that the head was trained for
+    num_draft_tokens: int = 5  # length of the chain; ignored if there is a tree
+    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)  # of the head's keys and values
 
-@functools.lru_cache
-def _eagle(
-    config: EagleConfig, target: LanguageModel, shape: Shape, sample: bool, cache_dtype: str
-) -> Drafter:
-    def init(params: Params, tokens: Array, length: Array) -> EagleState:
+    resizes = True
+
+    def __post_init__(self):
+        self.config.check_target(self.target)
+        if self.reads and self.target.with_features is None:
+            raise MarsError(
+                "an EAGLE-3 head reads the target's layers, and this target gives none: set "
+                "LanguageModel.with_features."
+            )
+        self._set_shape(self.num_draft_tokens, self.config.draft_vocab_size)
+
+    @property
+    def kind(self) -> str:
+        return f"eagle{self.config.version}"
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.layer.vocab_size
+
+    def init(self, params: Params, tokens: Array, length: Array) -> EagleState:
         batch, buffer = tokens.shape
-        slots = buffer + max(shape.rows, shape.depth + 1)
-        feature = jnp.zeros((batch, 1, config.layer.hidden_size), params.draft["fc"].dtype)
-        return EagleState(cache=config.init_cache(batch, slots, cache_dtype), feature=feature)
+        slots = buffer + max(self.shape.rows, self.shape.depth + 1)
+        feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
+        return EagleState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
-    def absorb(
-        params: Params, state: EagleState, output: ForwardOutput, following: Array, first: Array, last: Array
+    def _absorb(
+        self,
+        params: Params,
+        state: EagleState,
+        output: ForwardOutput,
+        following: Array,
+        first: Array,
+        last: Array,
     ) -> EagleState:
         """Write the entries of n consecutive positions from `first` i32[B].
 
@@ -98,18 +105,27 @@ def _eagle(
         i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
         """
         n = following.shape[1]
-        feature = head.fuse(config, params.draft, output)
-        hidden, cache = head.forward(
-            config, target, params, feature, following, Visible.causal(first, n), state.cache
-        )
+        feature = head.fuse(self.config, params.draft, output)
+        hidden, cache = self._forward(params, feature, following, Visible.causal(first, n), state.cache)
         # i32[B, 1]; clamped for windows without `last`, whose gathered value is discarded below.
         inside = (last >= first) & (last < first + n)
         index = jnp.clip(last - first, 0, n - 1)[:, None]
         picked = pick(hidden, index).astype(state.feature.dtype)
         return EagleState(cache=cache, feature=jnp.where(inside[:, None, None], picked, state.feature))
 
+    def _forward(
+        self, params: Params, feature: Array, tokens: Array, visible: Visible, cache: KVCache
+    ) -> tuple[Array, KVCache]:
+        return head.forward(self.config, self.target, params, feature, tokens, visible, cache)
+
     def observe(
-        params: Params, state: EagleState, tokens: Array, first: Array, length: Array, output: ForwardOutput
+        self,
+        params: Params,
+        state: EagleState,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
     ) -> EagleState:
         n = output.hidden.shape[1]
         # The feature of token t is paired with the embedding of token t + 1. The last valid entry is at length - 2,
@@ -117,32 +133,38 @@ def _eagle(
         # unfinished row reaches it.
         place = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         following = pick(tokens, jnp.minimum(place, tokens.shape[1] - 1))
-        return absorb(params, state, output, following, first, length - 2)
+        return self._absorb(params, state, output, following, first, length - 2)
 
-    def propose(params: Params, state: EagleState, inputs: DraftInput) -> tuple[DraftTree, EagleState]:
+    def propose(self, params: Params, state: EagleState, inputs: DraftInput) -> tuple[DraftTree, EagleState]:
+        config = self.config
+
+        def unembed(hidden: Array) -> Array:
+            return head.unembed(config, self.target, params, hidden)
+
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, parent_hidden = carry
             # [B, W, E]: each node continues from the head's own output at its parent.
             feature = pick(parent_hidden, level.parents)
-            hidden, cache = head.forward(config, target, params, feature, level.tokens, level.visible, cache)
+            hidden, cache = self._forward(params, feature, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
-            return head.unembed(config, target, params, hidden), (cache, hidden)
+            return unembed(hidden), (cache, hidden)
 
         growth = Growth(
-            logits=head.unembed(config, target, params, state.feature),
+            logits=unembed(state.feature),
             # Every node of the first level follows the same feature.
-            carry=(state.cache, jnp.repeat(state.feature, shape.top_k, axis=1)),
+            carry=(state.cache, jnp.repeat(state.feature, self.shape.top_k, axis=1)),
             extend=extend,
             first=inputs.length - 1,
             to_target=lambda ids: config.to_target(params, ids),
             widen=lambda logits: config.widen(params, logits),
         )
         tree, _, (cache, _) = grow(
-            shape, sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
+            self.shape, self.sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
         return tree, EagleState(cache=cache, feature=state.feature)
 
     def update(
+        self,
         params: Params,
         state: EagleState,
         tree: DraftTree,
@@ -155,19 +177,10 @@ def _eagle(
         # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
         # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
         first = length - 1
-        return absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
+        return self._absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
 
-    return Drafter(
-        init=init,
-        propose=propose,
-        update=update,
-        reads=Reads(config.feature_layers, observe),
-        num_nodes=shape.num_nodes,
-        max_depth=shape.depth,
-        vocab_size=config.layer.vocab_size,
-        traits=(STOPS,),
-        name=f"eagle{config.version}({describe(shape, sample)})",
-    )
+
+eagle = Eagle
 
 
 def load_eagle(asked: Asked) -> LoadedDrafter:
@@ -183,14 +196,21 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
     # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
 
-    def factory(length: int, **shape: Any) -> Drafter:
-        return eagle(config, target.model, length, **shape, cache_dtype=cache_dtype)
-
+    drafter = eagle(config, target.model, asked.chain, **asked.shape, cache_dtype=cache_dtype)
     params = asked.placed(params, config)
-    return LoadedDrafter(
-        factory(asked.chain, **asked.shape),
-        params,
-        draft_ids=params.get("ids"),
-        max_positions=config.layer.max_positions,
-        resized=asked.resized(factory),
-    )
+    longest = config.layer.max_positions
+    return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)
+
+
+register(
+    "eagle",
+    Eagle,
+    load_eagle,
+    path="PATH",
+    head=True,
+    grows=True,
+    embeds=True,
+    learns=True,
+    outlined=("eagle3", EagleConfig),
+    paper="2401.15077, 2406.16858, 2503.01840",
+)

@@ -6,64 +6,73 @@ Oracle: a Python search in tests/drafters/test_ngram.py.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.errors import MarsError, check_count, short_repr
 from mars_jax.core.limits import DRAFT_TOKENS, NGRAM_TOKENS
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.registry import register
 
 
-def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
-    """Propose the tokens that followed the latest of the longest earlier matches of the current suffix.
+@dataclasses.dataclass(frozen=True)
+class NGram(Drafter):
+    """Copy from the text so far.
 
-    A continuation that reaches the end of the context wraps around to the match, and so continues a repetition.
+    The draft continues the latest of the longest earlier matches of the last tokens. A continuation that reaches the
+    end of the context wraps around to the match, and so continues a repetition.
     Without a match the nodes are padding and the step emits one token.
 
-    Args:
-      num_draft_tokens: length K of the chain, from 1 to `DRAFT_TOKENS`.
-      max_ngram: longest suffix to search for.
-      min_ngram: shortest suffix that counts as a match.
-
     Raises:
-      MarsError: an argument is out of range.
+      MarsError: a field is out of range.
 
     >>> ngram(4).num_nodes
     5
     """
-    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
+
+    num_draft_tokens: int = 8  # K, length of the chain, from 1 to `DRAFT_TOKENS`
+    _: dataclasses.KW_ONLY
+    max_ngram: int = 3  # longest suffix to search for
+    min_ngram: int = 1  # shortest suffix that counts as a match
+
+    resizes = sparse = True
+
+    def __post_init__(self):
+        check_count("num_draft_tokens", self.num_draft_tokens, most=DRAFT_TOKENS)
+        check_lengths(self.min_ngram, self.max_ngram)
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_draft_tokens
+
+    def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        drafted, matched = lookup(
+            inputs.tokens,
+            inputs.length,
+            self.num_draft_tokens,
+            max_ngram=self.max_ngram,
+            min_ngram=self.min_ngram,
+        )
+        tokens = jnp.concatenate([last_token(inputs), drafted], axis=1)
+        return chain(tokens, expected=expected(matched)), state
+
+
+ngram = NGram
+
+
+def check_lengths(min_ngram: int, max_ngram: int) -> None:
+    """Raise MarsError unless 1 <= min_ngram <= max_ngram <= `NGRAM_TOKENS`."""
     check_count("max_ngram", max_ngram, most=NGRAM_TOKENS)
     check_count("min_ngram", min_ngram)
     if min_ngram > max_ngram:
         raise MarsError(
             f"min_ngram is {short_repr(min_ngram)} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
         )
-    return _ngram(num_draft_tokens, max_ngram, min_ngram)
-
-
-@functools.lru_cache
-def _ngram(num_draft_tokens: int, max_ngram: int, min_ngram: int) -> Drafter:
-    def propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        drafted, matched = lookup(
-            inputs.tokens, inputs.length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram
-        )
-        tokens = jnp.concatenate([last_token(inputs), drafted], axis=1)
-        return chain(tokens, expected=expected(matched)), state
-
-    return Drafter(
-        init=lambda params, tokens, length: (),
-        propose=propose,
-        update=lambda params, state, tree, verdict, output, length: state,
-        num_nodes=num_draft_tokens + 1,
-        max_depth=num_draft_tokens,
-        traits=(SPARSE,),
-        name=f"ngram({num_draft_tokens})",
-    )
 
 
 def expected(matched: Array) -> Array:
@@ -136,4 +145,7 @@ def longest_match(
 
 def load_ngram(asked: Asked) -> LoadedDrafter:
     """Load `ngram` with the requested length, for any target."""
-    return LoadedDrafter(ngram(asked.chain), (), resized=ngram)
+    return LoadedDrafter(ngram(asked.chain), ())
+
+
+register("ngram", NGram, load_ngram, copies=True, paper="2304.04487")

@@ -10,7 +10,6 @@ Oracle: the drafter of a fixed size, token for token, and a simulation in Python
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,10 +22,9 @@ from jax import Array, lax
 from mars_jax.core import struct
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
-from mars_jax.core.drafter import SPARSE, TRUSTS, Drafter, DraftInput, Reads
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.step import propose, step_keys
-from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
     NO_KIND,
     NO_TOKEN,
@@ -40,6 +38,7 @@ from mars_jax.core.types import (
     Verdict,
 )
 from mars_jax.drafters.asked import LoadedDrafter
+from mars_jax.drafters.none import none
 
 DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1 about the last twenty steps count, some 60 tokens."""
@@ -110,13 +109,13 @@ def sized(
       MarsError: a drafter of trees, of a single length or of trusted drafts; invalid sizes or costs.
 
     >>> from mars_jax.drafters.ngram import ngram
-    >>> adaptive = sized(LoadedDrafter(ngram(8), (), resized=ngram))
+    >>> adaptive = sized(LoadedDrafter(ngram(8), ()))
     >>> [size.max_depth for size in adaptive.sizes.drafters]
     [0, 4, 8]
     """
     longest = loaded.drafter
     is_chain = longest.num_nodes == longest.max_depth + 1
-    if loaded.resized is None or not is_chain or TRUSTS in longest.traits or loaded.sizes is not None:
+    if not longest.resizes or not is_chain or longest.trusts:
         raise MarsError(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, a "
             "chain of a model or of an EAGLE head, or replay."
@@ -134,15 +133,13 @@ def sized(
         raise MarsError(
             f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
         )
-    drafts = tuple(longest if n == longest.max_depth else loaded.resized(n) for n in lengths[1:])
-    drafters = _drafters(lengths, drafts)
-    drafter = drafters[-1]._replace(name=f"{longest.name}, adaptive length", traits=longest.traits)
+    drafts = [none(), *(longest if n == longest.max_depth else longest.resized(n) for n in lengths[1:])]
+    drafters = tuple(SizedDrafter(draft, drafts[-1], lengths) for draft in drafts)
     # Host arrays, which every process of a mesh has.
     cost_array = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
     return loaded._replace(
-        drafter=drafter,
+        drafter=dataclasses.replace(drafters[-1], adaptive=True),
         params=SizedParams(loaded.params, cost_array, np.int32(-1)),
-        resized=None,
         sizes=Sizes(drafters, lengths, any_rule),
     )
 
@@ -220,7 +217,7 @@ class SizedDecoder(Decoder):
 
     def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
         """Return f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft."""
-        if SPARSE not in self.drafter.traits:
+        if not self.drafter.sparse:
             return jnp.full(state.length.shape, USUAL_ACCEPTANCE)
         # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft. So draft
         # before choosing a size.
@@ -330,23 +327,51 @@ def _acceptance_of(tree: DraftTree) -> Array:
     return jnp.where(has_draft, jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE), 0.0)
 
 
-@functools.lru_cache
-def _drafters(lengths: tuple[int, ...], drafts: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
-    """Return the drafters of all sizes over `SizedState`, the empty draft first.
+@dataclasses.dataclass(frozen=True)
+class SizedDrafter(Drafter):
+    """One of several sizes of a drafter, all over the same `SizedState`."""
 
-    Cached: equal arguments must give equal functions, so that they compile once.
-    """
-    longest = drafts[-1]
+    size: Drafter  # drafts this length
+    longest: Drafter  # of the same kind; its state is the one that all sizes share
+    lengths: tuple[int, ...]  # of all sizes
+    adaptive: bool = False  # stands for all sizes, one of which each step chooses
 
-    def init(params: Params, tokens: Array, length: Array) -> SizedState:
+    lags = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.size.max_depth
+
+    @property
+    def name(self) -> str:
+        return f"{self.size.name}, adaptive length" if self.adaptive else self.size.name
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.longest.vocab_size
+
+    @property
+    def reads(self) -> tuple[int, ...] | None:
+        return self.longest.reads
+
+    @property
+    def stops(self) -> bool:
+        return self.size.stops
+
+    @property
+    def sparse(self) -> bool:
+        # A step with a sparse drafter's empty draft chooses the size 0, so no size needs to forward only the root.
+        return self.adaptive and self.size.sparse
+
+    def init(self, params: Params, tokens: Array, length: Array) -> SizedState:
         cached_length = length
-        if longest.catch_up is not None:
+        if self.longest.lags:
             # If no draft is likely to pay, a draft model does not read the prompt: `catch_up` can read it later.
             hopeful = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
-            pays = _fastest(params.draft, lengths, hopeful, jnp.asarray([True])) > 0
+            pays = _fastest(params.draft, self.lengths, hopeful, jnp.asarray([True])) > 0
             cached_length = jnp.where(pays, length, jnp.minimum(length, 2))
         return SizedState(
-            draft=longest.init(_own(params), tokens, cached_length),
+            draft=self.longest.init(_own(params), tokens, cached_length),
             # A draft model's cache ends two tokens before the length.
             cached=jnp.maximum(cached_length - 2, 0),
             accepted=jnp.zeros(length.shape, jnp.float32),
@@ -355,54 +380,24 @@ def _drafters(lengths: tuple[int, ...], drafts: tuple[Drafter, ...]) -> tuple[Dr
             pause=jnp.full(length.shape, PAUSE, jnp.int32),
         )
 
-    def observe(params: Params, state: SizedState, *chunk: Any) -> SizedState:
-        assert longest.reads is not None
-        return dataclasses.replace(state, draft=longest.reads.observe(_own(params), state.draft, *chunk))
+    def observe(self, params: Params, state: SizedState, *chunk: Any) -> SizedState:
+        return dataclasses.replace(state, draft=self.longest.observe(_own(params), state.draft, *chunk))
 
     def catch_up(
-        params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
+        self, params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
     ) -> SizedState:
         # The next draft reads the missing tokens. The record of acceptance stays.
         return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
 
-    reads = None if longest.reads is None else Reads(longest.reads.layers, observe)
-    shared = longest._replace(init=init, reads=reads, catch_up=catch_up)
-    sizes = [_with_functions(shared, draft) for draft in drafts]
-    return (_without_draft(shared, longest), *sizes)
-
-
-def _own(params: Params) -> Params:
-    """Return the params of the wrapped drafter."""
-    return params._replace(draft=params.draft.weights)
-
-
-def _without_draft(shared: Drafter, longest: Drafter) -> Drafter:
-    """Return the size 0, which only keeps the state of a drafter that reads the target's features."""
-
-    def propose(params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
-        return chain(last_token(inputs)), state
-
-    def update(params: Params, state: SizedState, *outcome: Any) -> SizedState:
+    def propose(self, params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
         draft = state.draft
-        if longest.catch_up is None:
-            # Features of the target do not outlive the step.
-            draft = longest.update(_own(params), draft, *outcome)
-        return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
-
-    return shared._replace(propose=propose, update=update, traits=(), num_nodes=1, max_depth=0, name="none")
-
-
-def _with_functions(shared: Drafter, size: Drafter) -> Drafter:
-    """Return a size above 0, drafting from the shared state and recording how its draft turned out."""
-
-    def propose(params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
-        draft = state.draft
-        if size.catch_up is not None:
-            draft = size.catch_up(_own(params), draft, inputs.tokens, state.cached, inputs.length)
-        tree, draft = size.propose(_own(params), draft, inputs)
+        if self.size.lags:
+            draft = self.size.catch_up(_own(params), draft, inputs.tokens, state.cached, inputs.length)
+        tree, draft = self.size.propose(_own(params), draft, inputs)
         return tree, dataclasses.replace(state, draft=draft)
 
     def update(
+        self,
         params: Params,
         state: SizedState,
         tree: DraftTree,
@@ -410,14 +405,20 @@ def _with_functions(shared: Drafter, size: Drafter) -> Drafter:
         output: ForwardOutput,
         length: Array,
     ) -> SizedState:
+        if self.max_depth == 0:
+            draft = state.draft
+            if not self.longest.lags:
+                # Features of the target do not outlive the step.
+                draft = self.longest.update(_own(params), draft, tree, verdict, output, length)
+            return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
-        tested = jnp.minimum(verdict.num_accepted + 1, size.max_depth)
+        tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
         expected = _acceptance_of(tree) * tested.astype(jnp.float32)
         # After a pause older counts weigh half. A sparse drafter that found no draft did not pause.
-        paused = state.idle >= (state.pause if SPARSE in size.traits else 1)
+        paused = state.idle >= (state.pause if self.size.sparse else 1)
         decay = jnp.where(paused, DECAY / 2, DECAY)
         return SizedState(
-            draft=size.update(_own(params), state.draft, tree, verdict, output, length),
+            draft=self.size.update(_own(params), state.draft, tree, verdict, output, length),
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
             accepted=decay * state.accepted + verdict.num_accepted.astype(jnp.float32),
@@ -426,12 +427,7 @@ def _with_functions(shared: Drafter, size: Drafter) -> Drafter:
             pause=jnp.where(paused, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
         )
 
-    # SPARSE lets a step forward only the root if no row has a draft; here the size 0 does that.
-    return shared._replace(
-        propose=propose,
-        update=update,
-        traits=tuple(trait for trait in size.traits if trait != SPARSE),
-        num_nodes=size.num_nodes,
-        max_depth=size.max_depth,
-        name=size.name,
-    )
+
+def _own(params: Params) -> Params:
+    """Return the params of the wrapped drafter."""
+    return params._replace(draft=params.draft.weights)

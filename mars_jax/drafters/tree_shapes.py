@@ -9,10 +9,47 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from mars_jax.core.errors import MarsError, check_count, short_repr
-from mars_jax.core.limits import DRAFT_TOKENS
-from mars_jax.specs import Dynamic
-from mars_jax.specs.drafts import check_branching
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.errors import MarsError, check_count, check_switch, did_you_mean, short_repr
+from mars_jax.core.limits import DRAFT_TOKENS, TREE_NODES
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
+
+    At each of `depth` levels the `top_k` most probable nodes, by the product of the drafter's probabilities from the
+    root, get their `top_k` most probable children. The `nodes` - 1 most probable of all children are kept.
+
+    Raises:
+      MarsError: a size below 1, or more than `TREE_NODES` nodes.
+    """
+
+    top_k: int = 10  # nodes expanded at each level, and children of each
+    depth: int = 7  # D, levels
+    nodes: int = 60  # including the root
+
+    def __post_init__(self):
+        for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
+            check_count(f"{name} of a dynamic tree", getattr(self, name), least, TREE_NODES)
+        # Drafted nodes cost work even if few of them are kept.
+        check_nodes(
+            "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
+        )
+
+    @property
+    def candidates(self) -> int:
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def num_nodes(self) -> int:
+        """N: `nodes`, or fewer if there are not enough candidates."""
+        return min(self.nodes, self.candidates + 1)
+
+    @property
+    def rows(self) -> int:
+        """Cache rows written while the tree grows."""
+        return (self.depth - 1) * self.top_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +132,97 @@ def checked_tree(tree: Any) -> tuple[int, ...] | Dynamic:
     return tuple(map(int, sizes))
 
 
-def describe(shape: Shape, sample: bool) -> str:
-    """Return a shape as it appears in a drafter's name."""
-    if isinstance(shape, Dynamic):
-        text = f"dynamic {shape.top_k}-{shape.depth}-{shape.num_nodes}"
-    else:
-        text = str(shape.depth) if shape.is_chain else "-".join(map(str, shape.branching))
-    return f"{text}, sampled" if sample else text
+def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic:
+    """Parse the children per node at each depth, or the sizes of a dynamic tree.
+
+    Raises:
+      MarsError: not whole numbers of at least 1 joined by "-", or too many nodes.
+
+    >>> parse_tree("4-2-2-1"), parse_tree("dynamic:8-6-40")
+    ((4, 2, 2, 1), Dynamic(top_k=8, depth=6, nodes=40))
+    """
+    if text == "dynamic":
+        return Dynamic()
+    dynamic = text.startswith("dynamic:")
+    parts = text.removeprefix("dynamic:").split("-")
+    are_counts = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
+    if not are_counts or (dynamic and len(parts) != 3):
+        suggestion = did_you_mean(text.partition(":")[0], ("dynamic",))
+        raise MarsError(
+            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1, or "
+            "dynamic, or its children, depth and nodes, such as dynamic:8-6-40."
+        )
+    sizes = tuple(int(part) for part in parts)
+    if dynamic:
+        if sizes[2] < 2:
+            raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
+        top_k, depth, nodes = sizes
+        check_nodes(shown, text, max(nodes, top_k * depth))  # Dynamic would not name the flag
+        return Dynamic(*sizes)
+    check_branching(shown, text, sizes)
+    return sizes
+
+
+def check_branching(shown: str, shape: object, branching: Sequence[int]) -> None:
+    """Raise MarsError if a tree with `branching[l]` children per node of depth l has more than `TREE_NODES` nodes."""
+    nodes, level = 1, 1
+    for width in branching:
+        level *= width
+        nodes += level
+        check_nodes(shown, shape, nodes)
+
+
+def check_nodes(shown: str, shape: object, nodes: int) -> None:
+    """Raise MarsError if a tree has more than `TREE_NODES` nodes; the message quotes its shape."""
+    if nodes > TREE_NODES:
+        raise MarsError(f"{shown} is {shape}, more than {TREE_NODES} nodes: choose a smaller tree.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapedDrafter(Drafter):
+    """A drafter of a chain, a static tree or a dynamic tree."""
+
+    tree: Sequence[int] | Dynamic | None = None  # children per node at each depth; None: a chain
+    sample: bool = False  # whether the draft is drawn, and its true q passed to the rule
+    shape: Shape = dataclasses.field(init=False, repr=False)  # of the tree or the chain
+
+    stops = True
+
+    def _set_shape(self, num_draft_tokens: int, vocab_size: int) -> None:
+        """Check and store the shape; subclasses call this in `__post_init__`.
+
+        Raises:
+          MarsError: as `shape_of`, or `sample` is no bool.
+        """
+        check_switch("sample", self.sample)
+        object.__setattr__(self, "shape", shape_of(num_draft_tokens, self.tree, vocab_size))
+        if self.tree is not None:
+            object.__setattr__(self, "tree", checked_tree(self.tree))
+
+    def resized(self, length: int) -> ShapedDrafter:
+        return dataclasses.replace(self, num_draft_tokens=length, tree=None)  # pyright: ignore[reportCallIssue]
+
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.shape, Static) and self.shape.is_chain
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.depth
+
+    @property
+    def num_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    @property
+    def name(self) -> str:
+        if isinstance(self.shape, Dynamic):
+            text = f"dynamic {self.shape.top_k}-{self.shape.depth}-{self.shape.num_nodes}"
+        else:
+            text = str(self.shape.depth) if self.is_chain else "-".join(map(str, self.shape.branching))
+        return f"{self.kind}({text}{', sampled' if self.sample else ''})"
+
+    @property
+    def kind(self) -> str:
+        """First part of the name."""
+        return type(self).__name__.lower()

@@ -30,7 +30,6 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters
-from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import name_axes
 from mars_jax.core.metrics import Metrics
@@ -201,7 +200,7 @@ class Rollout:
             resolved = drafters.load(resolved, self._target)
         loaded = isinstance(resolved, drafters.LoadedDrafter)
         self._drafter: drafters.LoadedDrafter = resolved if loaded else drafters.LoadedDrafter(resolved, ())
-        if not lossy and (not rule.rule.lossless or TRUSTS in self._drafter.drafter.traits):
+        if not lossy and (not rule.rule.lossless or self._drafter.drafter.trusts):
             raise MarsError(
                 f"the rule {rule.rule.name} with the drafter '{self._drafter.drafter.name}' is lossy: "
                 "its samples are not the policy's, and importance ratios would not know of it; verify by exact or "

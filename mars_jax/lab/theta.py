@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax import specs
 from mars_jax.cli.rule_flags import is_number
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.verify import Given, RuleChoice, choose, is_own, not_in
 
 FORMAT = "mars-jax theta 3"
@@ -202,7 +202,7 @@ def _last(name: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """Return a setting as JSON would restore it. A dynamic tree becomes a dict, unlike a static tree."""
-    if isinstance(value, specs.Dynamic):
+    if isinstance(value, Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
     return list(value) if isinstance(value, tuple) else value
 

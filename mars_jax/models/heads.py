@@ -29,7 +29,7 @@ Axes = Mapping[str, tuple[str | None, ...]]
 class HeadConfig:
     """Static configuration of a head of a target; subclasses are frozen dataclasses."""
 
-    kind: ClassVar[str]  # the name of its row in `specs.DRAFTERS`, and of its factory
+    kind: ClassVar[str]  # the name of its drafter
     cached: ClassVar[bool] = False  # its factory accepts cache_dtype
     axes: ClassVar[Axes] = {}  # axes of weights that only heads have
     vocab_size: int  # V, the target's

@@ -46,8 +46,9 @@ def dense_cpu(x: Array, w: Array) -> Array:
     """Multiply in the forms that XLA's CPU backend runs fastest (measured by scripts/bench_shapes.py of 5336526)."""
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
-        # One row would be a matrix-vector product, which falls back to scalar code: 10x slower.
-        return _dense(jnp.pad(x, ((0, 1), (0, 0))), w)[:1] if rows == 1 else _dense(x, w)
+        # One row would be a matrix-vector product, which falls back to scalar code: 10x slower. With AMX, one and two
+        # rows are summed in another order than more rows, and padding to four takes no longer.
+        return _dense(jnp.pad(x, ((0, max(4 - rows, 0)), (0, 0))), w)[:rows]
     # Eigen's kernels process eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 
 import jax
 
-from mars_jax import drafters, specs
+from mars_jax import drafters
 from mars_jax.core.decoder import Decoder
-from mars_jax.core.drafter import STOPS, TRUSTS, Drafter
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import narrowed
 from mars_jax.core.mesh import size_of
 from mars_jax.core.rule import LoadedRule, Rule, structure, user_errors
 from mars_jax.core.types import DecodeState, Params
+from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.guides import guides_of, placed
 from mars_jax.serve.prepared import Compile, Prepared
@@ -60,10 +61,10 @@ def prepared(
     _check_rule(rule, drafter.drafter, requests)
     for request in requests:
         check_request(target, request)
-        if request.draft_stop < math.inf and STOPS not in drafter.drafter.traits:
+        if request.draft_stop < math.inf and not drafter.drafter.stops:
             raise MarsError(
                 f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
-                f"leave it out, or draft with {specs.drafters_that('stops')}."
+                f"leave it out, or draft with {drafters_that('stops')}."
             )
     guides = guides_of(target, requests)
     params = Params(
@@ -138,7 +139,7 @@ def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]
             f"the rule {checked.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or the "
             "result of verify.load."
         )
-    if checked.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
+    if checked.lossless and not drafter.trusts and any(request.strict for request in requests):
         raise MarsError(f"strict does not apply to the rule {checked.name}, which is lossless: leave it out.")
     if "long" in checked.needs and any(r.draft_stop < math.inf for r in requests):
         raise MarsError(

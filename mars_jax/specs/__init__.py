@@ -1,7 +1,7 @@
-"""Tables of drafters, models and settings of requests, with names, ranges and defaults. Does not import jax.
+"""Tables of models and settings of requests, with names, ranges and defaults. Does not import jax.
 
 Flags, checks, prompts files, arms of a benchmark, arguments of lm-eval and error messages are generated from these
-tables and from the definitions of rules (`verify.rules()`).
+tables and from the definitions of rules (`verify.rules()`) and drafters (`drafters.definitions()`).
 
 Oracle: tests/test_specs.py.
 """
@@ -11,22 +11,7 @@ from collections.abc import Sequence
 from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
-from mars_jax.specs.drafts import (
-    DRAFTERS,
-    HEAD_EMBED,
-    DraftRow,
-    DraftSpec,
-    Dynamic,
-    draft_words,
-    drafters_that,
-    parse_draft,
-    parse_tree,
-)
 
-OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.outlined)
-"""Heads with published shapes in `mars-jax plan`, and the classes of their configs."""
-REFINED = tuple(row.name for row in DRAFTERS.values() if row.learns)
-"""Drafters that `lab.training.online` trains on their rejected drafts."""
 STORED_DTYPES = ("float32", "bfloat16", "int8")
 """Dtypes of keys and values, and of weights in a conversion."""
 DTYPES = (*STORED_DTYPES, "int4")
@@ -99,23 +84,14 @@ REQUEST = (CONTROLS | EDITS) | by_name(
 __all__ = [
     "ATTENTION",
     "BITS",
-    "DRAFTERS",
     "DTYPES",
     "EDITS",
     "FILTERS",
-    "HEAD_EMBED",
     "REQUEST",
     "STORED_DTYPES",
-    "DraftRow",
-    "DraftSpec",
-    "Dynamic",
     "Range",
     "Setting",
     "check_dtype",
-    "draft_words",
-    "drafters_that",
-    "parse_draft",
-    "parse_tree",
 ]
 
 

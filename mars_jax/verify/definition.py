@@ -9,19 +9,16 @@ Oracle: tests/verify/test_definition.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.plugins import load_plugins
 from mars_jax.core.settings import Setting
 from mars_jax.core.struct import settings_of
+from mars_jax.core.user_code import summary
 
 T = TypeVar("T")
-PLUGINS = "mars_jax.plugins"
-"""Group of entry points of packages that register rules."""
 NEEDS = {
     "draft": "a draft",
     "q": "the draft's true probabilities",
@@ -139,18 +136,13 @@ def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
     return add
 
 
-def summary(documented: Any) -> str:
-    """Return the first line of a docstring, without its period; "" if there is none."""
-    return (inspect.getdoc(documented) or "").partition("\n")[0].strip().rstrip(".")
-
-
 def rules() -> Mapping[str, Definition]:
     """Return the definitions of all rules by name, those of plugins last.
 
     >>> [*rules()][:3], "fly" in rules()
     (['exact', 'rejection', 'mars'], True)
     """
-    _load_plugins()
+    load_plugins()
     return {name: _RULES[name] for name in ("exact", "rejection", "mars")} | _RULES
 
 
@@ -169,9 +161,3 @@ def rule(name: str) -> Definition:
             "name your own, as FILE.py:NAME or package.module:NAME."
         )
     return _RULES[name]
-
-
-@functools.cache
-def _load_plugins() -> None:
-    for plugin in importlib.metadata.entry_points(group=PLUGINS):
-        plugin.load()

@@ -16,8 +16,8 @@ from mars_jax.core import user_code
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
-from mars_jax.core.user_code import load_function
-from mars_jax.verify.definition import Definition, rule, rules, summary
+from mars_jax.core.user_code import load_function, summary
+from mars_jax.verify.definition import Definition, rule, rules
 
 _RANGES = {
     float: Range("a number"),

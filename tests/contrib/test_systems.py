@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, specs
+from mars_jax import assets
 from mars_jax.contrib.drafters.system_files import System, save_system
+from mars_jax.drafters.registry import definition
 from tests.helpers.checkpoint_files import message
 
 PROMPTS = ["Once upon a time", "User: What is 3 plus 4?\nAssistant:"]
@@ -22,8 +23,8 @@ def target():
 def test_it_loads_by_name_and_trusts_tokens(target, kind):
     loaded = mj.drafters.load(f"{kind}:{NAMES[kind]}", target)
     result = mj.generate(target, loaded, PROMPTS, max_new_tokens=24, log_probs=True)
-    assert result.metrics.accepted_trusted > 10 and specs.DRAFTERS[kind].trusts
-    assert loaded.drafter.max_depth == specs.DRAFTERS[kind].length
+    assert result.metrics.accepted_trusted > 10 and definition(kind).trusts
+    assert loaded.drafter.max_depth == definition(kind).length
 
 
 def test_a_system_of_another_target_or_model_is_refused(target, tmp_path):

@@ -245,12 +245,16 @@ def test_the_caller_keeps_its_arrays():
     assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, controls, keys)))
 
 
+class Padded(drafters.ngram):
+    sparse = False
+
+
 @pytest.mark.parametrize("rule", slow_but(["exact", "mars", "rejection", "mars over rejection"], "exact"))
 def test_a_step_without_a_draft_is_the_same_step(rule):
     """On a CPU, if no row has a draft, a step runs only the root. Compare with steps that always run the padding."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)
     runs = []
-    for drafter in (drafters.ngram(4), drafters.ngram(4)._replace(traits=())):
+    for drafter in (drafters.ngram(4), Padded(4)):
         decoder, state = begin(TARGET, drafter, RULES[rule], prompts, lengths, temperature=[0.0, 1.0])
         runs.append([])
         for after, info in decode.stream(decoder, NO_WEIGHTS, state):

@@ -10,6 +10,7 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
 from mars_jax.drafters.sized import sized, with_size
@@ -31,7 +32,7 @@ def drafter_of(name):
     """Return (target, drafter, params, params of steps without a draft, vocabulary)."""
     if name in SIZED:
         target, drafter, params, _, vocab = drafter_of(SIZED[name])
-        chain = drafters.LoadedDrafter(drafter, params.draft, resized=lambda _: drafter)
+        chain = drafters.LoadedDrafter(drafter, params.draft)
         loaded = sized(chain, [0, drafter.max_depth])
         longest, none = (params._replace(draft=with_size(loaded, size).params) for size in (1, 0))
         return target, loaded, longest, none, vocab
@@ -189,9 +190,13 @@ def test_tokens_in_the_cache_are_not_read_again():
     assert sorted(at[0] for at in reads) == [0, 16, 32]
 
 
+class Rereading(drafters.language_model):
+    catch_up = Drafter.catch_up
+
+
 def test_a_drafter_without_catch_up_reads_the_text_again():
     states = States("model chain", verify.mars(theta=0.5))
-    drafter = states.drafter._replace(catch_up=None)
+    drafter = Rereading(states.drafter.model, states.drafter.num_draft_tokens)
     states.decoder = decode.speculative_decoder(TARGET, drafter, states.rule, prefill_chunk=CHUNK)
     assert len(list(conversation(states))) == 4
 

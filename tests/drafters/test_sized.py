@@ -32,7 +32,7 @@ from tests.helpers import draft_input, logits_after, ragged
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
 CHAIN = drafters.language_model(SMALL, 4)
-CHAINS = drafters.LoadedDrafter(CHAIN, (), resized=lambda length: drafters.language_model(SMALL, length))
+CHAINS = drafters.LoadedDrafter(CHAIN, ())
 MADE = sized(CHAINS)
 TREE = drafters.language_model(SMALL, tree=(2, 1))
 RULE = verify.exact()
@@ -85,7 +85,7 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
 @pytest.mark.parametrize("found", [True, False])
 def test_what_finds_nothing_takes_nothing(found):
     """A copied draft is looked up before its size is chosen: without a match, the step has only the root."""
-    copies = sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram), costs=[1.0, 1.01])
+    copies = sized(drafters.LoadedDrafter(drafters.ngram(3), ()), costs=[1.0, 1.01])
     prompt = [1, 2, 3, 1, 2, 3] if found else [1, 2, 3, 4, 5, 6]
     tokens = jnp.zeros((1, 40), jnp.int32).at[0, :6].set(jnp.asarray(prompt))
     batch = Prompts(

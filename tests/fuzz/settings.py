@@ -10,11 +10,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mars_jax import __version__, specs, verify
+from mars_jax import __version__, verify
 from mars_jax.cli.commands import parser_of
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.output_file import missing_rows, sampling
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import definitions, parse_draft
+from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
 from mars_jax.serve.rows import RowFile
@@ -45,8 +47,8 @@ def rule_settings(case: tuple[str, dict[str, Any]], folder: Path) -> None:
 
 def drafts(case: tuple[str, str], folder: Path) -> None:
     """Parse a drafter and its tree."""
-    specs.parse_draft(case[0])
-    specs.parse_tree(case[1])
+    parse_draft(case[0])
+    parse_tree(case[1])
 
 
 _FLAGS = tuple(flag for flag in parser_of("generate")._option_string_actions if flag.startswith("--"))
@@ -155,7 +157,7 @@ _CHOSEN = st.one_of(
 _TREE = st.lists(
     st.sampled_from(("dynamic", ":", "-", "0", "1", "4", "8", "9999", "99999", "٣", " ", "")), max_size=7
 )
-_DRAFT = st.sampled_from((*specs.DRAFTERS, "model:x", "eagle:a:b", *TEXTS))
+_DRAFT = st.sampled_from((*definitions(), "model:x", "eagle:a:b", *TEXTS))
 _DRAFTS = st.one_of(
     st.tuples(st.just("ngram"), st.one_of(_TREE.map("".join), _TEXT)),
     st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.just("4-2-2-1")),

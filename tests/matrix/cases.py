@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from typing import Any
 
-from mars_jax import specs
+from mars_jax.drafters.registry import DraftDefinition, definition, definitions
 from mars_jax.verify import Definition, RuleChoice, rules
 
 WINDOW, TAU = 1, 2.0
@@ -22,7 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def _shapes(row: specs.DraftRow) -> list[str]:
+def _shapes(row: DraftDefinition) -> list[str]:
     """Return the shapes that a drafter supports."""
     if row.name == "none":
         return ["nothing"]
@@ -71,7 +71,7 @@ def _choices(row: Definition) -> list[Rule]:
     return rules
 
 
-DRAFTERS = [(row, shape) for row in specs.DRAFTERS.values() for shape in _shapes(row)]
+DRAFTERS = [(row, shape) for row in definitions().values() for shape in _shapes(row)]
 RULES = [rule for row in rules().values() for rule in _choices(row)]
 SURFACES = ("generate", "refill", "text", "chat")
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -104,8 +104,8 @@ class Case:
     stop_strings: bool
 
     @property
-    def row(self) -> specs.DraftRow:
-        return specs.DRAFTERS[self.drafter]
+    def row(self) -> DraftDefinition:
+        return definition(self.drafter)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -117,7 +117,7 @@ class Case:
         return ", ".join(part for part in parts if part)
 
 
-def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
+def refusal(drafter: DraftDefinition, shape: str, rule: Rule) -> str | None:
     """Return a part of the error message for a drafter with a rule, or None if they work together."""
     if drafter.name == "none" and "draft" in rule.needs:
         return "none"
@@ -133,7 +133,7 @@ def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
 @functools.cache
 def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
     """Return the rules of a case. Trusted tokens never reach a rule, so trusting drafters only need the defaults."""
-    row = specs.DRAFTERS[drafter]
+    row = definition(drafter)
     rules = [rule for rule in RULES if refusal(row, shape, rule) is None and ("q" in rule.needs) == drawn]
     return tuple(rule for rule in rules if not (row.trusts and rule.chosen))
 

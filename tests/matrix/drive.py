@@ -15,10 +15,11 @@ import jsonschema
 import numpy as np
 
 import mars_jax as mj
-from mars_jax import specs, verify
+from mars_jax import verify
 from mars_jax.core import struct
 from mars_jax.core.rule import LoadedRule, Rule
 from mars_jax.core.types import Visible
+from mars_jax.drafters.tree_shapes import parse_tree
 from tests.matrix.cases import SHAPES, Case
 from tests.matrix.world import target, world
 
@@ -144,7 +145,7 @@ def drafter_of(case: Case) -> Any:
     shape = dict(SHAPES[case.shape])
     size = shape.pop("draft_size", "fixed")
     if "tree" in shape:
-        shape["tree"] = specs.parse_tree(shape["tree"])
+        shape["tree"] = parse_tree(shape["tree"])
     drafter, sample = world().drafters[case.drafter], case.drawn and case.row.samples
     loaded = mj.drafters.load(drafter, target_of(case), sample=sample, **shape)
     return mj.drafters.sized(loaded, costs=COSTS) if size == "auto" else loaded

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import mars_jax as mj
-from mars_jax import contrib, specs, verify
+from mars_jax import contrib, verify
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import open_job
@@ -17,6 +17,7 @@ from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.generate.prompts import from_texts
 from mars_jax.core import decode
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import definition, definitions
 from mars_jax.serve.prepare import prepared
 from tests.matrix import cases
 from tests.matrix.cases import DRAFTERS, RULES, SHAPES
@@ -46,13 +47,13 @@ def flags_of(drafter, shape, rule):
 ROWS = from_texts(["the sea"])
 
 
-@pytest.mark.parametrize("drafter", specs.DRAFTERS)
+@pytest.mark.parametrize("drafter", definitions())
 def test_the_command_opens_what_the_tables_allow_and_refuses_the_rest(drafter):
     """Check the flags of every rule in each shape of the drafter, and load the drafter in its first shape."""
     shapes = [shape for row, shape in DRAFTERS if row.name == drafter]
     for shape, rule in itertools.product(shapes, RULES):
         args = parse([*flags_of(drafter, shape, rule), "--json", "the sea"])
-        message = cases.refusal(specs.DRAFTERS[drafter], shape, rule)
+        message = cases.refusal(definition(drafter), shape, rule)
         if message is None:
             check_flags(args, ROWS)
         else:
@@ -61,7 +62,7 @@ def test_the_command_opens_what_the_tables_allow_and_refuses_the_rest(drafter):
     args = parse([*flags_of(drafter, shapes[0], RULES[0]), "--output", "rows.jsonl", "the sea"])
     choices = check_flags(args, ROWS)
     session = open_job(args, choices, ROWS).session
-    named = {"target", "draft"} if specs.DRAFTERS[drafter].path else {"target"}
+    named = {"target", "draft"} if definition(drafter).path else {"target"}
     assert fingerprints(session, choices.draft).keys() == named
     assert (session.drafter.drafter.num_nodes > 1) == (drafter != "none")
 

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 import mars_jax as mj
-from mars_jax import contrib, hub, specs
+from mars_jax import contrib, hub
 from mars_jax.contrib.drafters.dflash_files import save_dflash
 from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.contrib.drafters.system_files import System, save_system
@@ -23,6 +23,7 @@ from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.mesh import parse_mesh
+from mars_jax.drafters.registry import definitions
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.verify import rules
@@ -35,7 +36,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}
 @dataclasses.dataclass(frozen=True)
 class World:
     target: str
-    drafters: dict[str, str]  # name in `specs.DRAFTERS` -> name and path
+    drafters: dict[str, str]  # name in `drafters.definitions()` -> name and path
     rules: dict[str, str]  # name in `rules()` -> name and path
 
 
@@ -113,7 +114,7 @@ def world() -> World:
     files = {"model": "draft", "replay": "replay.jsonl"}
     weights = {"equivalent": "case,space"}
     drafts, verified = {}, {}
-    for name, row in specs.DRAFTERS.items():
+    for name, row in definitions().items():
         drafts[name] = f"{name}:{folder / files.get(name, name)}" if row.path else name
     for name, row in rules().items():
         verified[name] = f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name

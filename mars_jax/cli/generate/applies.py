@@ -10,13 +10,22 @@ from mars_jax import specs
 from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import (
+    DraftSpec,
+    definition,
+    definitions,
+    draft_words,
+    drafters_that,
+    names_that,
+    parse_draft,
+)
 from mars_jax.verify import RuleChoice
 
 
 class Choices(NamedTuple):
     """Resolved choices about the rule and the drafter."""
 
-    draft: specs.DraftSpec
+    draft: DraftSpec
     rule: RuleChoice
     streams: bool
     draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes cost most
@@ -28,7 +37,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     Raises:
       MarsError: a flag does not apply to the choices of the others. The message has the cure.
     """
-    draft, rule, present = specs.parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
+    draft, rule, present = parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
     present.refuse_alone()
     if args.compare and rule.row.lossless:
         why = "with --compare, which runs exact itself: leave it out, or name a rule that is lossy"
@@ -49,7 +58,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     )
 
 
-def _draft_size(args: argparse.Namespace, draft: specs.DraftSpec, rule: RuleChoice) -> str:
+def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) -> str:
     """Return --draft-size, or without it "usual" for a default draft that may be resized, else "fixed"."""
     if args.draft_size is not None:
         return args.draft_size
@@ -66,34 +75,32 @@ def check_asked(args: argparse.Namespace) -> None:
     Present(args).refuse(flags, why)
 
 
-def _check_draft(present: Present, draft: specs.DraftSpec, rule: RuleChoice) -> None:
+def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
     """Raise MarsError for flags that do not apply to the drafter."""
     if draft.kind == "none":
         flags = ["--compare", "--num-draft-tokens"]
         flags += [f"--verify {rule.spec}"] if "draft" in rule.needs else []
-        drafts = specs.draft_words(name for name in specs.DRAFTERS if name != "none")
+        drafts = draft_words(name for name in definitions() if name != "none")
         present.refuse(
             flags, f"to --draft none, which proposes nothing: leave it out, or draft with {drafts}"
         )
     if draft.kind != "model":
-        small = f"{specs.DRAFTERS['model'].spec}, which reads nothing of the target"
+        small = f"{definition('model').spec}, which reads nothing of the target"
         present.refuse(["--draft-device"], f"to --draft {draft.kind}: leave it out, or draft with {small}")
-    if draft.kind not in specs.REFINED:
-        learns = f"{specs.draft_words(specs.REFINED)}, which learn from their failures"
+    if draft.kind not in names_that("learns"):
+        learns = f"{drafters_that('learns')}, which learn from their failures"
         present.refuse(["--refine"], f"to --draft {draft.kind}: leave it out, or draft with {learns}")
     if any(name in present for name in CONSTRAINTS):
         why = "where a text is constrained, of which the draft would not know: leave one of them out"
         present.refuse(["--draft-device"], why)
 
 
-def _check_rule(
-    present: Present, draft: specs.DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]
-) -> None:
+def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]) -> None:
     """Raise MarsError for flags that do not apply to the rule, and for missing settings."""
     if "long" in rule.needs:
         verify = f"--verify {rule.row.name}"
         if not draft.row.stops:
-            why = f"which often drafts nothing: draft with {specs.drafters_that('stops')}"
+            why = f"which often drafts nothing: draft with {drafters_that('stops')}"
             raise MarsError(f"{verify} does not apply to --draft {draft.kind}, {why}.")
         why = f"to {verify}, whose drafts must be long enough: leave it out"
         present.refuse(["--draft-stop", "draft_stop"], why)

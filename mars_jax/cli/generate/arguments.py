@@ -29,6 +29,8 @@ from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import HEAD_EMBED, draft_words, drafters_that
+from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the
@@ -98,19 +100,19 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{specs.draft_words()} (default: the target's best that needs no download, else ngram); --list-drafters "
+        help=f"{draft_words()} (default: the target's best that needs no download, else ngram); --list-drafters "
         "explains them",
     )
     add_settings(group, "num_draft_tokens")
-    made_of = specs.Dynamic()
+    made_of = Dynamic()
     sizes = f"{made_of.top_k}-{made_of.depth}-{made_of.nodes}"
     group.add_argument(
         "--tree",
         metavar="4-2-2-1",
         help="children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
-        f"follows the draft's confidence; with {specs.drafters_that('trees')}; dynamic:8-6-40 gives "
+        f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 gives "
         f"children, depth and nodes (default: dynamic:{sizes}, for dflash as deep as its block), with "
-        f"{specs.drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
+        f"{drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
         "its depth=7 is dynamic:10-8-60",
     )
     group.add_argument(
@@ -119,7 +121,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
         "per weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
     )
-    group.add_argument("--head-embed", choices=specs.HEAD_EMBED, help=HEAD_EMBED_HELP)
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
     add_settings(group, "draft_stop")
     add_size_flags(group)
     group.add_argument(
@@ -330,7 +332,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
     if args.tree is not None:
-        args.tree = specs.parse_tree(args.tree)
+        args.tree = parse_tree(args.tree)
     args.part = None if args.part is None else part_of(args.part)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
     # The default rule is mars for the embedded pair, and if a setting of a rule is given, otherwise exact.

@@ -17,7 +17,6 @@ from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
 from mars_jax.cli.progress import busy
 from mars_jax.core import activity
-from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.user_code import load_function
@@ -120,7 +119,7 @@ class Job:
     @property
     def trusts(self) -> bool:
         """True if drafts may have `trusted` nodes, which are accepted without a test."""
-        return TRUSTS in self.session.drafter.drafter.traits
+        return self.session.drafter.drafter.trusts
 
 
 def open_job(

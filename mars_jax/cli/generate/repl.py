@@ -28,12 +28,12 @@ from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.drafters.registry import definitions
 from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import check_finite
-from mars_jax.specs import DRAFTERS
 from mars_jax.verify import rules
 
 PROMPT = "> "
@@ -249,7 +249,7 @@ class Talk:
 
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with another rule or draft, reusing the loaded target."""
-        flags, names = _CHOSEN[name], rules() if name == "/rule" else DRAFTERS
+        flags, names = _CHOSEN[name], rules() if name == "/rule" else definitions()
         if not words or words[0].startswith("-"):
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."

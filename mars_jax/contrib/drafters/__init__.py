@@ -1,1 +1,8 @@
-"""Drafters that belong to one paper."""
+"""Drafters of single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.name.endswith("_training"):
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.core import decode
 from mars_jax.core.decoder import Decoder
-from mars_jax.core.drafter import STOPS, Drafter, DraftInput
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import Rule
@@ -96,26 +96,22 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
             f"the drafter '{drafter.name}' drafts no chain of at least 2 tokens, the last of which is the guess: give "
             "it num_draft_tokens of 2 or more, and no tree."
         )
-    return _handed(drafter.max_depth - 1, target.vocab_size, STOPS in drafter.traits)
+    return Handed(drafter.max_depth - 1, target.vocab_size, drafter.stops)
 
 
-@functools.lru_cache
-def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
-    """Make a drafter that proposes its state, i32[B, K], which the caller sets."""
+@dataclasses.dataclass(frozen=True)
+class Handed(Drafter):
+    """Propose the state, i32[B, K], which the caller sets."""
 
-    def propose(params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
+    max_depth: int  # K
+    vocab_size: int  # of the target
+    stops: bool  # whether the caller's drafter respects `Controls.draft_stop`
+
+    def init(self, params: Params, tokens: Array, length: Array) -> Array:
+        return jnp.full((tokens.shape[0], self.max_depth), NO_TOKEN, jnp.int32)
+
+    def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
         return chain(jnp.concatenate([last_token(inputs), state], axis=1)), state
-
-    return Drafter(
-        init=lambda params, tokens, length_: jnp.full((tokens.shape[0], length), NO_TOKEN, jnp.int32),
-        propose=propose,
-        update=lambda params, state, *_: state,
-        num_nodes=length + 1,
-        max_depth=length,
-        vocab_size=vocab,
-        traits=(STOPS,) if stoppable else (),
-        name=f"handed({length})",
-    )
 
 
 class Committed(NamedTuple):

@@ -11,7 +11,6 @@ like a target's. So every token that can be committed without another round has 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +20,10 @@ from jax import Array, lax
 
 from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.core.controls import is_stop
-from mars_jax.core.drafter import STOPS, TRUSTS, Drafter, DraftInput
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.errors import MarsError, check_count
 from mars_jax.core.limits import DRAFT_TOKENS
-from mars_jax.core.prefill import caught_up, chunk_of, prefill
+from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
@@ -38,63 +37,6 @@ class CascadeParams(NamedTuple):
     # Thresholds of the gate, see `gates`: for "margin" the least difference of probabilities, f32[]; for "ratio"
     # (accept, escalate). Arrays, so that other values do not recompile.
     gate: Any = np.float32(0.5)
-
-
-def cascade(
-    inner: Drafter, proxy: LanguageModel, num_draft_tokens: int = 24, *, gate: str = "margin"
-) -> Drafter:
-    """Draft with `inner`, verify with a proxy, and leave the tokens that the proxy is unsure about to the target.
-
-    This is TriSpec (arXiv 2601.23180) with the gate "margin" and a small model as proxy, and VIA-SD (arXiv 2606.12243)
-    with the gate "ratio" and as proxy the target without some of its layers, `LanguageModel.with_layers`.
-
-    In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
-    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and then a are
-    trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
-    verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
-    `StepInfo`, with the target's regret.
-
-    Lossy by design under every rule. Rows above temperature 0, strict rows, and the tokens of a rule's `exact_prefix`
-    trust nothing, so the rule verifies their inner draft. The same holds for every row if the gate's threshold is above
-    1. Stop tokens, and tokens that the request forbids, are never trusted: the target verifies them. The proxy ignores
-    a request's biases and penalties, so they do not affect trusted tokens. A row that waits for others repeats its last
-    round, so its tokens do not depend on the batch.
-
-    Args:
-      inner: drafts greedy chains from the tokens only: `language_model(...)` or `ngram(...)`.
-      proxy: a model between drafter and target in size, of the same vocabulary.
-      num_draft_tokens: M, the maximum number of tokens per step, including trusted ones; at least K + 1.
-      gate: "margin" or "ratio"; its thresholds are `CascadeParams.gate`.
-
-    Raises:
-      MarsError: another kind of inner drafter, another vocabulary, no room for a round, or an unknown gate.
-
-    >>> from mars_jax.core.fake import hash_model
-    >>> from mars_jax.drafters import ngram
-    >>> cascade(ngram(4), hash_model(vocab_size=11), 16).num_nodes
-    17
-    """
-    if inner.reads is not None:
-        raise MarsError(
-            f"the drafter '{inner.name}' reads the target's layers, which a cascade does not run while it drafts: "
-            "draft with a model or with n-grams."
-        )
-    if inner.num_nodes != inner.max_depth + 1 or inner.max_depth < 1:
-        raise MarsError(f"the drafter '{inner.name}' drafts no chain: give a cascade a drafter of chains.")
-    if inner.vocab_size is not None and inner.vocab_size != proxy.vocab_size:
-        raise MarsError(
-            f"the drafter '{inner.name}' has a vocabulary of {inner.vocab_size} tokens and the proxy one of "
-            f"{proxy.vocab_size}: use models that share a tokenizer."
-        )
-    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
-    if num_draft_tokens < inner.max_depth + 1:
-        raise MarsError(
-            f"num_draft_tokens is {num_draft_tokens}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens; "
-            "ask for at least as many."
-        )
-    if gate not in GATES:
-        raise MarsError(f"gate is {gate!r}: expected one of {', '.join(GATES)}.")
-    return _cascade(inner, proxy, num_draft_tokens, gate)
 
 
 class CascadeState(NamedTuple):
@@ -116,33 +58,111 @@ class _Round(NamedTuple):
     state: CascadeState
 
 
-@functools.lru_cache
-def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Drafter:
-    k, judge = inner.max_depth, GATES[gate].judge
+@dataclasses.dataclass(frozen=True)
+class Cascade(Drafter):
+    """Verify drafts with a proxy model, and uncertain tokens with the target.
 
-    def inner_params(params: Params) -> Params:
-        return Params(target=params.target, draft=params.draft.inner)
+    This is TriSpec (arXiv 2601.23180) with the gate "margin" and a small model as proxy, and VIA-SD (arXiv 2606.12243)
+    with the gate "ratio" and as proxy the target without some of its layers, `LanguageModel.with_layers`.
 
-    def widened(tokens: Array) -> Array:
+    In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
+    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and then a are
+    trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
+    verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
+    `StepInfo`, with the target's regret.
+
+    Lossy by design under every rule. Rows above temperature 0, strict rows, and the tokens of a rule's `exact_prefix`
+    trust nothing, so the rule verifies their inner draft. The same holds for every row if the gate's threshold is above
+    1. Stop tokens, and tokens that the request forbids, are never trusted: the target verifies them. The proxy ignores
+    a request's biases and penalties, so they do not affect trusted tokens. A row that waits for others repeats its last
+    round, so its tokens do not depend on the batch.
+
+    Raises:
+      MarsError: another kind of inner drafter, another vocabulary, no room for a round, or an unknown gate.
+
+    >>> from mars_jax.core.fake import hash_model
+    >>> from mars_jax.drafters import ngram
+    >>> cascade(ngram(4), hash_model(vocab_size=11), 16).num_nodes
+    17
+    """
+
+    inner: Drafter  # drafts greedy chains from the tokens only: `language_model(...)` or `ngram(...)`
+    proxy: LanguageModel  # a model between drafter and target in size, of the same vocabulary
+    num_draft_tokens: int = 24  # M, the maximum number of tokens per step with trusted ones; at least K + 1
+    # "margin" or "ratio"; its thresholds are `CascadeParams.gate`.
+    gate: str = dataclasses.field(default="margin", kw_only=True)
+
+    trusts = True
+    lags = True
+
+    def __post_init__(self):
+        inner, proxy, most = self.inner, self.proxy, self.num_draft_tokens
+        if inner.reads is not None:
+            raise MarsError(
+                f"the drafter '{inner.name}' reads the target's layers, which a cascade does not run while it drafts: "
+                "draft with a model or with n-grams."
+            )
+        if inner.num_nodes != inner.max_depth + 1 or inner.max_depth < 1:
+            raise MarsError(
+                f"the drafter '{inner.name}' drafts no chain: give a cascade a drafter of chains."
+            )
+        if inner.vocab_size is not None and inner.vocab_size != proxy.vocab_size:
+            raise MarsError(
+                f"the drafter '{inner.name}' has a vocabulary of {inner.vocab_size} tokens and the proxy one of "
+                f"{proxy.vocab_size}: use models that share a tokenizer."
+            )
+        check_count("num_draft_tokens", most, most=DRAFT_TOKENS)
+        if most < inner.max_depth + 1:
+            raise MarsError(
+                f"num_draft_tokens is {most}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens; ask "
+                "for at least as many."
+            )
+        if self.gate not in GATES:
+            raise MarsError(f"gate is {self.gate!r}: expected one of {', '.join(GATES)}.")
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_draft_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.proxy.vocab_size
+
+    @property
+    def stops(self) -> bool:
+        return self.inner.stops
+
+    @property
+    def name(self) -> str:
+        return f"cascade({self.inner.name}, {self.gate}, {self.num_draft_tokens})"
+
+    def _widen(self, tokens: Array) -> Array:
         # Trusted tokens may reach past the end of the buffer; those are never emitted.
-        return jnp.pad(tokens, ((0, 0), (0, most)))
+        return jnp.pad(tokens, ((0, 0), (0, self.num_draft_tokens)))
 
-    def init(params: Params, tokens: Array, length: Array) -> CascadeState:
-        tokens = widened(tokens)
-        cache = proxy.init_cache(tokens.shape[0], tokens.shape[1] + k + 1)
-        cache, _ = prefill(proxy, params.draft.proxy, tokens, jnp.zeros_like(length), length - 1, cache)
-        return CascadeState(inner.init(inner_params(params), tokens, length), cache, jnp.zeros_like(length))
-
-    def catch_up(
-        params: Params, state: CascadeState, tokens: Array, cached: Array, length: Array
-    ) -> CascadeState:
-        tokens = widened(tokens)
-        chunk = proxy.prefill_chunk or chunk_of()
-        cache, _ = prefill(proxy, params.draft.proxy, tokens, cached, length - 1, state.cache, chunk=chunk)
-        draft = caught_up(inner, inner_params(params), state.inner, tokens, cached, length)
+    def init(self, params: Params, tokens: Array, length: Array) -> CascadeState:
+        tokens = self._widen(tokens)
+        cache = self.proxy.init_cache(tokens.shape[0], tokens.shape[1] + self.inner.max_depth + 1)
+        cache, _ = prefill(self.proxy, params.draft.proxy, tokens, jnp.zeros_like(length), length - 1, cache)
+        draft = self.inner.init(_inner_params(params), tokens, length)
         return CascadeState(draft, cache, jnp.zeros_like(length))
 
-    def propose(params: Params, state: CascadeState, inputs: DraftInput) -> tuple[DraftTree, CascadeState]:
+    def catch_up(
+        self, params: Params, state: CascadeState, tokens: Array, cached: Array, length: Array
+    ) -> CascadeState:
+        tokens = self._widen(tokens)
+        chunk = self.proxy.prefill_chunk or chunk_of()
+        cache, _ = prefill(
+            self.proxy, params.draft.proxy, tokens, cached, length - 1, state.cache, chunk=chunk
+        )
+        draft = self.inner.catch_up(_inner_params(params), state.inner, tokens, cached, length)
+        return CascadeState(draft, cache, jnp.zeros_like(length))
+
+    def propose(
+        self, params: Params, state: CascadeState, inputs: DraftInput
+    ) -> tuple[DraftTree, CascadeState]:
+        inner, proxy, judge = self.inner, self.proxy, GATES[self.gate].judge
+        k, most, inner_params = inner.max_depth, self.num_draft_tokens, _inner_params(params)
         controls, batch = inputs.controls, inputs.tokens.shape[0]
         may_trust = is_greedy(controls) & ~controls.strict
         place = jnp.arange(k + 1, dtype=jnp.int32)[None]
@@ -150,7 +170,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         def play_round(carry: _Round) -> _Round:
             length = inputs.length + carry.begin
             draft_input = DraftInput(keys=inputs.keys, tokens=carry.tokens, length=length, controls=controls)
-            tree, draft = inner.propose(inner_params(params), carry.state.inner, draft_input)
+            tree, draft = inner.propose(inner_params, carry.state.inner, draft_input)
             if not tree.is_chain or tree.draft_logits is not None:
                 raise MarsError(
                     f"the drafter '{inner.name}' samples: give a cascade a drafter that does not."
@@ -192,7 +212,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
 
         zeros = jnp.zeros((batch,), jnp.int32)
         start = _Round(
-            tokens=widened(inputs.tokens),
+            tokens=self._widen(inputs.tokens),
             begin=zeros,
             trusted=zeros,
             drafted=jnp.full((batch, most), NO_TOKEN, jnp.int32),
@@ -204,17 +224,12 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
         return dataclasses.replace(tree, trusted=trusted), final.state
 
-    return Drafter(
-        init=init,
-        propose=propose,
-        update=lambda params, state, tree, verdict, output, length: state,
-        num_nodes=most + 1,
-        max_depth=most,
-        vocab_size=proxy.vocab_size,
-        traits=(TRUSTS, *(trait for trait in inner.traits if trait == STOPS)),
-        catch_up=catch_up,
-        name=f"cascade({inner.name}, {gate}, {most})",
-    )
+
+cascade = Cascade
+
+
+def _inner_params(params: Params) -> Params:
+    return Params(target=params.target, draft=params.draft.inner)
 
 
 def _first(mask: Array) -> Array:

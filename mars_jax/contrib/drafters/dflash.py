@@ -11,8 +11,6 @@ A block is written after it, from the slot of the last committed token on. `upda
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +22,7 @@ from mars_jax.contrib.drafters.best_first import best_first
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import struct
-from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.sampling import argmax, process, sample_processed
 from mars_jax.core.tree import chain, gather_path, last_token
@@ -41,7 +39,8 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow, stops_at
-from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shape_of
+from mars_jax.drafters.registry import register
+from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter
 
 
 @struct.dataclass(kw_only=True)
@@ -49,122 +48,6 @@ class DFlashState:
     """Draft state of a block drafter."""
 
     cache: KVCache
-
-
-def dflash(
-    config: DFlashConfig,
-    target: LanguageModel,
-    num_draft_tokens: int | None = None,
-    *,
-    tree: Sequence[int] | Dynamic | None = None,
-    sample: bool = False,
-    cache_dtype: str = "float32",
-) -> Drafter:
-    """Draft with a DFlash or DSpark head of the target; its weights are `Params.draft`.
-
-    If the head has no embedding or unembedding, it reads the target's from `Params.target`. A dynamic tree holds the
-    likeliest nodes (DDTree). With a Markov head, whose tokens depend on their ancestors, it is grown as in EAGLE-2.
-    `Controls.draft_stop` limits the square root of the entropy or, with a confidence head, the probability of a
-    rejection: the draft ends at the first depth where one minus the confidence exceeds it.
-
-    Args:
-      config: of the head.
-      target: the model that the head was trained for.
-      num_draft_tokens: length of the chain; default: the whole block; ignored if `tree` is given.
-      tree: `Dynamic(...)`, or children per node at each depth, such as `(4, 2, 2, 1)`.
-      sample: as in `drafters.language_model`.
-      cache_dtype: of the head's keys and values.
-
-    Raises:
-      MarsError: the head does not fit the target, the draft is longer than a block, or as `language_model`.
-
-    >>> from mars_jax.models import ModelConfig, language_model
-    >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
-    >>> config = DFlashConfig(layer=layer, target_hidden_size=16, feature_layers=(0, 1), block_size=8, mask_token=0,
-    ...                       draft_vocab_size=32)
-    >>> dflash(config, language_model(layer)).max_depth
-    7
-    """
-    config.check_target(target)
-    if target.with_features is None:
-        raise MarsError(
-            "a DFlash head reads the target's layers, and this target gives none: set LanguageModel.with_features."
-        )
-    length = config.drafts if num_draft_tokens is None else num_draft_tokens
-    shape = shape_of(length, tree, config.draft_vocab_size)
-    if shape.depth > config.drafts:
-        raise MarsError(
-            f"a draft of {shape.depth} tokens in a row is longer than this head's block, which drafts {config.drafts}: "
-            "draft fewer, or give the tree less depth."
-        )
-    return _dflash(config, target, shape, sample, cache_dtype)
-
-
-@functools.lru_cache
-def _dflash(
-    config: DFlashConfig, target: LanguageModel, shape: Shape, sample: bool, cache_dtype: str
-) -> Drafter:
-    size, depth = config.block_size, shape.depth
-
-    def init(params: Params, tokens: Array, length: Array) -> DFlashState:
-        batch, buffer = tokens.shape
-        return DFlashState(cache=config.init_cache(batch, buffer + max(size, depth + 1), cache_dtype))
-
-    def absorb(params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
-        """Write the context of consecutive tokens from position `first` i32[B] on."""
-        fused = head.fuse(config, params.draft, output)
-        positions = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
-        return DFlashState(cache=head.absorb(config, params.draft, fused, positions, first, state.cache))
-
-    def observe(
-        params: Params, state: DFlashState, tokens: Array, first: Array, length: Array, output: ForwardOutput
-    ) -> DFlashState:
-        return absorb(params, state, output, first)
-
-    def propose(params: Params, state: DFlashState, inputs: DraftInput) -> tuple[DraftTree, DFlashState]:
-        root, first = last_token(inputs), inputs.length - 1
-        positions = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        visible = Visible(first=first, positions=positions, slot=first, seen=jnp.ones((1, size, size), bool))
-        blocks = head.block(config, root)
-        with jax.named_scope("block"):
-            hidden, cache = head.forward(config, target, params, blocks, visible, state.cache)
-        skipped = size - config.drafts
-        hidden = hidden[:, skipped : skipped + depth]
-        marginals = head.unembed(config, target, params, hidden)
-        block = _Block(params=params, inputs=inputs, root=root, hidden=hidden, marginals=marginals)
-        if isinstance(shape, Static) and shape.is_chain and not config.markov_rank:
-            tree = _chain(config, sample, block)
-        elif isinstance(shape, Dynamic) and not (sample or config.markov_rank):
-            tree = best_first(shape, root, marginals, _alive(config, block))
-            ids = config.to_target(params, jnp.maximum(tree.tokens[:, 1:], 0))
-            ids = jnp.where(tree.tokens[:, 1:] == NO_TOKEN, NO_TOKEN, ids)
-            tree = dataclasses.replace(tree, tokens=jnp.concatenate([root, ids], axis=1))
-        else:
-            tree = _grown(config, shape, sample, block)
-        return tree, DFlashState(cache=cache)
-
-    def update(
-        params: Params,
-        state: DFlashState,
-        tree: DraftTree,
-        verdict: Verdict,
-        output: ForwardOutput,
-        length: Array,
-    ) -> DFlashState:
-        features = tuple(gather_path(x, verdict.path) for x in output.features)
-        return absorb(params, state, output._replace(features=features), length - 1)
-
-    return Drafter(
-        init=init,
-        propose=propose,
-        update=update,
-        reads=Reads(config.feature_layers, observe),
-        num_nodes=shape.num_nodes,
-        max_depth=depth,
-        vocab_size=config.layer.vocab_size,
-        traits=(STOPS,),
-        name=f"{'dspark' if config.markov_rank else 'dflash'}({describe(shape, sample)})",
-    )
 
 
 class _Block(NamedTuple):
@@ -177,75 +60,191 @@ class _Block(NamedTuple):
     marginals: Array  # f32[B, D, W]; without a Markov head, of the tokens below the root
 
 
-def _alive(config: DFlashConfig, block: _Block) -> Array:
-    """Return bool[B, D]: the depths to draft, for a head whose positions are independent of each other."""
-    controls = block.inputs.controls
-    if config.confidence:
-        stops = _doubt(config, block, block.hidden, block.root) > controls.draft_stop[:, None]
-    else:
-        stops = stops_at(block.marginals, controls)
-    return jnp.cumprod((~stops).astype(jnp.int32), axis=1) > 0
+@dataclasses.dataclass(frozen=True)
+class DFlash(ShapedDrafter):
+    """Draft a whole block in one forward of a DFlash or DSpark head.
 
+    Its weights are `Params.draft`. If the head has no embedding or unembedding, it reads the target's from
+    `Params.target`. A dynamic tree holds the likeliest nodes (DDTree). With a Markov head, whose tokens depend on their
+    ancestors, it is grown as in EAGLE-2. `Controls.draft_stop` limits the square root of the entropy or, with a
+    confidence head, the probability of a rejection: the draft ends at the first depth where one minus the confidence
+    exceeds it.
 
-def _doubt(config: DFlashConfig, block: _Block, hidden: Array, parents: Array) -> Array:
-    """Return f32[B, N]: the confidence head's probability that the tokens after `parents` i32[B, N] are rejected."""
-    return jax.nn.sigmoid(-head.confidence(config, block.params.draft, hidden, parents))
+    Raises:
+      MarsError: the head does not fit the target, the draft is longer than a block, or as `DraftModel`.
 
+    >>> from mars_jax.models import ModelConfig, language_model
+    >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+    >>> config = DFlashConfig(layer=layer, target_hidden_size=16, feature_layers=(0, 1), block_size=8, mask_token=0,
+    ...                       draft_vocab_size=32)
+    >>> dflash(config, language_model(layer)).max_depth
+    7
+    """
 
-def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
-    """Draft each position independently: its likeliest token, or a draw from its marginal."""
-    params, controls = block.params, block.inputs.controls
-    if sample:
-        processed = process(config.widen(params, block.marginals), controls)
-        place = jnp.broadcast_to(jnp.arange(processed.shape[1], dtype=jnp.int32), processed.shape[:2])
-        ids = sample_processed(block.inputs.keys, place, processed)
-        # The last node has no children, so its row is never read.
-        q = jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
-    else:
-        ids, q = config.to_target(params, argmax(block.marginals)), None
-    return chain(jnp.concatenate([block.root, jnp.where(_alive(config, block), ids, NO_TOKEN)], axis=1), q)
+    config: DFlashConfig  # of the head
+    target: LanguageModel  # the model that the head was trained for
+    num_draft_tokens: int | None = None  # length of the chain; None: the block's; ignored if there is a tree
+    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)  # of the head's keys and values
 
+    def __post_init__(self):
+        config = self.config
+        config.check_target(self.target)
+        if self.target.with_features is None:
+            raise MarsError(
+                "a DFlash head reads the target's layers, and this target gives none: set "
+                "LanguageModel.with_features."
+            )
+        length = config.drafts if self.num_draft_tokens is None else self.num_draft_tokens
+        self._set_shape(length, config.draft_vocab_size)
+        if self.shape.depth > config.drafts:
+            raise MarsError(
+                f"a draft of {self.shape.depth} tokens in a row is longer than this head's block, which drafts "
+                f"{config.drafts}: draft fewer, or give the tree less depth."
+            )
 
-def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> DraftTree:
-    """Grow a draft level by level from the marginals of each depth and, with a Markov head, the parent's token."""
-    params, first = block.params, block.inputs.length - 1
+    @property
+    def kind(self) -> str:
+        return "dspark" if self.config.markov_rank else "dflash"
 
-    def broadcast_level(depth: Any, values: Array, parent_tokens: Array) -> Array:
-        """Return values [B, D, ...] at one depth, repeated for each parent in `parent_tokens` i32[B, W]."""
-        level_values = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
-        return jnp.broadcast_to(
-            level_values, (parent_tokens.shape[0], parent_tokens.shape[1], *values.shape[2:])
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.layer.vocab_size
+
+    def init(self, params: Params, tokens: Array, length: Array) -> DFlashState:
+        batch, buffer = tokens.shape
+        slots = buffer + max(self.config.block_size, self.shape.depth + 1)
+        return DFlashState(cache=self.config.init_cache(batch, slots, self.cache_dtype))
+
+    def observe(
+        self,
+        params: Params,
+        state: DFlashState,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
+    ) -> DFlashState:
+        return self._absorb(params, state, output, first)
+
+    def propose(
+        self, params: Params, state: DFlashState, inputs: DraftInput
+    ) -> tuple[DraftTree, DFlashState]:
+        config, size = self.config, self.config.block_size
+        root, first = last_token(inputs), inputs.length - 1
+        positions = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        visible = Visible(first=first, positions=positions, slot=first, seen=jnp.ones((1, size, size), bool))
+        blocks = head.block(config, root)
+        with jax.named_scope("block"):
+            hidden, cache = head.forward(config, self.target, params, blocks, visible, state.cache)
+        skipped = size - config.drafts
+        hidden = hidden[:, skipped : skipped + self.shape.depth]
+        marginals = head.unembed(config, self.target, params, hidden)
+        block = _Block(params=params, inputs=inputs, root=root, hidden=hidden, marginals=marginals)
+        if self.is_chain and not config.markov_rank:
+            tree = self._draft_chain(block)
+        elif isinstance(self.shape, Dynamic) and not (self.sample or config.markov_rank):
+            tree = best_first(self.shape, root, marginals, self._alive(block))
+            ids = config.to_target(params, jnp.maximum(tree.tokens[:, 1:], 0))
+            ids = jnp.where(tree.tokens[:, 1:] == NO_TOKEN, NO_TOKEN, ids)
+            tree = dataclasses.replace(tree, tokens=jnp.concatenate([root, ids], axis=1))
+        else:
+            tree = self._grow(block)
+        return tree, DFlashState(cache=cache)
+
+    def update(
+        self,
+        params: Params,
+        state: DFlashState,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+    ) -> DFlashState:
+        features = tuple(gather_path(x, verdict.path) for x in output.features)
+        return self._absorb(params, state, output._replace(features=features), length - 1)
+
+    def _absorb(self, params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
+        """Write the context of consecutive tokens from position `first` i32[B] on."""
+        fused = head.fuse(self.config, params.draft, output)
+        positions = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
+        return DFlashState(cache=head.absorb(self.config, params.draft, fused, positions, first, state.cache))
+
+    def _alive(self, block: _Block) -> Array:
+        """Return bool[B, D]: the depths to draft, for a head whose positions are independent of each other."""
+        controls = block.inputs.controls
+        if self.config.confidence:
+            stops = self._doubt(block, block.hidden, block.root) > controls.draft_stop[:, None]
+        else:
+            stops = stops_at(block.marginals, controls)
+        return jnp.cumprod((~stops).astype(jnp.int32), axis=1) > 0
+
+    def _doubt(self, block: _Block, hidden: Array, parents: Array) -> Array:
+        """Return f32[B, N]: the confidence head's probability that tokens after `parents` i32[B, N] are rejected."""
+        return jax.nn.sigmoid(-head.confidence(self.config, block.params.draft, hidden, parents))
+
+    def _draft_chain(self, block: _Block) -> DraftTree:
+        """Draft each position independently: its likeliest token, or a draw from its marginal."""
+        config, params = self.config, block.params
+        if self.sample:
+            processed = process(config.widen(params, block.marginals), block.inputs.controls)
+            place = jnp.broadcast_to(jnp.arange(processed.shape[1], dtype=jnp.int32), processed.shape[:2])
+            ids = sample_processed(block.inputs.keys, place, processed)
+            # The last node has no children, so its row is never read.
+            q = jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+        else:
+            ids, q = config.to_target(params, argmax(block.marginals)), None
+        ids = jnp.where(self._alive(block), ids, NO_TOKEN)
+        return chain(jnp.concatenate([block.root, ids], axis=1), q)
+
+    def _grow(self, block: _Block) -> DraftTree:
+        """Grow a draft level by level from the marginals of each depth and, with a Markov head, the parent's token."""
+        config, params, inputs = self.config, block.params, block.inputs
+        first = inputs.length - 1
+
+        def broadcast_level(depth: Any, values: Array, parent_tokens: Array) -> Array:
+            """Return values [B, D, ...] at one depth, repeated for each parent in `parent_tokens` i32[B, W]."""
+            level_values = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
+            return jnp.broadcast_to(
+                level_values, (parent_tokens.shape[0], parent_tokens.shape[1], *values.shape[2:])
+            )
+
+        def logits_and_doubt(depth: Any, parent_tokens: Array) -> tuple[Array, Array]:
+            logits = broadcast_level(depth, block.marginals, parent_tokens)
+            if config.markov_rank:
+                logits = logits + head.markov(config, params.draft, parent_tokens)
+            if not config.confidence:
+                return logits, jnp.zeros(parent_tokens.shape, jnp.float32)
+            hidden = broadcast_level(depth, block.hidden, parent_tokens)
+            return logits, self._doubt(block, hidden, parent_tokens)
+
+        def extend(carry: Array, level: Level) -> tuple[Array, Array]:
+            # Nodes of depth d have position `first + d - 1`; see `Growth.first`.
+            return logits_and_doubt(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
+
+        def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
+            return doubt[:, : logits.shape[1]] > controls.draft_stop[:, None]
+
+        logits, doubt = logits_and_doubt(0, block.root)
+        growth = Growth(
+            logits=logits,
+            carry=jnp.repeat(doubt, self.shape.top_k, axis=1),
+            extend=extend,
+            first=first,
+            to_target=lambda ids: config.to_target(params, ids),
+            widen=lambda logits: config.widen(params, logits),
+            stops=stops if config.confidence else None,
         )
-
-    def logits_and_doubt(depth: Any, parent_tokens: Array) -> tuple[Array, Array]:
-        logits = broadcast_level(depth, block.marginals, parent_tokens)
-        if config.markov_rank:
-            logits = logits + head.markov(config, params.draft, parent_tokens)
-        if not config.confidence:
-            return logits, jnp.zeros(parent_tokens.shape, jnp.float32)
-        return logits, _doubt(
-            config, block, broadcast_level(depth, block.hidden, parent_tokens), parent_tokens
+        tree, _, _ = grow(
+            self.shape, self.sample, growth, block.root, inputs.keys, inputs.controls, inputs.guide
         )
+        return tree
 
-    def extend(carry: Array, level: Level) -> tuple[Array, Array]:
-        # Nodes of depth d have position `first + d - 1`; see `Growth.first`.
-        return logits_and_doubt(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
 
-    def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
-        return doubt[:, : logits.shape[1]] > controls.draft_stop[:, None]
-
-    logits, doubt = logits_and_doubt(0, block.root)
-    growth = Growth(
-        logits=logits,
-        carry=jnp.repeat(doubt, shape.top_k, axis=1),
-        extend=extend,
-        first=first,
-        to_target=lambda ids: config.to_target(params, ids),
-        widen=lambda logits: config.widen(params, logits),
-        stops=stops if config.confidence else None,
-    )
-    inputs = block.inputs
-    return grow(shape, sample, growth, block.root, inputs.keys, inputs.controls, inputs.guide)[0]
+dflash = DFlash
 
 
 def load_dflash(asked: Asked) -> LoadedDrafter:
@@ -268,3 +267,16 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     params = asked.placed(params, config)
     longest = config.layer.max_positions
     return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)
+
+
+register(
+    "dflash",
+    DFlash,
+    load_dflash,
+    path="PATH",
+    head=True,
+    block=True,
+    embeds=True,
+    outlined=("dflash", DFlashConfig),
+    paper="2602.06036; trees: 2604.12989",
+)

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from mars_jax import drafters, specs
+from mars_jax import drafters
 from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import DecodeState, Params, StepInfo
+from mars_jax.drafters.registry import definition, parse_draft
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.verify import needs_q
 
@@ -115,11 +116,11 @@ def open_elsewhere(
 def _load(
     spec: str, target: Pretrained, draft_device: Any, options: dict[str, Any]
 ) -> drafters.LoadedDrafter:
-    kind, _ = specs.parse_draft(spec)
+    kind, _ = parse_draft(spec)
     if kind != "model":
         raise MarsError(f"the drafter is '{kind}' and drafts elsewhere: only model:PATH can.")
     mixture = getattr(target.config, "num_experts", 0) > 0
-    length = options.pop("num_draft_tokens", None) or specs.DRAFTERS[kind].usual(mixture=mixture)[0]
+    length = options.pop("num_draft_tokens", None) or definition(kind).usual(mixture=mixture)[0]
     assert length is not None  # the row of `model` has a default length
     mesh = draft_device if isinstance(draft_device, Mesh) else None
     loaded = drafters.load(

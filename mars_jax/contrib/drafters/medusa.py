@@ -10,8 +10,7 @@ independently of each other, so all nodes of one depth have the same children.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -20,36 +19,26 @@ from jax import Array
 from mars_jax.contrib.drafters import medusa_files
 from mars_jax.contrib.models import medusa_layers as heads
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k
 from mars_jax.core.tree import chain, gather_path, last_token, static_topology
-from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
+from mars_jax.core.types import NO_TOKEN, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.draw import draw_siblings, with_leaves
 from mars_jax.drafters.grow import Growth, stops_at
+from mars_jax.drafters.registry import register
 from mars_jax.drafters.steering import Steering
-from mars_jax.drafters.tree_shapes import Dynamic, Static, describe, shape_of
+from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter, Static
 
 
-def medusa(
-    config: MedusaConfig,
-    target: LanguageModel,
-    num_draft_tokens: int | None = None,
-    *,
-    tree: Sequence[int] | Dynamic | None = None,
-    sample: bool = False,
-) -> Drafter:
-    """Draft with Medusa heads of the target; their weights are `Params.draft`.
+@dataclasses.dataclass(frozen=True)
+class Medusa(ShapedDrafter):
+    """Draft with Medusa heads of the target.
 
-    Args:
-      config: of the heads.
-      target: the model that the heads were trained for.
-      num_draft_tokens: length of the chain; default: all heads; ignored if `tree` is given.
-      tree: children per node at each depth, such as `(4, 2, 2, 1)`: every node gets the likeliest tokens of the head
-        of the next depth.
-      sample: as in `drafters.language_model`. The true q of a path is the product of its heads' probabilities.
+    Their weights are `Params.draft`. In a tree every node gets the likeliest tokens of the head of the next depth. In a
+    sampled draft the true q of a path is the product of its heads' probabilities.
 
     Raises:
       MarsError: the heads are for another vocabulary, the draft is deeper than the number of heads, or the tree is
@@ -60,34 +49,48 @@ def medusa(
     >>> medusa(config, hash_model(vocab_size=11)).max_depth
     5
     """
-    if config.vocab_size != target.vocab_size:
-        raise MarsError(
-            f"the Medusa heads are for a vocabulary of {config.vocab_size} tokens and the target has "
-            f"{target.vocab_size}: use the heads that were trained for this target."
-        )
-    if isinstance(tree, Dynamic):
-        raise MarsError(
-            "Medusa heads draft no dynamic tree: give the children per node at each depth, such as (4, 2, 2, 1)."
-        )
-    length = config.num_heads if num_draft_tokens is None else num_draft_tokens
-    shape = shape_of(length, tree, config.vocab_size)
-    assert isinstance(shape, Static)
-    if shape.depth > config.num_heads:
-        raise MarsError(
-            f"a draft of {shape.depth} tokens in a row needs as many Medusa heads, and there are {config.num_heads}: "
-            "draft fewer."
-        )
-    return _medusa(config, shape, sample)
 
+    config: MedusaConfig  # of the heads
+    target: LanguageModel  # the model that the heads were trained for
+    num_draft_tokens: int | None = None  # length of the chain; None: all heads; ignored if there is a tree
 
-@functools.lru_cache
-def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
-    def init(params: Params, tokens: Array, length: Array) -> Array:
+    reads = ()
+
+    def __post_init__(self):
+        num_heads = self.config.num_heads
+        length = num_heads if self.num_draft_tokens is None else self.num_draft_tokens
+        if self.config.vocab_size != self.target.vocab_size:
+            raise MarsError(
+                f"the Medusa heads are for a vocabulary of {self.config.vocab_size} tokens and the target has "
+                f"{self.target.vocab_size}: use the heads that were trained for this target."
+            )
+        if isinstance(self.tree, Dynamic):
+            raise MarsError(
+                "Medusa heads draft no dynamic tree: give the children per node at each depth, such as (4, 2, 2, 1)."
+            )
+        self._set_shape(length, self.config.vocab_size)
+        if self.shape.depth > num_heads:
+            raise MarsError(
+                f"a draft of {self.shape.depth} tokens in a row needs as many Medusa heads, and there are "
+                f"{num_heads}: draft fewer."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def init(self, params: Params, tokens: Array, length: Array) -> Array:
         dtype = params.draft["heads"][0]["unembed"].dtype
-        return jnp.zeros((tokens.shape[0], 1, config.hidden_size), dtype)
+        return jnp.zeros((tokens.shape[0], 1, self.config.hidden_size), dtype)
 
     def observe(
-        params: Params, state: Array, tokens: Array, first: Array, length: Array, output: ForwardOutput
+        self,
+        params: Params,
+        state: Array,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
     ) -> Array:
         n = output.hidden.shape[1]
         index = length - 2 - first
@@ -95,50 +98,66 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         inside = (index >= 0) & (index < n)
         return jnp.where(inside[:, None, None], picked.astype(state.dtype), state)
 
-    def draft_chain(
-        keys: Array, logits: Array, controls: Controls, steering: Steering
+    def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
+        root = last_token(inputs)
+        logits = heads.logits(params.draft, state, self.shape.depth)
+        steering = Steering(
+            Growth(logits, None, lambda *_: (logits, None), inputs.length), self.sample, inputs.guide
+        )
+        # The draft ends at the first head whose entropy is too high.
+        alive = jnp.cumprod((~stops_at(logits, inputs.controls)).astype(jnp.int32), axis=1) > 0
+        if not self.is_chain:
+            return self._draft_tree(root, inputs, logits, alive, steering), state
+        drafted, processed = self._draft_chain(inputs, logits, steering)
+        drafted = jnp.where(alive, drafted, NO_TOKEN)
+        return chain(jnp.concatenate([root, drafted], axis=1), processed), state
+
+    def _draft_chain(
+        self, inputs: DraftInput, logits: Array, steering: Steering
     ) -> tuple[Array, Array | None]:
         """Return the token of each head, i32[B, K], and the logits f32[B, N, V] that they were drawn from."""
         if steering.guide is not None:
-            return steered_chain(keys, logits, controls, steering)
-        if not sample:
+            return self._steered_chain(inputs, logits, steering)
+        if not self.sample:
             return argmax(logits), None
-        processed = process(logits, controls)
+        processed = process(logits, inputs.controls)
         # The last node has no children, so its row is never read.
-        head = jnp.broadcast_to(jnp.arange(shape.depth, dtype=jnp.int32), processed.shape[:2])
-        return sample_processed(keys, head, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+        head = jnp.broadcast_to(jnp.arange(self.shape.depth, dtype=jnp.int32), processed.shape[:2])
+        return sample_processed(inputs.keys, head, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
 
-    def steered_chain(
-        keys: Array, logits: Array, controls: Controls, steering: Steering
+    def _steered_chain(
+        self, inputs: DraftInput, logits: Array, steering: Steering
     ) -> tuple[Array, Array | None]:
-        """Draft as `draft_chain` under a constraint, where each token decides which tokens the next head may draft."""
+        """Draft as `_draft_chain` under a constraint: each token decides which tokens the next head may draft."""
         states, tokens, drawn_from = steering.first, [], []
-        for i in range(shape.depth):
+        for i in range(self.shape.depth):
             z = steering.logits(logits[:, i : i + 1], states)
-            if sample:
-                drawn_from.append(process(z, controls))
+            if self.sample:
+                drawn_from.append(process(z, inputs.controls))
                 place = jnp.full(z.shape[:2], i, jnp.int32)
-                tokens.append(sample_processed(keys, place, drawn_from[-1]))
+                tokens.append(sample_processed(inputs.keys, place, drawn_from[-1]))
             else:
                 tokens.append(steering.best(z, states))
             states = steering.moved(states, tokens[-1])
         drafted = jnp.concatenate(tokens, axis=1)
-        if not sample:
+        if not self.sample:
             return drafted, None
         return drafted, jnp.pad(jnp.concatenate(drawn_from, axis=1), ((0, 0), (0, 1), (0, 0)))
 
-    def draft_tree(
-        root: Array, keys: Array, logits: Array, alive: Array, controls: Controls, steering: Steering
+    def _draft_tree(
+        self, root: Array, inputs: DraftInput, logits: Array, alive: Array, steering: Steering
     ) -> DraftTree:
+        """Draft a static tree from logits f32[B, D, V], with padding at depths that are not `alive` bool[B, D]."""
+        assert isinstance(self.shape, Static)
         levels, drawn_from, states = [root], [], steering.first
-        for depth, width in enumerate(shape.branching):
+        for depth, width in enumerate(self.shape.branching):
             parents_level = levels[-1]
-            if sample:
-                level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
+            if self.sample:
+                level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
                 # The head's logits are the same for all nodes of a depth, but each node draws its own children.
                 shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
                 shared = steering.logits(shared, states)
-                drawn = draw_siblings(shared, width, level_keys, controls)
+                drawn = draw_siblings(shared, width, level_keys, inputs.controls)
                 drawn_from.append(drawn.logits)
                 ids = jnp.where((parents_level != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
                 ids = ids.reshape(root.shape[0], -1)
@@ -154,46 +173,29 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
             levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
             states = steering.moved(states, levels[-1])
         tokens = jnp.concatenate(levels, axis=1)
-        parents, depths = static_topology(shape.branching)
+        parents, depths = static_topology(self.shape.branching)
         return DraftTree(
             tokens=tokens,
             parents=jnp.broadcast_to(jnp.asarray(parents), tokens.shape),
             depths=jnp.broadcast_to(jnp.asarray(depths), tokens.shape),
-            draft_logits=with_leaves(drawn_from, tokens.shape[1]) if sample else None,
-            max_depth=shape.depth,
+            draft_logits=with_leaves(drawn_from, tokens.shape[1]) if self.sample else None,
+            max_depth=self.shape.depth,
             is_chain=False,
         )
 
-    def propose(params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
-        root, controls = last_token(inputs), inputs.controls
-        logits = heads.logits(params.draft, state, shape.depth)
-        steering = Steering(
-            Growth(logits, None, lambda *_: (logits, None), inputs.length), sample, inputs.guide
-        )
-        # The draft ends at the first head whose entropy is too high.
-        alive = jnp.cumprod((~stops_at(logits, controls)).astype(jnp.int32), axis=1) > 0
-        if not shape.is_chain:
-            return draft_tree(root, inputs.keys, logits, alive, controls, steering), state
-        drafted, processed = draft_chain(inputs.keys, logits, controls, steering)
-        drafted = jnp.where(alive, drafted, NO_TOKEN)
-        return chain(jnp.concatenate([root, drafted], axis=1), processed), state
-
     def update(
-        params: Params, state: Array, tree: DraftTree, verdict: Verdict, output: ForwardOutput, length: Array
+        self,
+        params: Params,
+        state: Array,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
     ) -> Array:
         return gather_path(output.hidden, verdict.path[:, -1:]).astype(state.dtype)
 
-    return Drafter(
-        init=init,
-        propose=propose,
-        update=update,
-        reads=Reads((), observe),
-        num_nodes=shape.num_nodes,
-        max_depth=shape.depth,
-        vocab_size=config.vocab_size,
-        traits=(STOPS,),
-        name=f"medusa({describe(shape, sample)})",
-    )
+
+medusa = Medusa
 
 
 def load_medusa(asked: Asked) -> LoadedDrafter:
@@ -206,3 +208,15 @@ def load_medusa(asked: Asked) -> LoadedDrafter:
     config, params = medusa_files.load_medusa(asked.path, target.config, dtype=asked.heads_dtype)
     drafter = medusa(config, target.model, asked.length, **asked.shape)
     return LoadedDrafter(drafter, asked.placed(params, config))
+
+
+register(
+    "medusa",
+    Medusa,
+    load_medusa,
+    path="PATH",
+    head=True,
+    static=True,
+    outlined=("medusa", MedusaConfig),
+    paper="2401.10774",
+)

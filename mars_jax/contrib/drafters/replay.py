@@ -6,7 +6,7 @@ B batch, T buffer. Oracle: a Python search in tests/contrib/test_replay.py.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,48 +15,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.errors import MarsError, check_count
-from mars_jax.core.limits import DRAFT_TOKENS, NGRAM_TOKENS
+from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.ngram import expected, longest_match
+from mars_jax.drafters.ngram import check_lengths, expected, longest_match
+from mars_jax.drafters.registry import register
 
 CORPUS = 1 << 16
 """Default number of tokens in a corpus, enough for a few hundred answers."""
 
 
-@functools.lru_cache
-def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2) -> Drafter:
-    """Propose the continuation of the longest match of the row's suffix, in the corpus or in the row's own tokens.
+@dataclasses.dataclass(frozen=True)
+class Replay(Drafter):
+    """Copy from earlier answers, the rows of a file, or from the text so far.
 
-    The corpus is `Params.draft`, an i32[C] made by `corpus`. Another corpus, such as the last epoch's rollouts, does
-    not recompile. The longer match wins; on a tie the row's own, then the latest. A draft ends at the end of the answer
+    The draft continues the longest match of the row's suffix, in a corpus of answers or in the row's own tokens. The
+    corpus is `Params.draft`, an i32[C] made by `corpus`. Another corpus, such as the last epoch's rollouts, does not
+    recompile. The longer match wins; on a tie the row's own, then the latest. A draft ends at the end of the answer
     that it copies. Without a corpus match of `min_ngram` tokens it equals `ngram`.
 
     Lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
 
-    Args:
-      num_draft_tokens: length K of the chain, from 1 to `DRAFT_TOKENS`.
-      max_ngram: longest suffix to search for in the corpus; 3 in the row's own tokens.
-      min_ngram: shortest suffix that counts as a match in the corpus.
-
     Raises:
-      MarsError: an argument is out of range.
+      MarsError: a field is out of range.
 
     >>> replay(4).num_nodes
     5
     """
-    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
-    check_count("max_ngram", max_ngram, most=NGRAM_TOKENS)
-    if not 1 <= min_ngram <= max_ngram:
-        raise MarsError(
-            f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
-        )
 
-    def propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+    num_draft_tokens: int = 8  # K, length of the chain, from 1 to `DRAFT_TOKENS`
+    _: dataclasses.KW_ONLY
+    max_ngram: int = 6  # longest suffix to search for in the corpus; 3 in the row's own tokens
+    min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
+
+    sparse = True
+    resizes = True
+
+    def __post_init__(self):
+        check_count("num_draft_tokens", self.num_draft_tokens, most=DRAFT_TOKENS)
+        check_lengths(self.min_ngram, self.max_ngram)
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_draft_tokens
+
+    def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
         tokens, length = inputs.tokens, inputs.length
         has_own, own_start, own_matched = longest_match(
             tokens, length, tokens, length, max_ngram=3, min_ngram=1
@@ -65,9 +72,9 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
         past = jnp.broadcast_to(params.draft[None], (tokens.shape[0], size))
         end = jnp.full_like(length, size)
         in_corpus, corpus_start, matched = longest_match(
-            tokens, length, past, end, max_ngram=max_ngram, min_ngram=min_ngram
+            tokens, length, past, end, max_ngram=self.max_ngram, min_ngram=self.min_ngram
         )
-        steps = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
+        steps = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None]
         # The row's own continuation wraps around to the match, as in `ngram`.
         period = jnp.maximum(length - own_start, 1)[:, None]
         own_tokens = jnp.take_along_axis(
@@ -83,15 +90,8 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
         copied = jnp.concatenate([last_token(inputs), drafted], axis=1)
         return chain(copied, expected=expected(jnp.where(use_corpus, matched, own_matched))), state
 
-    return Drafter(
-        init=lambda params, tokens, length: (),
-        propose=propose,
-        update=lambda params, state, tree, verdict, output, length: state,
-        num_nodes=num_draft_tokens + 1,
-        max_depth=num_draft_tokens,
-        traits=(SPARSE,),
-        name=f"replay({num_draft_tokens})",
-    )
+
+replay = Replay
 
 
 def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
@@ -141,7 +141,7 @@ def load_replay(asked: Asked) -> LoadedDrafter:
         asked.target.check_tokens(text)
     room = max(CORPUS, 1 << (sum(map(len, texts)) + len(texts) - 1).bit_length())
     corpus_ids = corpus(texts, min(room, 1 << 20))
-    return LoadedDrafter(replay(asked.chain), corpus_ids, resized=replay)
+    return LoadedDrafter(replay(asked.chain), corpus_ids)
 
 
 def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
@@ -157,3 +157,6 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."
         ) from None
+
+
+register("replay", Replay, load_replay, path="FILE", copies=True, paper="2509.23232")

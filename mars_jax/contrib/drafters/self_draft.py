@@ -15,14 +15,13 @@ c + `skipped`, where `skipped = max(length - 1 - C, 0)`. The slots before `lengt
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.tree import last_token
@@ -37,7 +36,8 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.tree_shapes import Dynamic, Shape, describe, shape_of
+from mars_jax.drafters.registry import register
+from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize
 from mars_jax.models.weights import Weight, build_rows, get, leaves
@@ -46,61 +46,78 @@ SINKS, WINDOW = 4, 256
 """Numbers of tokens that stay visible at the start of the context (attention sinks) and at its end."""
 
 
-def self_draft(
-    model: LanguageModel,
-    num_draft_tokens: int = 5,
-    *,
-    tree: Sequence[int] | Dynamic | None = None,
-    sample: bool = False,
-    window: int = WINDOW,
-) -> Drafter:
-    """Draft with the target; `Params.draft` are weights of the target's structure, such as its 8-bit weights.
+@dataclasses.dataclass(frozen=True)
+class SelfDraft(ShapedDrafter):
+    """Draft with the target's 8-bit weights over a window of the context.
 
-    Args:
-      model: the target, without sliding windows, and with a cache whose leaves are [B, S, ...].
-      num_draft_tokens, tree, sample: as in `drafters.language_model`.
-      window: number of last tokens that the draft sees, in addition to the first `SINKS`.
+    `Params.draft` are weights of the target's structure, such as its 8-bit weights.
 
     Raises:
-      MarsError: as `drafters.language_model`.
+      MarsError: as `DraftModel`.
 
     >>> from mars_jax.core.fake import hash_model
     >>> self_draft(hash_model(vocab_size=11), tree=(2, 2)).num_nodes
     7
     """
-    return _self_draft(model, shape_of(num_draft_tokens, tree, model.vocab_size), sample, window)
 
+    model: LanguageModel  # the target, without sliding windows, and with a cache whose leaves are [B, S, ...]
+    num_draft_tokens: int = 5  # length of the chain; ignored if there is a tree
+    # Number of last tokens that the draft sees, in addition to the first `SINKS`.
+    window: int = dataclasses.field(default=WINDOW, kw_only=True)
 
-@functools.lru_cache
-def _self_draft(model: LanguageModel, shape: Shape, sample: bool, window: int) -> Drafter:
-    num_kept = SINKS + window
+    reads = ()
 
-    def init(params: Params, tokens: Array, length: Array) -> PyTree:
-        return model.init_cache(tokens.shape[0], num_kept + 1 + shape.rows)
+    def __post_init__(self):
+        self._set_shape(self.num_draft_tokens, self.model.vocab_size)
 
-    def skipped(length: Array) -> Array:
-        return jnp.maximum(length - 1 - num_kept, 0)
+    @property
+    def kind(self) -> str:
+        return "self"
 
-    def copied(cache: PyTree, target_cache: PyTree, length: Array, slot: Callable[[Array], Array]) -> PyTree:
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def _num_kept(self) -> int:
+        """C, the slots that are copied from the target's cache."""
+        return SINKS + self.window
+
+    def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
+        return self.model.init_cache(tokens.shape[0], self._num_kept + 1 + self.shape.rows)
+
+    def _skipped(self, length: Array) -> Array:
+        return jnp.maximum(length - 1 - self._num_kept, 0)
+
+    def _copied(
+        self, cache: PyTree, target_cache: PyTree, length: Array, slot: Callable[[Array], Array]
+    ) -> PyTree:
         """Copy the visible rows at `length` i32[B] from the target's cache, which has position p in slot `slot(p)`."""
+        num_kept = self._num_kept
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
-        position = jnp.where(slots < SINKS, slots, slots + skipped(length)[:, None])
+        position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
         rows = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
         return jax.tree.map(lambda x, y: x.at[:, :num_kept].set(rows(y, slot(position))), cache, target_cache)
 
     def observe(
-        params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
+        self,
+        params: Params,
+        state: PyTree,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
     ) -> PyTree:
-        return copied(state, output.cache, length, lambda position: position)
+        return self._copied(state, output.cache, length, lambda position: position)
 
-    def propose(params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        skip = skipped(inputs.length)
+    def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        skip = self._skipped(inputs.length)
 
         def forward(tokens: Array, visible: Visible, cache: PyTree) -> tuple[Array, PyTree]:
             # Keys are rotated by their absolute positions, so only the slots shift.
             shifted = dataclasses.replace(visible, first=visible.first - skip, slot=visible.slot - skip)
-            output = model.forward(params.draft, tokens, shifted, cache)
-            return model.unembed(params.draft, output.hidden), output.cache
+            output = self.model.forward(params.draft, tokens, shifted, cache)
+            return self.model.unembed(params.draft, output.hidden), output.cache
 
         def extend(cache: PyTree, level: Level) -> tuple[Array, PyTree]:
             return forward(level.tokens, level.visible, cache)
@@ -108,10 +125,13 @@ def _self_draft(model: LanguageModel, shape: Shape, sample: bool, window: int) -
         root = last_token(inputs)
         logits, cache = forward(root, Visible.causal(inputs.length - 1, 1), state)
         growth = Growth(logits=logits, carry=cache, extend=extend, first=inputs.length)
-        tree, _, cache = grow(shape, sample, growth, root, inputs.keys, inputs.controls, inputs.guide)
+        tree, _, cache = grow(
+            self.shape, self.sample, growth, root, inputs.keys, inputs.controls, inputs.guide
+        )
         return tree, cache
 
     def update(
+        self,
         params: Params,
         state: PyTree,
         tree: DraftTree,
@@ -124,22 +144,13 @@ def _self_draft(model: LanguageModel, shape: Shape, sample: bool, window: int) -
         def slot(position: Array) -> Array:
             # The rows of the tree's nodes are still in the order of the nodes, from slot `first` on. The target moves
             # the rows of the accepted path only after this update.
-            step = jnp.clip(position - first, 0, shape.depth)
+            step = jnp.clip(position - first, 0, self.shape.depth)
             return jnp.where(position < first, position, first + pick(verdict.path, step))
 
-        return copied(state, output.cache, length + verdict.num_accepted + 1, slot)
+        return self._copied(state, output.cache, length + verdict.num_accepted + 1, slot)
 
-    return Drafter(
-        init=init,
-        propose=propose,
-        update=update,
-        reads=Reads((), observe),
-        num_nodes=shape.num_nodes,
-        max_depth=shape.depth,
-        vocab_size=model.vocab_size,
-        traits=(STOPS,),
-        name=f"self({describe(shape, sample)})",
-    )
+
+self_draft = SelfDraft
 
 
 def load_self(asked: Asked) -> LoadedDrafter:
@@ -162,3 +173,6 @@ def load_self(asked: Asked) -> LoadedDrafter:
 
     drafter = self_draft(target.model, asked.chain, **asked.shape)
     return LoadedDrafter(drafter, build_rows(leaves(config), in_8_bits))
+
+
+register("self", SelfDraft, load_self, paper="2408.11049, 2502.10424")

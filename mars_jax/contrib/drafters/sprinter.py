@@ -9,7 +9,6 @@ Invariant, as in `model`: the cache is valid in `[0, length - 2)`, because every
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core.controls import is_stop
-from mars_jax.core.drafter import TRUSTS, Drafter, DraftInput
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.errors import check_count
 from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.core.prefill import chunk_of, prefill
@@ -45,35 +44,6 @@ def chance(params: SprinterParams, hidden: Array) -> Array:
     return jax.nn.sigmoid(score)
 
 
-def sprinter(model: LanguageModel, num_draft_tokens: int = 20, *, sample: bool = False) -> Drafter:
-    """Draft with a small model until its classifier rejects a token: SPRINTER (arXiv 2502.04557).
-
-    The tokens before the rejected one are *trusted*: emitted without verification and marked by their kind in
-    `StepInfo`, with the target's regret. The rule verifies the rejected token, and the target adds one. After
-    `num_draft_tokens` the last token is always verified. Lossy by design under every rule: trusted tokens follow the
-    small model's distribution.
-
-    Strict rows, and the tokens of a rule's `exact_prefix`, trust nothing. Neither does any row at a threshold above 1,
-    which drafts one token per step. Stop tokens, and tokens that the request forbids, are never trusted. Without
-    `sample`, rows above temperature 0 trust nothing, because their draft is not drawn. Rows wait for the longest draft
-    of the batch; their tokens do not depend on it.
-
-    Args:
-      model: the small model, of the target's vocabulary.
-      num_draft_tokens: M, the maximum number of tokens per step; 20 in the paper.
-      sample: draw the draft from the model with the request's settings and pass the true q to the verifier.
-
-    Raises:
-      MarsError: M is below 1 or above `DRAFT_TOKENS`.
-
-    >>> from mars_jax.core.fake import hash_model
-    >>> sprinter(hash_model(vocab_size=11)).num_nodes
-    21
-    """
-    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
-    return _sprinter(model, num_draft_tokens, sample)
-
-
 class _Run(NamedTuple):
     """Loop carry: a growing draft. All rows are at the same depth or have finished."""
 
@@ -85,34 +55,72 @@ class _Run(NamedTuple):
     drawn_from: Array  # f32[B, M + 1, V]; [B, 0, V] if the draft is greedy
 
 
-@functools.lru_cache
-def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
-    def init(params: Params, tokens: Array, length: Array) -> PyTree:
-        cache = model.init_cache(tokens.shape[0], tokens.shape[1] + most + 2)
-        return prefill(model, params.draft.model, tokens, jnp.zeros_like(length), length - 2, cache)[0]
+@dataclasses.dataclass(frozen=True)
+class Sprinter(Drafter):
+    """Draft with a small model until its classifier rejects a token.
 
-    def catch_up(params: Params, cache: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        chunk = model.prefill_chunk or chunk_of()
-        return prefill(model, params.draft.model, tokens, cached, length - 2, cache, chunk=chunk)[0]
+    Source: SPRINTER (arXiv 2502.04557). The tokens before the rejected one are *trusted*: emitted without verification
+    and marked by their kind in `StepInfo`, with the target's regret. The rule verifies the rejected token, and the
+    target adds one. After `num_draft_tokens` the last token is always verified. Lossy by design under every rule:
+    trusted tokens follow the small model's distribution.
 
-    def propose(params: Params, cache: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        weights, controls = params.draft.model, inputs.controls
+    Strict rows, and the tokens of a rule's `exact_prefix`, trust nothing. Neither does any row at a threshold above 1,
+    which drafts one token per step. Stop tokens, and tokens that the request forbids, are never trusted. Without
+    `sample`, rows above temperature 0 trust nothing, because their draft is not drawn. Rows wait for the longest draft
+    of the batch; their tokens do not depend on it.
+
+    Raises:
+      MarsError: M is below 1 or above `DRAFT_TOKENS`.
+
+    >>> from mars_jax.core.fake import hash_model
+    >>> sprinter(hash_model(vocab_size=11)).num_nodes
+    21
+    """
+
+    model: LanguageModel  # the small model, of the target's vocabulary
+    num_draft_tokens: int = 20  # M, the maximum number of tokens per step; 20 in the paper
+    # Whether the draft is drawn with the request's settings, and its true q passed to the rule.
+    sample: bool = dataclasses.field(default=False, kw_only=True)
+
+    trusts = True
+    lags = True
+
+    def __post_init__(self):
+        check_count("num_draft_tokens", self.num_draft_tokens, most=DRAFT_TOKENS)
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_draft_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def name(self) -> str:
+        return f"sprinter({self.num_draft_tokens}{', sampled' if self.sample else ''})"
+
+    def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
+        cache = self.model.init_cache(tokens.shape[0], tokens.shape[1] + self.num_draft_tokens + 2)
+        return prefill(self.model, params.draft.model, tokens, jnp.zeros_like(length), length - 2, cache)[0]
+
+    def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
+        chunk = self.model.prefill_chunk or chunk_of()
+        return prefill(self.model, params.draft.model, tokens, cached, length - 2, state, chunk=chunk)[0]
+
+    def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
+        weights, controls, most = params.draft.model, inputs.controls, self.num_draft_tokens
         batch = inputs.tokens.shape[0]
         # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
-        may_trust = jnp.ones((batch,), bool) if sample else is_greedy(controls)
+        may_trust = jnp.ones((batch,), bool) if self.sample else is_greedy(controls)
 
         def pick(logits: Array, depth: Array) -> tuple[Array, Array]:
             """Return the next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
-            if not sample:
+            if not self.sample:
                 return argmax(logits), logits
             processed = process(logits, controls)
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
             return sample_processed(keys, jnp.zeros((batch, 1), jnp.int32), processed), processed
-
-        def put(values: Array, entry: Array, index: Array) -> Array:
-            return (
-                lax.dynamic_update_slice_in_dim(values, entry, index, axis=1) if values.shape[1] else values
-            )
 
         def should_continue(run: _Run) -> Array:
             return (run.depth < most) & jnp.any(run.last != NO_TOKEN)
@@ -120,8 +128,8 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         def extend(run: _Run) -> _Run:
             visible = Visible.causal(inputs.length + run.depth - 1, 1)
             with jax.named_scope("level"):
-                output = model.forward(weights, run.last, visible, run.cache)
-                logits = model.unembed(weights, output.hidden)
+                output = self.model.forward(weights, run.last, visible, run.cache)
+                logits = self.model.unembed(weights, output.hidden)
             sure = chance(params.draft, output.hidden)[:, 0] >= params.draft.threshold
             stop = is_stop(run.last, controls.stop_tokens)[:, 0]
             trusted = (run.last[:, 0] != NO_TOKEN) & sure & ~stop & may_trust
@@ -130,39 +138,38 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
             return _Run(
                 depth=run.depth + 1,
                 last=token,
-                tokens=put(run.tokens, token, run.depth),
+                tokens=_put(run.tokens, token, run.depth),
                 trusted=run.trusted + trusted.astype(jnp.int32),
                 cache=output.cache,
-                drawn_from=put(run.drawn_from, drawn_from, run.depth),
+                drawn_from=_put(run.drawn_from, drawn_from, run.depth),
             )
 
-        hidden, cache = feed_last(model, weights, cache, inputs.tokens, inputs.length)
-        logits = model.unembed(weights, hidden)
+        hidden, cache = feed_last(self.model, weights, state, inputs.tokens, inputs.length)
+        logits = self.model.unembed(weights, hidden)
         token, drawn_from = pick(logits, jnp.int32(1))
-        rows = most + 1 if sample else 0
+        rows = most + 1 if self.sample else 0
         start = _Run(
             depth=jnp.int32(1),
             last=token,
-            tokens=put(jnp.full((batch, most), NO_TOKEN, jnp.int32), token, jnp.int32(0)),
+            tokens=_put(jnp.full((batch, most), NO_TOKEN, jnp.int32), token, jnp.int32(0)),
             trusted=jnp.zeros((batch,), jnp.int32),
             cache=cache,
-            drawn_from=put(jnp.zeros((batch, rows, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)),
+            drawn_from=_put(
+                jnp.zeros((batch, rows, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)
+            ),
         )
         final = lax.while_loop(should_continue, extend, start)
         tree = chain(
-            jnp.concatenate([last_token(inputs), final.tokens], axis=1), final.drawn_from if sample else None
+            jnp.concatenate([last_token(inputs), final.tokens], axis=1),
+            final.drawn_from if self.sample else None,
         )
         trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
         return dataclasses.replace(tree, trusted=trusted), final.cache
 
-    return Drafter(
-        init=init,
-        propose=propose,
-        update=lambda params, state, tree, verdict, output, length: state,
-        num_nodes=most + 1,
-        max_depth=most,
-        vocab_size=model.vocab_size,
-        traits=(TRUSTS,),
-        catch_up=catch_up,
-        name=f"sprinter({most}{', sampled' if sample else ''})",
-    )
+
+sprinter = Sprinter
+
+
+def _put(values: Array, entry: Array, index: Array) -> Array:
+    """Write entry [B, 1, ...] into values [B, R, ...] at `index` i32[]; R is 0 if there is nothing to record."""
+    return lax.dynamic_update_slice_in_dim(values, entry, index, axis=1) if values.shape[1] else values

@@ -35,7 +35,7 @@ NGRAM = "ngram"
 class System:
     """The contents of a system's config.json."""
 
-    name: str  # name of a row of `specs.DRAFTERS`
+    name: str  # name of the drafter
     draft: str  # name of the small model, or `NGRAM`
     draft_tokens: int = 5  # length of the inner draft, only with a proxy
     proxy: str = ""  # TriSpec: name of the proxy

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.contrib.drafters.cascade import CascadeParams, cascade
+from mars_jax.contrib.drafters.cascade import Cascade, CascadeParams, cascade
 from mars_jax.contrib.drafters.gates import GATES
-from mars_jax.contrib.drafters.sprinter import SprinterParams, sprinter
+from mars_jax.contrib.drafters.sprinter import Sprinter, SprinterParams, sprinter
 from mars_jax.contrib.drafters.system_files import NGRAM, System, load_classifier, load_system, part_of
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
@@ -21,6 +21,7 @@ from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
+from mars_jax.drafters.registry import register
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 
 
@@ -117,3 +118,22 @@ def _model(asked: Asked, system: System, name: str) -> Pretrained:
     )
     check_same_vocabulary(asked.target, model)
     return model
+
+
+register("sprinter", Sprinter, load_sprinter, path="PATH", paper="2502.04557")
+register(
+    "trispec",
+    Cascade,
+    load_trispec,
+    help="A small model drafts, and a proxy vouches for its drafts",
+    path="PATH",
+    paper="2601.23180",
+)
+register(
+    "via_sd",
+    Cascade,
+    load_via_sd,
+    help="A small model drafts, and the target without some layers vouches for its drafts",
+    path="PATH",
+    paper="2606.12243",
+)

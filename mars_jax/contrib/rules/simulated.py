@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core import struct
-from mars_jax.core.drafter import SPARSE, Drafter
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
@@ -65,7 +65,7 @@ class Simulated(Lossy):
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError if drafts are too short for tau, or often empty."""
-        if SPARSE in drafter.traits:
+        if drafter.sparse:
             raise MarsError(
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
                 "with a model or a head."

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import specs
 from mars_jax.cli import signals
 from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.core.errors import MarsError, say
+from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import plain, settings_of, thetas_of
@@ -168,10 +168,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
     if args.refine is not None:
-        kind = specs.parse_draft(args.draft).kind
-        if kind not in specs.REFINED:
+        kind = parse_draft(args.draft).kind
+        if kind not in names_that("learns"):
             raise MarsError(
-                f"--refine does not apply to --draft {kind}: draft with {specs.draft_words(specs.REFINED)}, "
+                f"--refine does not apply to --draft {kind}: draft with {drafters_that('learns')}, "
                 "which learn from their failures."
             )
         if args.draft_size is not None:
@@ -183,9 +183,9 @@ def _check_tuned(args: argparse.Namespace) -> None:
     Present(args).refuse(["--part"], why)
     why = "with --tune, which drafts chains of several lengths: leave one of them out"
     Present(args).refuse(_UNTUNED, why)
-    if not specs.parse_draft(args.draft).row.resizes:
+    if not parse_draft(args.draft).row.resizes:
         raise MarsError(
-            f"--tune does not apply to --draft {args.draft}: draft with {specs.drafters_that('resizes')}, which take "
+            f"--tune does not apply to --draft {args.draft}: draft with {drafters_that('resizes')}, which take "
             "chains of any length."
         )
 
@@ -278,7 +278,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
 
     args.num_draft_tokens = args.tune[-1]
     problems, target, drafter = open_study(args, folder, scores.check_metrics)
-    samples = specs.parse_draft(args.draft).row.samples
+    samples = parse_draft(args.draft).row.samples
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
     if (samples and max(args.temperatures) > 0) or sampled:

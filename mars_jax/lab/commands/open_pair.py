@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from mars_jax import drafters, hub, specs, verify
+from mars_jax import drafters, hub, verify
 from mars_jax.cli.open_target import check_draft, open_target
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import parse_draft
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import check_problems
 from mars_jax.lab.evaluate.tasks.catalogue import read
@@ -42,7 +43,7 @@ def open_study(
         name, _, path = task.partition("=")
         problems += read(name, path or None, chat=args.chat, limit=args.problems)
     check(problems)
-    draft = specs.parse_draft(args.draft, shown="--draft")
+    draft = parse_draft(args.draft, shown="--draft")
     with busy("loading"):
         outline = hub.outline(args.target)
         if not outline.has_tokenizer:

@@ -25,6 +25,8 @@ from mars_jax.cli.flags import (
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import add_rule_flags, given_settings, named
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
+from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.verify import RuleChoice
 
 TASKS = """\
@@ -42,7 +44,7 @@ hub, OWNER/NAME[:CONFIG[:SPLIT]]:
   stories=FILE          likelihood; local, documents between <|endoftext|>
   jsonl=PATH            `prompt` or `turns`; to score, `metric` and `reference`
 """
-DRAFTS = tuple(name for name in specs.DRAFTERS if name != "none")
+DRAFTS = tuple(name for name in definitions() if name != "none")
 
 
 def make_parser(prog: str, description: str, epilog: str, *, instead: Collection[str] = ()) -> Parser:
@@ -62,13 +64,13 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{specs.draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)",
+        help=f"{draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)",
     )
     group.add_argument(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
     )
     group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    group.add_argument("--head-embed", choices=specs.HEAD_EMBED, help=HEAD_EMBED_HELP)
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
     add_size_flags(group)
     group.add_argument(
         "--dtype", choices=specs.DTYPES, help="dtype of the weights (default: the checkpoint's own)"
@@ -128,7 +130,7 @@ def convert(args: argparse.Namespace) -> None:
     numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
     if args.problems is not None:
         args.problems = number_of("batch_size", args.problems, shown="--problems")
-    args.tree = None if args.tree is None else specs.parse_tree(args.tree)
+    args.tree = None if args.tree is None else parse_tree(args.tree)
     args.draft = draft_of(args.draft, args.target)
 
 
@@ -150,7 +152,7 @@ def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
       output: the fix to suggest if --output is missing.
     """
     try:
-        draft = specs.parse_draft(args.draft, shown="--draft", among=DRAFTS)
+        draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:

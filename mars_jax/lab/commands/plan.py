@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +14,8 @@ from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import definition, parse_draft, published_heads
+from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.commands.pair import rule_of
 from mars_jax.verify import NEEDS
 
@@ -42,7 +43,7 @@ experts, where a large draft reads most experts, always chains of 3 and 5 and a 
 """
 TAUS = (2, 3, 4)
 """Values of tau, tokens per step, whose speed the table lists."""
-_DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
+_DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
@@ -52,7 +53,7 @@ def parser() -> Parser:
     group.add_argument("--target", required=True, metavar="NAME")
     group.add_argument(
         "--draft",
-        default=next(iter(specs.OUTLINED)),
+        default=next(iter(published_heads())),
         metavar="DRAFT",
         help=f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)",
     )
@@ -113,7 +114,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     batch = number_of("batch_size", args.batch, shown="--batch")
     context = number_of("max_new_tokens", args.context, shown="--context")
     length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
-    tree: Any = None if args.tree is None else specs.parse_tree(args.tree)
+    tree: Any = None if args.tree is None else parse_tree(args.tree)
     acceptance = None if args.acceptance is None else _acceptance(args.acceptance)
     rule = rule_of(args)
     if needs := {"q", "weights"} & rule.needs:
@@ -136,7 +137,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     target = _config(args.target)
     place = topology(args.topology)
     draft = _draft(args.draft, target)
-    row, mixture = specs.DRAFTERS[kind_of(draft)], target.num_experts > 0
+    row, mixture = definition(kind_of(draft)), target.num_experts > 0
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
     def pair(slice_: Any, dtype: str, draft: Any = draft, length: Any = length, tree: Any = tree) -> Programs:
@@ -223,10 +224,10 @@ def _config(name: str) -> Any:
 
 def _draft(spec: str, target: Any) -> Any:
     """Return the argument of `draft_of` for `--draft`."""
-    if spec in specs.OUTLINED:
-        return pkgutil.resolve_name(specs.OUTLINED[spec]).outline(target)
+    if spec in published_heads():
+        return published_heads()[spec].outline(target)
     try:
-        kind, path = specs.parse_draft(spec, among=("none", "ngram", "model"))
+        kind, path = parse_draft(spec, among=("none", "ngram", "model"))
     except MarsError:
         raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.") from None
     return _config(path) if kind == "model" else spec

@@ -21,20 +21,21 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Rule
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.core.user_code import load_function
+from mars_jax.drafters.registry import definition
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
-from mars_jax.specs import BITS, DRAFTERS, Dynamic
+from mars_jax.specs import BITS
 
 
 class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
-    # Name of its row in `specs.DRAFTERS`.
+    # Name of its definition, as `eagle`.
     kind: str
     # (target's LanguageModel) -> drafter
     make: Callable[[LanguageModel], Drafter]
@@ -62,14 +63,14 @@ def draft_of(
     kind = kind_of(config)
     if config == "none":
         return PlannedDraft(kind, lambda _: drafters.none())
-    row = DRAFTERS[kind]
+    row = definition(kind)
     length, usual_tree = row.usual(mixture=mixture)
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        make = load_function(row.factory)
+        make: Any = row.cls
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
         options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
@@ -88,7 +89,7 @@ def draft_of(
 
 
 def kind_of(config: AnyConfig | str) -> str:
-    """Return the name in `specs.DRAFTERS` for the first argument of `draft_of`.
+    """Return the name of the drafter for the first argument of `draft_of`.
 
     >>> kind_of("ngram")
     'ngram'

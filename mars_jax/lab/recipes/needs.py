@@ -13,6 +13,7 @@ import jax
 
 from mars_jax import hub, specs
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.registry import parse_draft
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.placement.shardings import AnyConfig, abstract_params, parse_mesh
@@ -49,7 +50,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
 
 def weight_bytes(args: argparse.Namespace) -> int:
     """Return the bytes of the weights of target and draft. An EAGLE head is assumed to have its published shape."""
-    draft = specs.parse_draft(args.draft)
+    draft = parse_draft(args.draft)
     target = hub.outline(args.target).config
     configs: dict[str, AnyConfig] = {args.target: target}
     if draft.kind == "model":

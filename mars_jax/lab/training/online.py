@@ -19,11 +19,12 @@ import numpy as np
 import optax
 from jax import Array
 
-from mars_jax import hub, specs
+from mars_jax import hub
 from mars_jax.contrib.teaching import Batch, predict, teach
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, Params, PyTree
 from mars_jax.drafters import LoadedDrafter
+from mars_jax.drafters.registry import parse_draft
 from mars_jax.drafters.shared_tokens import Shared
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.training.data import documents
@@ -313,7 +314,7 @@ def open_refiner(
     Args:
       file: documents separated by lines of <|endoftext|>, some of which are held out.
       target, drafter: the loaded pair.
-      draft: the spec of the drafter, one of `specs.REFINED`.
+      draft: the spec of the drafter, one that `learns`.
       dtype: dtype that the drafter was loaded with.
       samples: whether any request has a temperature above 0.
 
@@ -332,7 +333,7 @@ def open_refiner(
         raise MarsError(
             f"--refine does not apply to --draft {draft}, which has another tokenizer than the target: leave it out."
         )
-    kind, path = specs.parse_draft(draft)
+    kind, path = parse_draft(draft)
     if kind == "eagle":
         model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
     else:

@@ -7,6 +7,7 @@ import pytest
 
 from mars_jax import hub, specs
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.lab import recipes
 from mars_jax.lab.commands.benchmark import main, parse
 from mars_jax.lab.planning.outlined_models import CONFIGS
@@ -26,7 +27,7 @@ def test_every_recipe_parses_and_its_pair_is_known(name):
     assert [str(part.output) for part in (paper, tuned)] == ["x/paper", "x/tuned"]
     recipe = recipes.read(name)
     if recipe.published:
-        assert (paper.tree, paper.temperatures) == (specs.Dynamic(top_k=10, depth=8, nodes=60), [1.0])
+        assert (paper.tree, paper.temperatures) == (Dynamic(top_k=10, depth=8, nodes=60), [1.0])
         assert len(paper.task) == 6 and paper.chat and paper.controls == "all" and name in CONFIGS
 
 

@@ -209,8 +209,7 @@ class _Run:
         key = (verify.needs_q(arm.rule.rule), length)
         if key not in self.decodings:
             drafter = self.drafters[key[0]]
-            assert drafter.resized is not None
-            resized = drafter._replace(drafter=drafter.resized(length))
+            resized = drafter._replace(drafter=drafter.drafter.resized(length))
             self.decodings[key] = self.study.decoding(resized)
         return self.decodings[key]
 

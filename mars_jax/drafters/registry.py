@@ -1,0 +1,227 @@
+"""Definitions of drafters by name. The class of a drafter and its registration say what it can draft.
+
+Flags, lists, messages and checks read the definitions. Drafters of other packages are plugins, as rules are
+(`verify.definition`).
+
+Oracle: tests/test_specs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.home import check_path
+from mars_jax.core.plugins import load_plugins
+from mars_jax.core.user_code import summary
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.tree_shapes import Dynamic
+
+MIXTURE_LENGTH = 3
+"""Length of a chain for a mixture of experts. Different nodes read different experts: with 128 experts and 8 per token,
+a chain of 3 reads 23% of them and a tree of 60 nodes 98%."""
+HEAD_EMBED = ("own", "target")
+"""Embedding that a head uses: its own if the checkpoint contains one, or always the target's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftDefinition:
+    """A drafter that users can name."""
+
+    name: str  # without a colon
+    cls: type[Drafter]
+    load: Callable[[Asked], LoadedDrafter]  # makes it with its weights
+    help: str  # one sentence without a period
+    path: str = ""  # what its spec includes: PATH, a checkpoint; FILE; or nothing
+    head: bool = False  # reads the target's features; checked against the target's config
+    static: bool = False  # its trees are static only
+    grows: bool = False  # drafts a dynamic tree by default
+    # Drafts a whole block at once; its usual tree is as deep as the block, whose length is in the checkpoint.
+    block: bool = False
+    copies: bool = False  # copies earlier text, so a lossy rule accepts repetitions
+    embeds: bool = False  # its checkpoint may contain an embedding, which head_embed replaces
+    learns: bool = False  # `lab.training.online` trains it on its rejected drafts
+    # For a head with a published shape in `mars-jax plan`: its name there, and the class of its config.
+    outlined: tuple[str, type] | None = None
+    paper: str = ""  # the source, such as an arXiv number
+
+    @property
+    def spec(self) -> str:
+        """Form of its spec.
+
+        >>> definition("model").spec
+        'model:PATH'
+        """
+        return f"{self.name}:{self.path}" if self.path else self.name
+
+    @property
+    def length(self) -> int | None:
+        """Default length of a chain; None: fixed by its weights, or there is no draft."""
+        length = self._fields.get("num_draft_tokens")
+        return length if isinstance(length, int) else None
+
+    @property
+    def samples(self) -> bool:
+        """Whether it has a distribution and draws from it for rejection."""
+        return "sample" in self._fields
+
+    @property
+    def trees(self) -> bool:
+        """Whether it drafts static trees."""
+        return "tree" in self._fields
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it drafts dynamic trees."""
+        return self.trees and not self.static
+
+    @property
+    def stops(self) -> bool:
+        """Whether it respects draft_stop."""
+        return self.cls.stops is True
+
+    @property
+    def trusts(self) -> bool:
+        """Whether it accepts some of its drafts without the target, so that no rule is lossless with it."""
+        return self.cls.trusts
+
+    @property
+    def resizes(self) -> bool:
+        """Whether it drafts chains of any length over one state, so that each step can choose a length."""
+        return self.cls.resizes
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
+
+    def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
+        """Return the default draft, if neither a length nor a tree is requested: a chain length, or a tree.
+
+        Args:
+          mixture: the target is a mixture of experts.
+          sample: the draft is sampled, so it is a chain.
+
+        >>> definition("model").usual(mixture=False), definition("eagle").usual(mixture=True)
+        ((5, None), (3, None))
+        """
+        # Drafts that need no verification do not make the target read experts in vain.
+        short = mixture and not self.trusts
+        length = self.length and min(self.length, MIXTURE_LENGTH if short else self.length)
+        if self.block and mixture:
+            length = MIXTURE_LENGTH
+        return length, Dynamic() if self.grows and not (mixture or sample) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the definition for `--list-drafters --json`."""
+        facts = ("name", "spec", "help", "head", "trees", "dynamic", "samples", "stops", "length", "resizes")
+        facts += ("grows", "trusts", "block", "copies", "embeds", "learns", "paper")
+        return {fact: getattr(self, fact) for fact in facts}
+
+
+_DRAFTERS: dict[str, DraftDefinition] = {}
+
+
+def register(
+    name: str,
+    cls: type[Drafter],
+    load: Callable[[Asked], LoadedDrafter],
+    *,
+    help: str = "",
+    **facts: Any,
+) -> None:
+    """Make a drafter available by `name`.
+
+    Args:
+      name: without a colon.
+      cls: its class.
+      load: makes it with its weights from the arguments of `drafters.load`.
+      help: one sentence; default: the first line of the class's docstring.
+      **facts: the other fields of `DraftDefinition`.
+    """
+    _DRAFTERS[name] = DraftDefinition(name=name, cls=cls, load=load, help=help or summary(cls), **facts)
+
+
+def definitions() -> Mapping[str, DraftDefinition]:
+    """Return the definitions of all drafters by name, those of plugins last.
+
+    >>> [*definitions()][:4], "medusa" in definitions()
+    (['none', 'ngram', 'model', 'eagle'], True)
+    """
+    load_plugins()
+    return {name: _DRAFTERS[name] for name in ("none", "ngram", "model", "eagle")} | _DRAFTERS
+
+
+def definition(name: str) -> DraftDefinition:
+    """Return the definition of a drafter. Plugins are loaded at the first name that the library does not have."""
+    return _DRAFTERS[name] if name in _DRAFTERS else definitions()[name]
+
+
+class DraftSpec(NamedTuple):
+    """A parsed drafter spec: `eagle:PATH` is ("eagle", "PATH"), and `ngram` is ("ngram", "")."""
+
+    kind: str
+    path: str
+
+    @property
+    def row(self) -> DraftDefinition:
+        """The definition of the drafter."""
+        return definition(self.kind)
+
+    @property
+    def checkpoint(self) -> str:
+        """Checkpoint in the spec; "" if there is none."""
+        return "" if self.row.path == "FILE" else self.path
+
+
+def draft_words(names: Iterable[str] | None = None) -> str:
+    """Return the forms of drafter specs, for help and errors; by default of all.
+
+    >>> draft_words(["ngram", "model", "eagle"])
+    'ngram, model:PATH or eagle:PATH'
+    """
+    *earlier, last = (definition(name).spec for name in names or definitions())
+    return f"{', '.join(earlier)} or {last}" if earlier else last
+
+
+def drafters_that(what: str) -> str:
+    """Return `draft_words` of the drafters with a property, such as "trees"."""
+    return draft_words(names_that(what))
+
+
+def names_that(what: str) -> list[str]:
+    """Return the names of the drafters with a property, such as "learns"."""
+    return [name for name, row in definitions().items() if getattr(row, what)]
+
+
+def published_heads() -> dict[str, type]:
+    """Return the classes of the configs of heads with a published shape in `mars-jax plan`, by its name there."""
+    return dict(row.outlined for row in definitions().values() if row.outlined)
+
+
+def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] | None = None) -> DraftSpec:
+    """Parse a drafter spec into kind and path.
+
+    Args:
+      spec: such as "ngram" or "eagle:PATH"; a path may contain colons.
+      shown: name of the argument in messages.
+      among: allowed kinds; default: all.
+
+    Raises:
+      MarsError: an unknown kind, a missing or superfluous path, or an invalid path.
+
+    >>> parse_draft("eagle:owner/name")
+    DraftSpec(kind='eagle', path='owner/name')
+    """
+    if not isinstance(spec, str):
+        raise MarsError(f"{shown} is of type {type(spec).__name__}: expected {draft_words(among)}.")
+    kind, colon, path = spec.partition(":")
+    among = among and list(among)
+    known = kind in among if among else kind in _DRAFTERS or kind in definitions()
+    if not known or bool(definition(kind).path) != bool(path) or (colon and not path):
+        suggestion = did_you_mean(kind, among or definitions())
+        raise MarsError(f"{shown} is {spec}{suggestion}: expected {draft_words(among)}.")
+    check_path(path, shown)
+    return DraftSpec(kind, path)
