@@ -39,9 +39,9 @@ def test_other_drafts_are_refused(spec):
 
 
 def test_drafts_may_be_narrowed():
-    assert draft_words().startswith("none, ngram, model:PATH, eagle:PATH, medusa:PATH, ")
+    assert draft_words().startswith("none, ngram, model:PATH, eagle:PATH, dflash:PATH, ")
     assert "expected ngram or model:PATH." in message(parse_draft, "none", among=("ngram", "model"))
-    assert drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH, dflash:PATH or self"
+    assert drafters_that("trees") == "model:PATH, eagle:PATH, dflash:PATH, medusa:PATH or self"
 
 
 # Models by name.

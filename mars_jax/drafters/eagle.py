@@ -52,8 +52,8 @@ class Eagle(ShapedDrafter):
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> config = EagleConfig(version=1, layer=layer, target_hidden_size=16, draft_vocab_size=32, own_unembed=False)
-    >>> eagle(config, language_model(layer), tree=Dynamic(top_k=4, depth=3, nodes=10)).num_nodes
-    10
+    >>> eagle(config, language_model(layer), tree=(2, 2)).num_nodes
+    7
     """
 
     config: EagleConfig  # of the head

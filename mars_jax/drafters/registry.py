@@ -32,7 +32,7 @@ class DraftDefinition:
     """A drafter that users can name."""
 
     name: str  # without a colon
-    cls: type[Drafter]
+    cls: type[Drafter]  # its class
     load: Callable[[Asked], LoadedDrafter]  # makes it with its weights
     help: str  # one sentence without a period
     path: str = ""  # what its spec includes: PATH, a checkpoint; FILE; or nothing
@@ -60,41 +60,41 @@ class DraftDefinition:
     @property
     def length(self) -> int | None:
         """Default length of a chain; None: fixed by its weights, or there is no draft."""
-        length = self._fields.get("num_draft_tokens")
+        length = self._defaults.get("num_draft_tokens")
         return length if isinstance(length, int) else None
 
     @property
     def samples(self) -> bool:
-        """Whether it has a distribution and draws from it for rejection."""
-        return "sample" in self._fields
+        """True if it has a distribution and draws from it for rejection."""
+        return "sample" in self._defaults
 
     @property
     def trees(self) -> bool:
-        """Whether it drafts static trees."""
-        return "tree" in self._fields
+        """True if it drafts static trees."""
+        return "tree" in self._defaults
 
     @property
     def dynamic(self) -> bool:
-        """Whether it drafts dynamic trees."""
+        """True if it drafts dynamic trees."""
         return self.trees and not self.static
 
     @property
     def stops(self) -> bool:
-        """Whether it respects draft_stop."""
+        """True if it respects draft_stop."""
         return self.cls.stops is True
 
     @property
     def trusts(self) -> bool:
-        """Whether it accepts some of its drafts without the target, so that no rule is lossless with it."""
+        """True if it accepts some of its drafts without the target, so that no rule is lossless with it."""
         return self.cls.trusts
 
     @property
     def resizes(self) -> bool:
-        """Whether it drafts chains of any length over one state, so that each step can choose a length."""
+        """True if it drafts chains of any length over one state, so that each step can choose a length."""
         return self.cls.resizes
 
     @property
-    def _fields(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, Any]:
         return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:

@@ -67,6 +67,13 @@ class OneEach(Rule):
         return jax.tree.map(own, *found), self
 
 
+class Unconstrained(drafters.language_model):
+    """A drafter of a user that ignores constraints."""
+
+    def propose(self, params, state, inputs):
+        return super().propose(params, state, inputs.replace(guide=None))
+
+
 def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
     rows, rule = 2 * len(RULES), OneEach(tuple(RULES.values()))
     chosen = [None, PATTERN] * len(RULES)
@@ -76,11 +83,7 @@ def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
         edits=make_edits(rows, logit_bias=[dict.fromkeys(BANNED, -np.inf), {}] * len(RULES)),
         guides=Guides(constraint=tables.rows(chosen)),
     )
-    model = drafters.language_model(DRAFT, 5, sample=True)
-    # A user's drafter may ignore constraints.
-    drafter = model._replace(
-        propose=lambda p, state, given: model.propose(p, state, given.replace(guide=None))
-    )
+    drafter = Unconstrained(DRAFT, 5, sample=True)
     params = Params(target=(), draft=(), guides=Guides(constraint=tables.tables))
     decoder, state = begin(TARGET, drafter, rule, tokens, lengths, controls=controls, params=params)
     state, stats = decode.run(decoder, params, state)
