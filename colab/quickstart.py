@@ -92,14 +92,11 @@ print(f"regret {m.regret_per_token:.3f} nats per token")
 # %%
 COLOURS = {"exact": "inherit", "relaxed": "#b58900", "corrected": "#268bd2"}
 
-from mars_jax.serve.session import Session
-
 begun = "The old dog and the small cat"
-requests = mj.make_requests(target, [begun], max_new_tokens=120)
 pieces = [
     f'<span style="color:{COLOURS[kind]}">{html.escape(text)}</span>'
-    for event in Session.of(target, drafter, mars).stream(requests)
-    for kind, text in event.pieces
+    for event in mj.generate_stream(target, drafter, [begun], verify=mars, max_new_tokens=120)
+    for kind, text in getattr(event, "pieces", ())  # the last event is the completion
 ]
 display(HTML((f"<b>{begun}</b>" + "".join(pieces)).replace("\n", "<br>")))
 

@@ -162,8 +162,8 @@ def definition(name: str) -> DraftDefinition:
 class DraftSpec(NamedTuple):
     """A parsed drafter spec: `eagle:PATH` is ("eagle", "PATH"), and `ngram` is ("ngram", "")."""
 
-    kind: str
-    path: str
+    kind: str  # name of the drafter
+    path: str  # its checkpoint or file; "" if it has none
 
     @property
     def row(self) -> DraftDefinition:

@@ -12,7 +12,7 @@ from mars_jax import drafters
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.options import CallOptions, Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
-from mars_jax.serve.queue import Finished, Said
+from mars_jax.serve.queue import Finished, Said, longest_first
 from mars_jax.serve.requests import AnyPrompts, Request, Result, make_requests
 from mars_jax.serve.session import Session, rule_of
 
@@ -120,7 +120,7 @@ def generate_iter(
     """
     requests, verify = _asked(target, prompts, verify, **options)
     session = Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs)
-    return iter(session.refilled(requests))
+    return iter(session.queue(requests, order=longest_first(requests)))
 
 
 def generate_stream(
@@ -142,8 +142,8 @@ def generate_stream(
       **options: its other arguments.
 
     Returns:
-      `Said(index, text, tokens, pieces)` for new text, where `pieces` are (kind, text) and joined they are `text`; and
-      `Finished(index, completion)` for each completion.
+      `Said(index, text, pieces, tokens, log_probs)` for new text, where `pieces` are (kind, text) and joined they are
+      `text`; and `Finished(index, completion)` for each completion.
 
     Raises:
       MarsError: as `generate`, at the call.
@@ -154,7 +154,7 @@ def generate_stream(
     """
     requests, verify = _asked(target, prompts, verify, **options)
     session = Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs)
-    return session.refilled(requests, telling=True).events()
+    return session.queue(requests, order=longest_first(requests), telling=True).events()
 
 
 def _asked(

@@ -22,7 +22,7 @@ from mars_jax.core.types import DecodeState, Params
 from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.guides import guides_of, placed
-from mars_jax.serve.prepared import Compile, Prepared
+from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Request, check_request
 from mars_jax.serve.sizes import with_costs
 from mars_jax.verify import exact
@@ -94,29 +94,18 @@ def prepare(
     requests: Sequence[Request],
     *,
     verify: AnyRule | None = None,
-    rows: int | None = None,
-    log_probs: bool = False,
-    loop: Compile | None = None,
-    streamed: bool = False,
 ) -> tuple[Decoder, Params, DecodeState]:
-    """Return the decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
+    """Return the decoder, its params, and the state after prefill of one batch, for a loop of the caller's own.
 
     If the draft length adapts to its cost, measure that cost first. On the target's mesh the rows are divided over
     `data`, and their number is rounded up to a multiple of it.
 
     Args:
       target, drafter, requests, verify: as for `prepared`.
-      rows: minimum number of rows; default: one per request.
-      log_probs: whether the loop that will decode records log-probabilities.
-      loop: as for `Prepared.start`.
-      streamed: whether the host runs the loop that will decode.
     """
-    batch = of_mesh(target, max(rows or 0, len(requests)))
-    prepared_requests = prepared(target, drafter, requests, verify=verify)
-    prepared_requests = with_costs(
-        prepared_requests, batch, log_probs=log_probs, loop="stream" if streamed else "run"
-    )
-    state = prepared_requests.start([*range(len(requests)), *[None] * (batch - len(requests))], loop=loop)
+    batch = of_mesh(target, len(requests))
+    prepared_requests = with_costs(prepared(target, drafter, requests, verify=verify), batch)
+    state = prepared_requests.start([*range(len(requests)), *[None] * (batch - len(requests))])
     return prepared_requests.decoder, prepared_requests.params, state
 
 

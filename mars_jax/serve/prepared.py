@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,28 +20,6 @@ from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.serve.guides import RequestGuides
 from mars_jax.serve.requests import Request
-
-Compile = Callable[[Decoder, Params, DecodeState], object]
-"""Function that compiles a loop over the step for a state, or for the shapes of a state."""
-
-
-@contextlib.contextmanager
-def compiling(work: Callable[[], object]) -> Iterator[None]:
-    """Run `work`, a compilation, in another thread while the block compiles: XLA mostly uses one core.
-
-    An error of `work` is ignored here: the run of the program raises it again.
-    """
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,21 +93,11 @@ class Prepared:
             width=max(8, -(-max_biases // 8) * 8),
         )
 
-    def start(self, entries: Sequence[int | None], *, loop: Compile | None = None) -> DecodeState:
-        """Return the state after prefill of some requests.
-
-        Args:
-          entries: as for `prompts`.
-          loop: compiles the following loop during prefill. It is ignored on a mesh, because shapes do not determine
-            how the state is divided.
-        """
+    def start(self, entries: Sequence[int | None]) -> DecodeState:
+        """Return the state after prefill of some requests; `entries` as for `prompts`."""
         prompts = self.prompts(entries)
         with self.target.on_mesh():
-            if loop is None or self.target.mesh is not None:
-                return decode.start(self.decoder, self.params, prompts)
-            state = decode.shapes(self.decoder, self.params, prompts)
-            with compiling(functools.partial(loop, self.decoder, self.params, state)):
-                return decode.start(self.decoder, self.params, prompts)
+            return decode.start(self.decoder, self.params, prompts)
 
 
 def draws(requests: Sequence[Request]) -> bool:

@@ -18,20 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core import activity, decode, refill
-from mars_jax.core.decoder import Decoder
+from mars_jax.core import decode, refill
 from mars_jax.core.given import NO_ROW
 from mars_jax.core.mesh import size_of
-from mars_jax.core.metrics import DecodeStats, zero_stats
+from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
-from mars_jax.core.types import DecodeState, Params, PyTree
+from mars_jax.core.types import DecodeState, PyTree, StepInfo
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.serve.prepare import of_mesh
 from mars_jax.serve.prepared import Prepared
-from mars_jax.serve.requests import Completion, Request
+from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.sizes import with_costs
-from mars_jax.serve.text import RowText, complete
+from mars_jax.serve.text import RowText, complete, token_log_probs
 
 WAIT = 32
 """A batch of B rows refills after B // WAIT rows have finished, so that large batches do not stop at every step."""
@@ -56,10 +55,11 @@ class Finished(NamedTuple):
 class Said(NamedTuple):
     """New tokens of a request, and their text."""
 
-    index: int
-    text: str
+    index: int  # of the prompt
+    text: str  # may lag behind `tokens` inside a multi-byte character
+    pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text) by token; joined they are `text`
     tokens: tuple[int, ...]
-    pieces: tuple[str, ...]  # the text by token
+    log_probs: TokenLogProbs  # of `tokens`
 
 
 class Queue:
@@ -77,7 +77,6 @@ class Queue:
         log_probs: bool = False,
         shared: Shares | None = None,
         telling: bool = False,
-        compiling: bool = False,
     ):
         """
         Args:
@@ -89,52 +88,47 @@ class Queue:
             mesh that divides rows.
           telling: `events` also yields new tokens, which the host reads after every step, on accelerators after every
             fourth.
-          compiling: this queue only compiles; see `compile_queue`.
         """
-        self._telling, self._compiling = telling, compiling
+        self._telling, self._log_probs = telling, log_probs
+        self._compiling = False
         self.forwards = 0
-        self._log_probs = log_probs
         order = range(len(prepared.requests)) if order is None else order
         self._waiting = collections.deque(order)
         batch = of_mesh(prepared.target, rows)
-        self._prepared = with_costs(prepared, batch, log_probs=log_probs, loop="queue")
+        self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling, loop="queue")
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
+        self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None  # of a drafter with its own steps
         self._holds: list[int | None] = [None] * batch  # request by row
         self._began = [0.0] * batch
-        self._texts: list[RowText | None] = [None] * batch  # of rows with stop strings
+        self._texts: list[RowText | None] = [None] * batch  # of rows whose text is read before they end
 
     def __iter__(self) -> Iterator[Finished]:
-        return (event for event in self.events() if isinstance(event, Finished))
+        return self.finished()
 
-    def events(self) -> Iterator[Said | Finished]:
-        """Yield new tokens, if the queue is `telling`, and each completion as it ends."""
+    def finished(self, *, early: bool = True) -> Iterator[Finished]:
+        """Yield each completion; without `early`, those of the last rows when all of them have ended."""
+        return (event for event in self.events(early=early) if isinstance(event, Finished))
+
+    def events(self, *, early: bool = True) -> Iterator[Said | Finished]:
+        """Yield new tokens, if the queue is `telling`, and each completion as it ends; `early` as for `finished`."""
         state, stats = self._first()
         ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
         while self._going():
             # The device decodes while the host detokenizes the rows that ended before. With stop strings it only runs a
             # few steps.
-            with self._prepared.target.on_mesh():
-                state, stats, steps = refill.advance(
-                    self._prepared.decoder,
-                    self._prepared.params,
-                    state,
-                    stats,
-                    max(1, len(self._holds) // WAIT),
-                    self._most(state),
-                )
+            state, stats, steps = self._advanced(state, stats, early)
             yield from self._completed(ended)
             snapshot = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
             finished, final, counters, steps = snapshot
             finished = finished.copy()
-            tokens, length, _ = final
-            stopped, pieces = self._read_texts(tokens, length, finished)
-            if stopped.any():
+            stopped, new_texts = self._read_texts(final, counters, finished)
+            if stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, stopped & ~finished)
-                finished |= stopped
-            yield from pieces
+            finished |= stopped
+            yield from new_texts
             self.forwards += int(np.max(steps))
             current_time = time.perf_counter()
             ended = []
@@ -144,6 +138,47 @@ class Queue:
                     self._holds[row] = self._texts[row] = None
             state, stats = self._refilled(state, stats)
         yield from self._completed(ended)
+
+    def warm_up(self) -> None:
+        """Compile the programs of this queue by decoding one token of its first requests, cut to a few tokens.
+
+        This costs little if they are compiled already. The queue can still be used once.
+        """
+        made, rows = self._prepared, len(self._holds)
+        # With shared beginnings, give neighbours prompts of different lengths, so that one continues from another.
+        odd = self._shares is Shares.BEGINNINGS
+        short = [
+            dataclasses.replace(
+                request,
+                prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2) if odd else request.prompt_tokens[:2],
+                max_new_tokens=1,
+            )
+            for i, request in enumerate(made.requests)
+        ]
+        own = Queue(
+            dataclasses.replace(made, requests=short),
+            rows,
+            order=range(min(rows + 1, len(self._waiting))),
+            log_probs=self._log_probs,
+            shared=self._shares,
+            telling=self._telling,
+        )
+        own._compiling = True
+        collections.deque(own.events(), maxlen=0)
+
+    def _advanced(
+        self, state: DecodeState, stats: DecodeStats, early: bool
+    ) -> tuple[DecodeState, DecodeStats, Array]:
+        """Decode until some rows have ended, or for a few steps. Return the number of steps as well."""
+        made = self._prepared
+        with made.target.on_mesh():
+            if made.drafter.steps is not None:
+                self._steps = self._steps or made.drafter.steps(made.decoder, made.params, state)
+                state, info = next(self._steps)
+                return state, _counted(stats, info, state.length), jnp.ones(1, jnp.int32)
+            few = early or self._waiting
+            ended = max(1, len(self._holds) // WAIT) if few else len(self._holds)
+            return refill.advance(made.decoder, made.params, state, stats, ended, self._most(state))
 
     def draft_with(self, params: PyTree) -> None:
         """Continue with new weights of the drafter, of the same shapes and dtypes, without compiling again.
@@ -176,38 +211,42 @@ class Queue:
         return 1 if decode.look_ahead(state) == 0 else BETWEEN
 
     def _read_texts(
-        self, tokens: np.ndarray, length: np.ndarray, done: np.ndarray
+        self, final: tuple[np.ndarray, ...], counters: DecodeStats, done: np.ndarray
     ) -> tuple[np.ndarray, list[Said]]:
         """Return bool[B], the rows whose text contains a stop string; and the new tokens, if the queue is `telling`."""
+        tokens, length, _ = final
         stopped, new_texts = np.zeros(len(self._holds), bool), []
         for row, text in enumerate(self._texts):
             if text is None or (index := self._holds[row]) is None:
                 continue
             start = len(self._prepared.requests[index].prompt_tokens) + text.count
             fresh = tokens[row, start : length[row]].tolist()
-            pieces = text.feed_all(fresh, last=bool(done[row]))
-            # A row may end without a token, for example if its constraint allows no further token.
-            if done[row] and (remaining := text.end()):
-                pieces.append(remaining)
+            strings = text.feed_all(fresh, last=bool(done[row]))
             stopped[row] = text.stopped
-            if self._telling and pieces:
-                new_texts.append(Said(index, "".join(pieces), tuple(fresh[: len(pieces)]), tuple(pieces)))
+            # A row may end without a token, for example if its constraint allows no further token.
+            remaining = text.end() if done[row] else ""
+            if not self._telling:
+                continue
+            log_probs = token_log_probs(counters.tokens, row, start, len(strings))
+            pieces = (
+                *zip(log_probs.kind, strings, strict=True),
+                *([("exact", remaining)] if remaining else []),
+            )
+            if pieces:
+                joined = "".join(string for _, string in pieces)
+                new_texts.append(Said(index, joined, pieces, tuple(fresh[: len(strings)]), log_probs))
         return stopped, new_texts
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
         if not self._shares:
             entries = [self._next(row) if self._waiting else None for row in range(len(self._holds))]
-        record = self._prepared.width if self._log_probs else None
+        record = self._prepared.width if self._log_probs or self._telling else None
         stats = zero_stats(len(entries), self._prepared.decoder.max_depth, record=record)
         mesh = self._prepared.target.mesh
         if mesh is not None:
             stats = put(stats, state_shardings(stats, mesh))
-
-        def loop(decoder: Decoder, params: Params, state: DecodeState) -> object:
-            return refill.advance.lower(decoder, params, state, stats, 1, 1).compile()
-
-        state = self._prepared.start(entries, loop=loop if self._compiling else None)
+        state = self._prepared.start(entries)
         return self._refilled(state, stats) if self._shares else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
@@ -216,6 +255,11 @@ class Queue:
         One row at a time means that a prompt is read in the same shape whenever it begins. One prompt is enough to keep
         a device busy: chunks of prefill have hundreds of tokens (`prefill.chunk_of`).
         """
+        if self._prepared.drafter.steps is not None:  # such rows do not refill
+            if self._going() or not self._waiting:
+                return state, stats
+            self._steps = None
+            return self._first()
         if self._shares:
             return self._put(state, stats)
         target = self._prepared.target
@@ -283,6 +327,7 @@ class Queue:
     def _completed(self, ended: Sequence[tuple[int, int, float, tuple, DecodeStats]]) -> Iterator[Finished]:
         for row, index, seconds, final, counters in ended:
             request = self._prepared.requests[index]
+            counters = counters if self._log_probs else dataclasses.replace(counters, tokens=None)
             completion = complete(self._prepared.target, request, row, final, counters, seconds)
             yield Finished(index, completion)
 
@@ -301,25 +346,7 @@ def _sound(caches: PyTree) -> Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])) if floats else jnp.bool_(True)
 
 
-@activity.doing("compiling")
-def compile_queue(prepared: Prepared, rows: int, shares: Shares, *, log_probs: bool = False) -> None:
-    """Compile the programs that a `Queue` of these requests will run, so that its times exclude compilation.
-
-    This decodes one token of the first requests, with prompts cut to a few tokens. It costs little if the programs are
-    compiled already.
-    """
-    # With shared beginnings, give neighbours prompts of different lengths, so that one continues from another.
-    short = [
-        dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2), max_new_tokens=1)
-        if shares is Shares.BEGINNINGS
-        else dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
-        for i, request in enumerate(prepared.requests)
-    ]
-    indices = range(min(of_mesh(prepared.target, rows) + 1, len(short)))
-    stand_ins = dataclasses.replace(prepared, requests=short)
-    collections.deque(
-        Queue(stand_ins, rows, order=indices, log_probs=log_probs, shared=shares, compiling=True), maxlen=0
-    )
+_counted = jax.jit(accumulate, donate_argnums=0)
 
 
 class Shares(enum.IntEnum):
@@ -331,12 +358,13 @@ class Shares(enum.IntEnum):
 
 
 def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
-    """Return which tokens are read once for requests in an order: NOTHING on a mesh that divides rows.
+    """Return which tokens are read once for requests in an order: NOTHING on a mesh that divides rows, and for a
+    drafter with its own steps.
 
     Beginnings are shared if this saves half of the forwards of prefill and `SAVED` tokens, because it has costs: rows
     read their prompts one after the other, and there is one more program to compile.
     """
-    if of_mesh(made.target, 1) > 1:
+    if of_mesh(made.target, 1) > 1 or made.drafter.steps is not None:
         return Shares.NOTHING
     prompts = [made.requests[i].prompt_tokens for i in order]
     chunk = chunk_of_decoder(made)

@@ -25,7 +25,6 @@ from mars_jax.core.errors import (
 )
 from mars_jax.core.limits import SAMPLES
 from mars_jax.core.metrics import Metrics
-from mars_jax.core.types import NO_TOKEN
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
 from mars_jax.serve.options import Options
 from mars_jax.verify import rules
@@ -84,16 +83,6 @@ class Request:
         """True if the request changes the target's logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
-
-    def stand_in(self) -> Request:
-        """Return a request of the same shapes with a prompt of at most two tokens, which no stop token ends."""
-        short = self.prompt_tokens[:2]
-        return dataclasses.replace(
-            self,
-            prompt_tokens=short,
-            max_new_tokens=len(self.prompt_tokens) - len(short) + self.max_new_tokens,
-            stop_tokens=(NO_TOKEN,) * len(self.stop_tokens),
-        )
 
 
 class TokenLogProbs(NamedTuple):

@@ -6,7 +6,6 @@ B rows: one decodes, and the others fill a mesh. T token buffer. Oracle: each re
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -22,7 +21,7 @@ from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.events import events
 from mars_jax.serve.prepare import bucket, of_mesh
-from mars_jax.serve.prepared import Prepared, compiling
+from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Request, StreamEvent
 from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs
@@ -59,7 +58,7 @@ class Running:
             request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1
         )
         self._widen(max_length)
-        for _ in self._stream(one_token_request, ahead=True):
+        for _ in self.stream(one_token_request):
             pass
         self._state = None  # discard the token
 
@@ -72,16 +71,13 @@ class Running:
         Raises:
           MarsError: as `mars_jax.generate`.
         """
-        return self._stream(request)
-
-    def _stream(self, request: Request, *, ahead: bool = False) -> Generator[StreamEvent, None, None]:
         began = time.perf_counter()
         target = self.session.target
         prepared = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(target, 1)
         prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, loop="stream")
-        state = self._begun(prepared, rows, ahead)
+        state = self._begun(prepared, rows)
         steps_ahead = decode.look_ahead(state)
         stats = zero_stats(rows, prepared.decoder.max_depth)
         steps = self._steps(prepared, state, steps_ahead)
@@ -97,8 +93,8 @@ class Running:
             self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
             self._state = None
 
-    def _begun(self, made: Prepared, rows: int, ahead: bool) -> DecodeState:
-        """Return the state that has read a request; with `ahead`, compile the step in the meantime."""
+    def _begun(self, made: Prepared, rows: int) -> DecodeState:
+        """Return the state that has read a request."""
         prompts = made.prompts([0, *[None] * (rows - 1)])
         state, self._state = self._state, None  # its buffers are donated, even if an error follows
         with made.target.on_mesh():
@@ -106,14 +102,7 @@ class Running:
             single = len(made.requests[0].prompt_tokens) == 1
             if state is None or made.decoder != self._decoder or single:
                 state = _unread(made.decoder, made.params, prompts)
-            step = contextlib.nullcontext()
-            if ahead and made.target.mesh is None:
-                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-                step = compiling(
-                    lambda: decode.jitted_step.lower(made.decoder, made.params, shapes).compile()
-                )
-            with step:
-                state, num_read = decode.extend(made.decoder, made.params, state, prompts)
+            state, num_read = decode.extend(made.decoder, made.params, state, prompts)
         self.read = int(fetch(num_read)[0])
         self._decoder, self._state = made.decoder, state
         return state

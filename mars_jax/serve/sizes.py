@@ -28,14 +28,14 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}
 """Costs measured by this process, keyed by everything that they depend on."""
 
 
-def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: str = "run") -> Prepared:
+def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: str = "queue") -> Prepared:
     """Return the prepared requests with measured costs of the draft's sizes; unchanged if none are needed.
 
     Args:
       prepared: the requests and their decoder.
       rows: B, a multiple of the mesh's `data`.
       log_probs: whether the loop that will decode them records log-probabilities.
-      loop: "run", "stream" or "queue", the loop that will decode them. The measurement compiles its program.
+      loop: "stream" or "queue", the loop that will decode them. The measurement compiles its program.
     """
     if not needs_costs(prepared.drafter):
         return prepared
@@ -74,25 +74,18 @@ def _measure(prepared: Prepared, batch: int, *, log_probs: bool, loop: str) -> l
     sizes = prepared.drafter.sizes.drafters
     rounds: list[list[float]] = [[] for _ in sizes]
     for _ in range(ROUNDS + 1):
-        for index, drafter in enumerate(sizes):
+        for index in range(len(sizes)):
             fixed = _with_drafter(prepared, with_size(prepared.drafter, index))
             fixed = dataclasses.replace(fixed, requests=requests)
-            tokens = STEPS * (drafter.max_depth + 1)
-            rounds[index].append(_step_seconds(fixed, entries, tokens, log_probs=log_probs, loop=loop))
+            rounds[index].append(_step_seconds(fixed, entries, log_probs=log_probs, loop=loop))
     # The first round compiles.
     return [min(seconds[1:]) for seconds in rounds]
 
 
-def _step_seconds(
-    prepared: Prepared, entries: list[int], tokens: int, *, log_probs: bool, loop: str
-) -> float:
-    """Return the mean seconds of a few steps, which emit at most this many tokens per row."""
+def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool, loop: str) -> float:
+    """Return the mean seconds of a few steps."""
     decoder, params = prepared.decoder, prepared.params
     state = prepared.start(entries)
-    if loop == "run":
-        # This loop runs to the end of its rows, so lower the limit, which is a value.
-        controls = dataclasses.replace(state.controls, limit=state.length + tokens)
-        state = dataclasses.replace(state, controls=controls)
     record = prepared.width if log_probs else None
     stats = zero_stats(len(entries), decoder.max_depth, record=record)
     mesh = prepared.target.mesh
@@ -101,16 +94,13 @@ def _step_seconds(
     with prepared.target.on_mesh():
         state, stats = jax.block_until_ready((state, stats))
         start = time.perf_counter()
-        # In the other loops no row ends, since the limit is the width of the buffer.
+        # No row ends, since the limit is the width of the buffer.
         if loop == "stream":
             stream = decode.stream(decoder, params, state, ahead=0)
             for next_state, _ in itertools.islice(stream, STEPS):
                 jax.block_until_ready(next_state)
             steps = STEPS
-        elif loop == "queue":
-            steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
         else:
-            stats = jax.block_until_ready(decode.run(decoder, params, state, record=log_probs))[1]
-            steps = stats.steps
+            steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
         seconds = time.perf_counter() - start
     return seconds / max(int(np.max(hosts.fetch(steps))), 1)

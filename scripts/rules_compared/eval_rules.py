@@ -269,7 +269,7 @@ def decode_batch(
         seed=[number for number, _ in group],
         max_new_tokens=NEW_TOKENS[task],
     )
-    done = pair.session(arm.draft, arm.sampled).using(pair.rule(arm)).run(requests)
+    done = pair.session(arm.draft, arm.sampled).using(pair.rule(arm)).decode(requests).completions
     log_q: list[np.ndarray | None] = [None] * len(done)
     if arm.draft != "none":
         texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]

@@ -139,7 +139,7 @@ def ours(target: mj.Pretrained, draft: str, batch: int, new: int) -> dict[str, C
         def decode(given: Tokens) -> Tokens:
             requests = make_requests(target, given, temperature=0.0, max_new_tokens=new)
             groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
-            return [list(done.tokens) for group in groups for done in session.run(group)]
+            return [list(done.tokens) for group in groups for done in session.decode(group).completions]
 
         return decode
 

@@ -241,9 +241,9 @@ def tau(args: argparse.Namespace) -> None:
 
     import mars_jax as mj
     from mars_jax import drafters, verify
+    from mars_jax.drafters import Dynamic
     from mars_jax.serve.requests import make_requests
     from mars_jax.serve.session import Session
-    from mars_jax.drafters import Dynamic
     from scripts.common import ratio_of_sums
     from scripts.smollm2 import margins
 

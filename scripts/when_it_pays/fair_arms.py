@@ -187,7 +187,7 @@ class Pair:
             seed=[number for number, _ in group],
             max_new_tokens=self.study.tasks[task].new_tokens,
         )
-        done = self.using(arm).run(requests)
+        done = self.using(arm).decode(requests).completions
         log_q: list[np.ndarray | None] = [None] * len(done)
         if self.draft is not None:
             texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
@@ -276,7 +276,7 @@ def time_steps(study: Study) -> dict[str, Any]:
         alone = pair.using(arm)
 
         def way(name: str = name, alone: Any = alone, asked: Any = asked) -> None:
-            steps[name] = alone.run(asked)[0].metrics.steps
+            steps[name] = alone.decode(asked).metrics.steps
 
         ways[name] = way
     taken = common.in_turns(ways, TURNS)
@@ -312,7 +312,7 @@ def check(
         counts: dict[str, tuple[int, int]] = {}
 
         def way(name: str, ways: Any = ways, asked: Any = asked, counts: Any = counts) -> None:
-            said = [ways[name].run(one)[0].metrics for one in asked]
+            said = [ways[name].decode(one).metrics for one in asked]
             counts[name] = sum(m.steps for m in said), sum(m.emitted for m in said)
 
         taken = common.in_turns({name: functools.partial(way, name) for name in ways}, TURNS - 2)

@@ -37,29 +37,40 @@ def session(vocab, rows=2):
     return Session(target=target, drafter=drafters.load("ngram", target), rule=rule, batch_size=rows)
 
 
-@pytest.mark.parametrize("loop", slow_but(["run", "stream", "queue"], "queue"))
-def test_each_program_is_compiled_once(compiled, loop):
-    made = session({"run": 37, "stream": 38, "queue": 39}[loop])
-    requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]][: 3 if loop == "queue" else 2])
+@pytest.mark.parametrize("way", slow_but(["decode", "stream", "queue"], "queue"))
+def test_each_program_is_compiled_once(compiled, way):
+    made = session({"decode": 37, "stream": 38, "queue": 39}[way])
+    requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]])
     before = dict(compiled)
-    done = list(getattr(made, loop)(requests))
-    name = {"run": "run", "stream": "jitted_step", "queue": "advance"}[loop]
+    result = getattr(made, way)(requests)
+    assert len(result.tokens if way == "decode" else list(result)) >= 3
     new = {k: n - before.get(k, 0) for k, n in compiled.items()}
-    assert new[f"jit({name})"] == 1, new
+    assert new["jit(advance)"] == 1, new
     assert new["jit(_start)"] <= 2, new  # one for all rows, and one for a row that starts later
-    assert done
 
 
-def test_a_queue_is_compiled_when_it_is_asked_for_and_not_while_it_runs(compiled):
+def test_decoding_compiles_nothing_after_a_warm_up(compiled):
     """Run a request per row, then more requests than rows, then several samples of a prompt. Each compiles more."""
     made = session(43)
     for prompts, samples in (([[1, 2, 3], [1, 2, 4]], 1), ([[1, 2], [4], [5, 6]], 1), ([[1, 2, 3], [2]], 2)):
         requests = mj.make_requests(made.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4)
         before = dict(compiled)
-        queue = made.queue(requests)
+        made.warm_up(requests)
         ready = dict(compiled)
-        assert ready != before and len(list(queue)) == len(requests)
+        assert ready != before and len(made.decode(requests).tokens) == len(requests)
         assert dict(compiled) == ready
+
+
+def test_thresholds_and_batches_of_one_width_share_a_program(compiled):
+    made = session(44)
+    requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]], max_new_tokens=8)
+    made.using(LoadedRule(verify.mars(theta=0.5))).decode(requests)
+    before = dict(compiled)
+    made.using(LoadedRule(verify.mars(theta=0.9))).decode(requests)
+    assert dict(compiled) == before
+    made.using(LoadedRule(verify.exact())).decode(requests)
+    made.decode(mj.make_requests(made.target, [[1, 2]], max_new_tokens=70))  # a wider buffer
+    assert compiled["jit(advance)"] - before["jit(advance)"] == 2
 
 
 @pytest.mark.slow
@@ -76,4 +87,4 @@ def test_greedy_requests_compile_nothing_of_drawing():
     (greedy, first), (mixed, both) = program(0.0), program([0.0, 1.0])
     assert "threefry" in mixed and "threefry" not in greedy.replace("threefry_split", "")
     assert len(greedy) < 0.8 * len(mixed)
-    assert made.run(first)[0].tokens == made.run(both)[0].tokens
+    assert made.decode(first).tokens[0] == made.decode(both).tokens[0]

@@ -50,8 +50,10 @@ def narrow(monkeypatch):
 
 def afresh(target, drafter, prompts, rule=None, **options):
     """Return the completion of a state that has read the whole prompt."""
-    events = Session.of(target, drafter, rule).stream(make_requests(target, prompts, **options))
-    return list(events)[-1].completion
+    [completion] = (
+        Session.of(target, drafter, rule).decode(make_requests(target, prompts, **options)).completions
+    )
+    return completion
 
 
 def common(a, b):

@@ -1,4 +1,4 @@
-"""Sessions: they compile each shape once, and their batches equal `generate`."""
+"""Sessions, and the lengths that drafters were trained for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, drafters, verify
-from mars_jax.core.errors import MarsError, MarsWarning
-from mars_jax.serve import session as sessions
+from mars_jax import assets, drafters
+from mars_jax.core.errors import MarsWarning
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
@@ -28,59 +27,23 @@ def pair():
     return Session(target=target, drafter=drafters.load("ngram", target, num_draft_tokens=3), batch_size=2)
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Record the batches that are compiled."""
-    found = []
-
-    def counting(session, requests, stream, compiled=sessions.Session._compile):
-        found.append({"stream": stream})
-        compiled(session, requests, stream)
-
-    monkeypatch.setattr(sessions.Session, "_compile", counting)
-    return found
-
-
 def requests(target, **options):
     return make_requests(target, WORDS, **{"max_new_tokens": 8} | options)
 
 
-def test_more_requests_than_rows_are_refused(pair):
-    asked = requests(pair.target)
-    alone = dataclasses.replace(pair, batch_size=1)
-    with pytest.raises(MarsError, match=f"there are {len(asked)} requests for 1 rows: give them to `decode`"):
-        alone.run(asked)
-
-
-def test_each_shape_is_compiled_once(pair, compiled):
-    asked = requests(pair.target)
-    for theta in (0.5, 0.9):
-        with_theta = pair.using(verify.load("mars", theta=theta))
-        for batch in with_theta.batches(asked):
-            batch.session.run(batch.requests)
-    assert len(compiled) == 1  # thresholds and batches of one width share a program
-    pair.run(asked[:2])
-    assert len(compiled) == 2  # another rule
-    assert list(pair.stream(asked[:2])) and compiled[-1]["stream"]
-    pair.run(requests(pair.target, max_new_tokens=70)[:2])
-    assert len(compiled) == 4  # a wider buffer
-
-
-def test_the_target_alone_is_one_session(pair, compiled):
+def test_the_target_alone_is_one_session(pair):
     alone = pair.autoregressive
     assert alone is pair.autoregressive and alone.rule_name == "exact"
-    [plain], [drafted] = alone.run(requests(pair.target)[:1]), pair.run(requests(pair.target)[:1])
+    asked = requests(pair.target)[:1]
+    plain, drafted = alone.decode(asked), pair.decode(asked)
     assert plain.tokens == drafted.tokens and plain.metrics.tau == 1.0
-    assert len(compiled) == 2
 
 
 ENTRIES = {
     "prepared": lambda session, asked: session.prepared(asked),
     "decode": lambda session, asked: session.decode(asked),
-    "run": lambda session, asked: session.run(asked),
     "stream": lambda session, asked: list(session.stream(asked)),
     "queue": lambda session, asked: list(session.queue(asked)),
-    "refilled": lambda session, asked: list(session.refilled(asked)),
     "running": lambda session, asked: list(Running(session).stream(asked[0])),
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.serve.queue import Said
+from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.session import Session
 from tests.helpers import slow_but
 from tests.matrix.world import target as target_of
@@ -179,7 +179,8 @@ def told_as_it_is_said() -> list[Any]:
     for event in mj.generate_stream(target, drafter, prompts, **given, **ROOM, **options):
         assert event.index not in found, "nothing comes after a completion"
         if isinstance(event, Said):
-            assert "".join(event.pieces) == event.text and len(event.pieces) == len(event.tokens) <= 4
+            assert "".join(text for _, text in event.pieces) == event.text
+            assert len(event.pieces) == len(event.tokens) <= 4
             texts[event.index] += event.text
             tokens[event.index] += event.tokens
         else:
@@ -198,11 +199,11 @@ def step_by_step() -> list[Any]:
     found = {}
     requests = mj.make_requests(target, prompts, **options)
     for event in Session.of(target, drafter, log_probs=True, **given).stream(requests):
-        assert event.row not in found and event.text == "".join(text for _, text in event.pieces)
+        if isinstance(event, Finished):
+            found[event.index] = event.completion
+            continue
         more = event.text, event.tokens, event.log_probs.log_prob, [kind for kind, _ in event.pieces]
-        said[event.row] = [a + type(a)(b) for a, b in zip(said[event.row], more, strict=True)]
-        if event.completion is not None:
-            found[event.row] = event.completion
+        said[event.index] = [a + type(a)(b) for a, b in zip(said[event.index], more, strict=True)]
     for row, one in found.items():
         assert said[row][:2] == [one.text, one.tokens] and tuple(said[row][3]) == one.log_probs.kind
         np.testing.assert_allclose(said[row][2], one.log_probs.log_prob, atol=1e-5)

@@ -24,10 +24,10 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.quantize import Int4
 from mars_jax.placement import hosts
 from mars_jax.serve import requests as request
-from mars_jax.serve.queue import Queue
-from mars_jax.serve.requests import Completion, Request, StreamEvent
+from mars_jax.serve.queue import Finished, Said
+from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.rows import plain
-from mars_jax.serve.session import Batch, Session, check_finite
+from mars_jax.serve.session import Session, check_finite
 from mars_jax.verify import RuleChoice
 
 CHUNK = 2048
@@ -46,6 +46,7 @@ class Decoding:
         self.seconds = 0.0
         self._job, self._order = job, order
         self._queue = job.session.queue(job.requests, order=order)
+        self._queue.warm_up()
 
     def __iter__(self) -> Iterator[Completion]:
         """Yield the completions. If the whole first batch fails, raise MarsError: others would fail too."""
@@ -69,7 +70,6 @@ class Decoding:
         refining = self._job.refining
         for index, completion in self._queue:
             if refining is not None:
-                assert isinstance(self._queue, Queue)  # `applies` refuses --refine with --draft-device
                 # Training time counts, because the next prompt waits for it.
                 completion = refining.see(completion, self._queue)
             early[index] = completion
@@ -103,14 +103,12 @@ class Job:
         with busy("compiling"):
             return Decoding(self, range(len(self.requests)) if order is None else order)
 
-    def stream(self, batch: Batch) -> Iterator[StreamEvent]:
-        """Compile, and decode one batch step by step."""
+    def stream(self) -> Iterator[Said | Finished]:
+        """Compile, and decode the requests step by step."""
+        queue = self.session.queue(self.requests, telling=True)
         with busy("compiling"):
-            events = batch.session.stream(batch.requests)
-        for event in events:
-            if event.completion is not None:
-                self.finished.append(event.completion)
-            yield event
+            queue.warm_up()
+        return queue.events()
 
     def check_finite(self) -> None:
         """Raise MarsError if prompts failed. Call it after their rows are written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import sys
+import time
 from collections.abc import Iterator
 from statistics import median
 from typing import IO, Any
@@ -17,9 +18,9 @@ from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statist
 from mars_jax.cli.progress import Show, progress, speed
 from mars_jax.core.errors import say
 from mars_jax.core.rule import LoadedRule
-from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
+from mars_jax.serve.queue import Finished, Said
+from mars_jax.serve.requests import Completion, Request, Result, total
 from mars_jax.serve.rows import RowFile, to_line
-from mars_jax.serve.session import Batch
 
 REPEATS = 5
 """Timed runs of each row of the comparison; the table shows their median."""
@@ -27,54 +28,40 @@ REPEATS = 5
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded, one prompt after another. Later prompts of a batch wait for the earlier ones."""
-    printer, completed = TextPrinter(console(out), colours=job.drafts), []
+    printer, completions = TextPrinter(console(out), colours=job.drafts), []
+    events, current = job.stream(), None
+    began = time.perf_counter()
     with progress("prompts", bar=False) as show:
-        for batch in job.session.batches(job.requests):
-            completed.append(_show(job, printer, batch, job.stream(batch), chat=chat))
-            show(sum(map(len, completed)), len(job.requests), "")
-    everyone = [completion for batch in completed for completion in batch]
-    # Rows of a batch share its time.
-    seconds = sum(max(completion.seconds for completion in batch) for batch in completed)
-    _report(job, everyone, seconds, colours=printer.colours)
-
-
-def _show(
-    job: Job,
-    printer: TextPrinter,
-    batch: Batch,
-    events: Iterator[StreamEvent],
-    *,
-    chat: bool,
-) -> list[Completion]:
-    # Print a prompt with its first tokens, so that failed prompts print nothing.
-    current_row, completions = None, []
-    for event in _row_by_row(events):
-        if event.completion is not None and not event.completion.tokens:
+        for event in _one_by_one(events):
+            # Print a prompt with its first tokens, so that failed prompts print nothing.
+            if isinstance(event, Said) and event.index != current:
+                printer.prompt(_text(job, job.requests[event.index]), chat=chat)
+                current = event.index
+            if isinstance(event, Said):
+                for kind, text in event.pieces:
+                    printer.piece(kind, text)
+                continue
+            if event.index == current:
+                printer.end()
             completions.append(event.completion)
-            continue
-        if event.row != current_row:
-            printer.prompt(_text(job, batch.requests[event.row]), chat=chat)
-            current_row = event.row
-        for kind, text in event.pieces:
-            printer.piece(kind, text)
-        if event.completion is not None:
-            printer.end()
-            completions.append(event.completion)
-    if all(completion.finish_reason == "failed" for completion in completions):
-        job.check_finite()  # the next batch would fail as well
-    return completions
+            job.finished.append(event.completion)
+            show(len(completions), len(job.requests), "")
+            failed = all(completion.finish_reason == "failed" for completion in completions)
+            if failed and len(completions) in (job.session.batch_size, len(job.requests)):
+                job.check_finite()  # other prompts would fail as well
+    _report(job, completions, time.perf_counter() - began, colours=printer.colours)
 
 
-def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-    """Yield the events of row 0 as they arrive, then those of row 1, and so on."""
-    waiting: dict[int, list[StreamEvent]] = collections.defaultdict(list)
+def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
+    """Yield the events of prompt 0 as they arrive, then those of prompt 1, and so on."""
+    waiting: dict[int, list[Said | Finished]] = collections.defaultdict(list)
     current = 0
     for event in events:
-        waiting[event.row].append(event)
+        waiting[event.index].append(event)
         while waiting[current]:
             ready = waiting.pop(current)
             yield from ready
-            if ready[-1].completion is None:
+            if isinstance(ready[-1], Said):
                 break
             current += 1
 
@@ -142,10 +129,7 @@ def compare(job: Job, show: Show) -> dict[str, Any]:
     exact = pair.using(LoadedRule(verify.exact()))
     sessions = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
     for session in sessions.values():
-        if len(requests) > session.batch_size:
-            session.queue(requests)
-        else:
-            session.compile(requests)
+        session.warm_up(requests)
     runs: dict[str, list[Result]] = {name: [] for name in sessions}
     for turn in range(REPEATS):
         for place, (name, session) in enumerate(sessions.items()):

@@ -137,13 +137,9 @@ class Decoding:
 
 def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
     """Return the completions and the total seconds they took."""
-    if len(requests) <= pair.batch_size:
-        completions = pair.run(requests)
-        return completions, completions[0].seconds
-    queue = pair.queue(requests)  # triggers any compilation before the clock starts
-    began = time.perf_counter()
-    completions_by_index = dict(queue)
-    return [completions_by_index[i] for i in range(len(requests))], time.perf_counter() - began
+    pair.warm_up(requests)
+    result = pair.decode(requests)
+    return result.completions, result.seconds
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[
         rows = []
         for name, session in sessions.items():
             tick(name)
-            completions = session.run(requests)
+            completions = session.decode(requests).completions
             tokens = [completion.tokens for completion in completions]
             count = sum(map(len, tokens))
             tau = count / sum(completion.metrics.steps for completion in completions)

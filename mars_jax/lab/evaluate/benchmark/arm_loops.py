@@ -13,6 +13,7 @@ from mars_jax.lab.evaluate.benchmark.arm_rows import Recorder, by_task, place_of
 from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import read_json, write_json
+from mars_jax.serve.queue import Said
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.verify import RuleChoice
 
@@ -97,13 +98,10 @@ class Evaluation:
         requests = decoding.requests(prompts, [self._seeds[task, p.id] for p in problems], temperature)
         texts = [{"id": p.id, "prompt": p.turns[0], "arms": {}} for p in problems]
         for arm in arms:
-            first = 0
-            for batch in decoding.session.using(arm.rule).batches(requests):
-                pieces = [[] for _ in batch.requests]
-                for event in batch.session.stream(batch.requests):
-                    pieces[event.row] += event.pieces
-                for text, of_row in zip(texts[first : first + len(pieces)], pieces, strict=True):
-                    text["arms"][arm.name] = of_row
-                first += len(pieces)
+            for text in texts:
+                text["arms"][arm.name] = []
+            for event in decoding.session.using(arm.rule).stream(requests):
+                if isinstance(event, Said):
+                    texts[event.index]["arms"][arm.name] += event.pieces
         self.texts[place] = texts
         write_json(self._folder / TEXTS, self.texts)
