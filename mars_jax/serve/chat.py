@@ -16,7 +16,8 @@ from mars_jax.core.errors import MarsError, check_type
 from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.options import Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
-from mars_jax.serve.requests import Completion, Request, StreamEvent, make_requests
+from mars_jax.serve.queue import Finished, Said
+from mars_jax.serve.requests import Completion, Request, make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
 
@@ -83,7 +84,7 @@ class Chat:
         self.messages: list[Turn] = []
         self.ask = ask
         self._running = running
-        self._last: weakref.ref[Generator[StreamEvent]] | None = None  # the stream of the last turn
+        self._last: weakref.ref[Generator[Said | Finished]] | None = None  # the stream of the last turn
 
     @property
     def read(self) -> int:
@@ -96,11 +97,10 @@ class Chat:
         Raises:
           MarsError: the conversation is full, or as `generate`; the conversation is then unchanged.
         """
-        events = list(self.stream(text))
-        assert events[-1].completion is not None
-        return events[-1].completion
+        [finished] = (event for event in self.stream(text) if isinstance(event, Finished))
+        return finished.completion
 
-    def stream(self, text: str) -> Generator[StreamEvent, None, None]:
+    def stream(self, text: str) -> Generator[Said | Finished, None, None]:
         """Answer as `say` does, and yield the answer step by step.
 
         If the iterator is closed early, the answer is the text so far; without any text the turn is dropped. The next
@@ -128,15 +128,16 @@ class Chat:
             events.close()
 
     def _answered(
-        self, turns: list[Turn], events: Generator[StreamEvent, None, None]
-    ) -> Generator[StreamEvent]:
+        self, turns: list[Turn], events: Generator[Said | Finished, None, None]
+    ) -> Generator[Said | Finished]:
         """Yield the events of a turn, and add it with its answer to the conversation at its end."""
         answer = ""
         try:
             with contextlib.closing(events):
                 for event in events:
-                    answer += event.text
-                    if event.completion is not None:
+                    if isinstance(event, Said):
+                        answer += event.text
+                    else:
                         self._add(turns, answer)
                         answer = ""
                     yield event

@@ -77,6 +77,7 @@ class Queue:
         log_probs: bool = False,
         shared: Shares | None = None,
         telling: bool = False,
+        state: DecodeState | None = None,
     ):
         """
         Args:
@@ -88,14 +89,17 @@ class Queue:
             mesh that divides rows.
           telling: `events` also yields new tokens, which the host reads after every step, on accelerators after every
             fourth.
+          state: rows that have read the first requests; default: new ones.
         """
+        self.state = state
+        """The rows, between two events; None while the device works on them."""
         self._telling, self._log_probs = telling, log_probs
         self._compiling = False
         self.forwards = 0
         order = range(len(prepared.requests)) if order is None else order
         self._waiting = collections.deque(order)
         batch = of_mesh(prepared.target, rows)
-        self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling, loop="queue")
+        self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling)
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
@@ -118,6 +122,7 @@ class Queue:
         while self._going():
             # The device decodes while the host detokenizes the rows that ended before. With stop strings it only runs a
             # few steps.
+            self.state = None
             state, stats, steps = self._advanced(state, stats, early)
             yield from self._completed(ended)
             snapshot = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
@@ -127,6 +132,7 @@ class Queue:
             if stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, stopped & ~finished)
+            self.state = state
             finished |= stopped
             yield from new_texts
             self.forwards += int(np.max(steps))
@@ -246,7 +252,7 @@ class Queue:
         mesh = self._prepared.target.mesh
         if mesh is not None:
             stats = put(stats, state_shardings(stats, mesh))
-        state = self._prepared.start(entries)
+        state = self.state or self._prepared.start(entries)
         return self._refilled(state, stats) if self._shares else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
@@ -258,7 +264,7 @@ class Queue:
         if self._prepared.drafter.steps is not None:  # such rows do not refill
             if self._going() or not self._waiting:
                 return state, stats
-            self._steps = None
+            self._steps = self.state = None
             return self._first()
         if self._shares:
             return self._put(state, stats)

@@ -142,18 +142,6 @@ class Result:
         return sum(map(len, self.tokens)) / max(self.seconds, 1e-9)
 
 
-@dataclasses.dataclass(frozen=True)
-class StreamEvent:
-    """Tokens that one step decided for one prompt."""
-
-    row: int  # index of the prompt
-    text: str  # may lag behind `tokens` inside a multi-byte character
-    pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text); joined they are `text`
-    tokens: tuple[int, ...]
-    log_probs: TokenLogProbs  # of `tokens`
-    completion: Completion | None  # None except in the last event of a row
-
-
 def make_requests(
     target: Pretrained,
     prompts: AnyPrompts,

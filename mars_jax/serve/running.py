@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import jax
 import numpy as np
 
 from mars_jax.core import activity, decode
 from mars_jax.core.decoder import Decoder
-from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
+from mars_jax.core.types import DecodeState, Params, Prompts
 from mars_jax.placement.hosts import fetch
-from mars_jax.serve.events import events
 from mars_jax.serve.prepare import bucket, of_mesh
 from mars_jax.serve.prepared import Prepared
-from mars_jax.serve.requests import Request, StreamEvent
+from mars_jax.serve.queue import Finished, Queue, Said
+from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs
 
@@ -48,7 +46,7 @@ class Running:
         """Number of tokens read for the last prompt, excluding its last token, which the first step reads."""
         self._width = 0
         self._decoder: Decoder | None = None
-        self._state: DecodeState | None = None
+        self._queue: Queue | None = None  # of the last request; it has the state
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
@@ -60,9 +58,9 @@ class Running:
         self._widen(max_length)
         for _ in self.stream(one_token_request):
             pass
-        self._state = None  # discard the token
+        self._queue = None  # discard the token
 
-    def stream(self, request: Request) -> Generator[StreamEvent, None, None]:
+    def stream(self, request: Request) -> Generator[Said | Finished, None, None]:
         """Read the new tokens of the prompt, and decode step by step as the events are consumed.
 
         If the caller stops iterating or closes the iterator, the text ends there, and the state keeps the tokens so
@@ -71,32 +69,25 @@ class Running:
         Raises:
           MarsError: as `mars_jax.generate`.
         """
-        began = time.perf_counter()
-        target = self.session.target
         prepared = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
-        rows = of_mesh(target, 1)
-        prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, loop="stream")
-        state = self._begun(prepared, rows)
-        steps_ahead = decode.look_ahead(state)
-        stats = zero_stats(rows, prepared.decoder.max_depth)
-        steps = self._steps(prepared, state, steps_ahead)
-        finished = fetch(state.done)
-        return self._watched(
-            events(target, [request], steps, stats, finished, ahead=steps_ahead, began=began)
-        )
+        rows = of_mesh(self.session.target, 1)
+        prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, log_probs=True)
+        self._queue = Queue(prepared, rows, telling=True, state=self._begun(prepared, rows))
+        return self._watched(self._queue)
 
     def _widen(self, most: int) -> None:
         """Make room for a text of `most` tokens, or for the model's whole context if that is shorter."""
         context = self.session.target.config.max_positions
         if self._width < min(most, context):
             self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
-            self._state = None
+            self._queue = None
 
     def _begun(self, made: Prepared, rows: int) -> DecodeState:
         """Return the state that has read a request."""
         prompts = made.prompts([0, *[None] * (rows - 1)])
-        state, self._state = self._state, None  # its buffers are donated, even if an error follows
+        state = None if self._queue is None else self._queue.state
+        self._queue = None  # the state's buffers are donated, even if an error follows
         with made.target.on_mesh():
             # After a prompt of a single token, heads must draft without features of the text before it.
             single = len(made.requests[0].prompt_tokens) == 1
@@ -104,23 +95,13 @@ class Running:
                 state = _unread(made.decoder, made.params, prompts)
             state, num_read = decode.extend(made.decoder, made.params, state, prompts)
         self.read = int(fetch(num_read)[0])
-        self._decoder, self._state = made.decoder, state
+        self._decoder = made.decoder
         return state
 
-    def _steps(
-        self, made: Prepared, state: DecodeState, ahead: int
-    ) -> Iterator[tuple[DecodeState, StepInfo]]:
-        """Yield the steps. Keep the state between two steps, because the caller may stop after any of them."""
-        self._state = None
-        for next_state, info in decode.stream(made.decoder, made.params, state, ahead=ahead):
-            self._state = next_state
-            yield next_state, info
-            self._state = None  # the next step donates its buffers
-
-    def _watched(self, told: Iterator[StreamEvent]) -> Generator[StreamEvent, None, None]:
-        for event in told:
-            if event.completion is not None and event.completion.finish_reason == "failed":
-                self._state = None  # its caches are not finite
+    def _watched(self, queue: Queue) -> Generator[Said | Finished, None, None]:
+        for event in queue.events():
+            if isinstance(event, Finished) and event.completion.finish_reason == "failed":
+                queue.state = None  # its caches are not finite
             yield event
 
 

@@ -6,14 +6,13 @@ Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.j
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from typing import Any
 
 import jax
 import numpy as np
 
-from mars_jax.core import activity, decode, refill
+from mars_jax.core import activity, refill
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.sized import needs_costs, with_size, with_step_costs
@@ -28,14 +27,13 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}
 """Costs measured by this process, keyed by everything that they depend on."""
 
 
-def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: str = "queue") -> Prepared:
+def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
     """Return the prepared requests with measured costs of the draft's sizes; unchanged if none are needed.
 
     Args:
       prepared: the requests and their decoder.
       rows: B, a multiple of the mesh's `data`.
       log_probs: whether the loop that will decode them records log-probabilities.
-      loop: "stream" or "queue", the loop that will decode them. The measurement compiles its program.
     """
     if not needs_costs(prepared.drafter):
         return prepared
@@ -46,7 +44,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False, loop: 
     key = (prepared.decoder, rows, prepared.width, kinds, weights, log_probs)
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
-            costs = _measure(prepared, rows, log_probs=log_probs, loop=loop)
+            costs = _measure(prepared, rows, log_probs=log_probs)
         # All processes of a mesh must choose the same sizes, so they share the costs of the first.
         shared = np.frombuffer(hosts.broadcast_bytes(np.asarray(costs, np.float64).tobytes()), np.float64)
         _MEASURED[key] = tuple(shared.tolist())
@@ -58,7 +56,7 @@ def _with_drafter(prepared: Prepared, drafter: Any) -> Prepared:
     return dataclasses.replace(prepared, drafter=drafter, params=params)
 
 
-def _measure(prepared: Prepared, batch: int, *, log_probs: bool, loop: str) -> list[float]:
+def _measure(prepared: Prepared, batch: int, *, log_probs: bool) -> list[float]:
     """Return the seconds of a step of each size, over short prompts."""
     requests = [
         dataclasses.replace(
@@ -77,12 +75,12 @@ def _measure(prepared: Prepared, batch: int, *, log_probs: bool, loop: str) -> l
         for index in range(len(sizes)):
             fixed = _with_drafter(prepared, with_size(prepared.drafter, index))
             fixed = dataclasses.replace(fixed, requests=requests)
-            rounds[index].append(_step_seconds(fixed, entries, log_probs=log_probs, loop=loop))
+            rounds[index].append(_step_seconds(fixed, entries, log_probs=log_probs))
     # The first round compiles.
     return [min(seconds[1:]) for seconds in rounds]
 
 
-def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool, loop: str) -> float:
+def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) -> float:
     """Return the mean seconds of a few steps."""
     decoder, params = prepared.decoder, prepared.params
     state = prepared.start(entries)
@@ -95,12 +93,6 @@ def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool, lo
         state, stats = jax.block_until_ready((state, stats))
         start = time.perf_counter()
         # No row ends, since the limit is the width of the buffer.
-        if loop == "stream":
-            stream = decode.stream(decoder, params, state, ahead=0)
-            for next_state, _ in itertools.islice(stream, STEPS):
-                jax.block_until_ready(next_state)
-            steps = STEPS
-        else:
-            steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
+        steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
         seconds = time.perf_counter() - start
     return seconds / max(int(np.max(hosts.fetch(steps))), 1)

@@ -1,7 +1,6 @@
 """`generate`, compared with PyTorch transformers on the same checkpoint."""
 
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -13,15 +12,10 @@ from mars_jax import contrib, fake, hub, verify
 from mars_jax.cli.generate import job
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.core import decode
 from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
-from mars_jax.serve import events as event_loop
 from mars_jax.serve import prepare as batch
-from mars_jax.serve import running as runnings
-from mars_jax.serve.running import Running
-from mars_jax.serve.session import Session
 from tests.helpers import slow_but
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
@@ -128,43 +122,6 @@ def test_unseeded_samples_differ_and_every_call_repeats_them():
         for seed in ({}, {"seed": [0, 1, 2, 3]})
     )
     assert unseeded == seeded and len({tuple(tokens) for tokens in unseeded}) == 4
-
-
-@pytest.mark.slow
-def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch):
-    """The host fetches the result of a step once `ahead` later steps are dispatched."""
-    options = {"max_new_tokens": [24, 3, 17], "temperature": [0.0, 1.0, 0.7], "ignore_eos": True}
-    [request, *_] = mj.make_requests(target, PROMPTS, **options)
-    given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, runnings.fetch
-
-    def step(*arguments):
-        given.append(arguments)
-        return plain_step(*arguments)
-
-    def fetch(tree):
-        fetched.append(len(given))
-        return plain_fetch(tree)
-
-    monkeypatch.setattr(decode, "jitted_step", step)
-    monkeypatch.setattr(runnings, "fetch", fetch)
-    monkeypatch.setattr(event_loop, "fetch", fetch)
-
-    def events(ahead):
-        monkeypatch.setattr(decode, "look_ahead", lambda state: ahead)
-        session = Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=1)
-        given.clear(), fetched.clear()
-        stream = Running(session).stream(request)
-        # Compare strings, since NaN does not equal NaN as a float.
-        return re.sub(r"seconds=[\d.e-]+", "", repr(list(stream))), len(given)
-
-    plain, steps = events(0)
-    assert plain.count("finish_reason='length'") == 1
-    for ahead in (1, 2, 5):
-        found, taken = events(ahead)
-        assert found == plain
-        assert taken == steps + ahead
-        # One fetch of the first state, one per step, and one more when rows end.
-        assert sorted(set(fetched)) == [0, *range(1 + ahead, steps + ahead + 1)]
 
 
 @pytest.mark.parametrize(

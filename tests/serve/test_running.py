@@ -16,6 +16,7 @@ from mars_jax.core.decode import _extend
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve import running as runnings
+from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
@@ -182,7 +183,8 @@ def scripted_chat():
 
     def stream(request):
         for word in ("one", " two", " three"):
-            yield SimpleNamespace(text=word, completion=request if word == " three" else None)
+            yield Said(0, word, (("exact", word),), (), None)
+        yield Finished(0, request)
 
     target = SimpleNamespace(name="scripted", config=SimpleNamespace(max_positions=1000))
     running = SimpleNamespace(session=SimpleNamespace(target=target), stream=stream)

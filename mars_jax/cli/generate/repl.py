@@ -31,7 +31,8 @@ from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.drafters.registry import definitions
 from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat
-from mars_jax.serve.requests import Completion, Request, StreamEvent
+from mars_jax.serve.queue import Finished, Said
+from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import check_finite
 from mars_jax.verify import rules
@@ -181,10 +182,12 @@ class Talk:
             if self._chat is None:
                 printer.prompt(text, chat=False)
             for event in events:
+                if isinstance(event, Finished):
+                    completion = event.completion
+                    break
                 for kind, piece in event.pieces:
                     printer.piece(kind, piece)
-                completion = event.completion
-                if stop.is_set() and completion is None:
+                if stop.is_set():
                     break
         printer.end()
         if completion is None:
@@ -194,7 +197,7 @@ class Talk:
         self._tell(line_of(completion, drafts=self._job.drafts, read=self.running.read), "dim")
         self._tell_full(completion)
 
-    def _events(self, text: str, row: PromptRow) -> Generator[StreamEvent, None, None]:
+    def _events(self, text: str, row: PromptRow) -> Generator[Said | Finished, None, None]:
         return self.running.stream(self._request(row)) if self._chat is None else self._chat.stream(text)
 
     def _tell_full(self, completion: Completion) -> None:

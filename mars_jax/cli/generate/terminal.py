@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mars_jax.serve.requests import Completion
 
 STYLES = {"exact": "green", "relaxed": "bold yellow", "trusted": "magenta", "corrected": "cyan"}
-"""Styles of the tokens of a `StreamEvent`, by kind."""
+"""Styles of the tokens of a `Said`, by kind."""
 _MEANING = {
     "exact": "drafted, as the target would say",
     "relaxed": "drafted, the target's near tie",
