@@ -204,8 +204,7 @@ OF_DRAFT = [
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
 ]
-"""Flags and keys that only some drafters support, with the property of their definition, and what the
-others lack."""
+"""Flags and keys that only some drafters support: the required property, and the reason shown for other drafters."""
 
 
 class Present:

@@ -65,8 +65,6 @@ class Drafter:
     """Its chains are often all padding. If no row has a draft, a CPU forwards only the root."""
     trusts: bool = False
     """Its trees may have `trusted` nodes, so no rule is lossless with it."""
-    lags: bool = False
-    """Has a cache that `observe` does not fill: `catch_up` reads what steps without a draft left out."""
     resizes: bool = False
     """Drafts chains of any length over one state; see `resized`."""
 
@@ -80,8 +78,13 @@ class Drafter:
         """Name in reports and messages."""
         return f"{type(self).__name__.lower()}({self.max_depth})"
 
+    @property
+    def lags(self) -> bool:
+        """True if it has its own `catch_up`, which reads the tokens of steps without a draft."""
+        return type(self).catch_up is not Drafter.catch_up
+
     def resized(self, length: int) -> Drafter:
-        """Return a drafter that `resizes` with another chain length."""
+        """Return the drafter with another chain length, its field `num_draft_tokens`, if it `resizes`."""
         return dataclasses.replace(self, num_draft_tokens=length)  # pyright: ignore[reportArgumentType]
 
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
@@ -133,7 +136,7 @@ class Drafter:
     def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
         """Return the state after the tokens i32[B, T] from `cached` i32[B] up to `length` i32[B] were committed.
 
-        It is called if a row continues with another text, and after steps without a draft if the drafter `lags`. By
-        default a drafter without `reads` reads the text from the start.
+        A drafter with a cache that `observe` does not fill overrides it. It is called if a row continues with another
+        text, and after steps without a draft. By default a drafter without `reads` reads the text from the start.
         """
         return state if self.reads is not None else self.init(params, tokens, length)

@@ -40,6 +40,13 @@ def check_pair(target: Any, drafter: Any) -> None:
         Drafter,
         "a Drafter, which is the field drafter of what mars_jax.drafters.load gives",
     )
+    try:
+        hash(drafter)
+    except TypeError as error:
+        raise MarsError(
+            f"the drafter '{drafter.name}' cannot be hashed ({error}): make it a dataclass with frozen=True, and its "
+            "fields hashable, such as tuples instead of lists."
+        ) from None
 
 
 def check_params(params: Any) -> None:

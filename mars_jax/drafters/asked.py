@@ -20,13 +20,13 @@ Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, Ste
 class LoadedDrafter(NamedTuple):
     """A drafter with its weights, and the facts about it that matter outside a step."""
 
-    drafter: Drafter  # its functions
+    drafter: Drafter  # its methods and sizes
     params: PyTree  # its weights, which go into `Params.draft`
     # i32[U]; the target's id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
     # prepares a constraint's tables for it.
     draft_ids: Array | None = None
     sizes: Sizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
-    # Replaces `decode.stream` as the loop over the steps of a batch. Rows then do not refill.
+    # Yields the steps of a batch, in place of `refill.advance`. Rows then do not refill.
     steps: Steps | None = None
     max_positions: int | None = None  # the longest context that its weights were trained for
 
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Keyword arguments of every factory with weights."""
+        """Keyword arguments of every drafter with weights."""
         return {"tree": self.tree, "sample": self.sample}
 
     @property

@@ -111,7 +111,7 @@ def load(
     if row.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
             f"'{target.name}' has no config, by which the heads of '{path}' are checked: give Pretrained.from_parts "
-            "one, or make the drafter by its own factory, such as mars_jax.drafters.eagle."
+            "one, or make the drafter by its constructor, such as mars_jax.drafters.eagle."
         )
     if kind == "none" and num_draft_tokens is not None:
         raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")

@@ -41,7 +41,7 @@ class EagleState:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle(ShapedDrafter):
-    """Draft with an EAGLE, EAGLE-2 or EAGLE-3 head of the target.
+    """An EAGLE, EAGLE-2 or EAGLE-3 head of the target.
 
     Its weights are `Params.draft`. It reads the target's embedding, and its unembedding if it has none itself, from
     `Params.target`.
@@ -58,7 +58,8 @@ class Eagle(ShapedDrafter):
 
     config: EagleConfig  # of the head
     target: LanguageModel  # the model that the head was trained for
-    num_draft_tokens: int = 5  # length of the chain; ignored if there is a tree
+    # Length of the chain; ignored if there is a tree.
+    num_draft_tokens: int = dataclasses.field(default=5, compare=False)
     cache_dtype: str = dataclasses.field(default="float32", kw_only=True)  # of the head's keys and values
 
     resizes = True

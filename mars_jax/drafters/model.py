@@ -46,7 +46,7 @@ class ModelState:
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(ShapedDrafter):
-    """Draft with a small model, best with the target's tokenizer.
+    """A small language model, best with the target's tokenizer.
 
     Its weights are `Params.draft`. A sampled draft follows the request's temperature, top-k, top-p and min-p; rows at
     temperature 0 get the greedy draft. Siblings of a tree are drawn without replacement.
@@ -60,14 +60,15 @@ class DraftModel(ShapedDrafter):
     """
 
     model: LanguageModel  # the small model
-    num_draft_tokens: int = 5  # K, the length of the chain; ignored if there is a tree
+    # K, the length of the chain; ignored if there is a tree.
+    num_draft_tokens: int = dataclasses.field(default=5, compare=False)
     # The target's, if checkpoints that share a tokenizer pad it differently: draft logits are cut or padded with -inf
     # to this size. Default: the model's own.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
     # Whether the model's tokenizer differs from the target's, and `Params.draft` is `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
 
-    lags = resizes = True
+    resizes = True
 
     def __post_init__(self):
         check_type("the model", self.model, LanguageModel, "a LanguageModel")

@@ -22,7 +22,7 @@ from mars_jax.drafters.registry import register
 
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
-    """Copy from the text so far.
+    """Copies of the text so far.
 
     The draft continues the latest of the longest earlier matches of the last tokens. A continuation that reaches the
     end of the context wraps around to the match, and so continues a repetition.

@@ -1,4 +1,4 @@
-"""Definitions of drafters by name. The class of a drafter and its registration say what it can draft.
+"""Definitions of drafters by name. A drafter's class and the arguments of `register` define its capabilities.
 
 Flags, lists, messages and checks read the definitions. Drafters of other packages are plugins, as rules are
 (`verify.definition`).
@@ -35,7 +35,7 @@ class DraftDefinition:
     cls: type[Drafter]  # its class
     load: Callable[[Asked], LoadedDrafter]  # makes it with its weights
     help: str  # one sentence without a period
-    path: str = ""  # what its spec includes: PATH, a checkpoint; FILE; or nothing
+    path: str = ""  # placeholder in its spec: PATH for a checkpoint, FILE, or nothing
     head: bool = False  # reads the target's features; checked against the target's config
     static: bool = False  # its trees are static only
     grows: bool = False  # drafts a dynamic tree by default
@@ -86,12 +86,12 @@ class DraftDefinition:
     @property
     def trusts(self) -> bool:
         """True if it accepts some of its drafts without the target, so that no rule is lossless with it."""
-        return self.cls.trusts
+        return self.cls.trusts is True
 
     @property
     def resizes(self) -> bool:
         """True if it drafts chains of any length over one state, so that each step can choose a length."""
-        return self.cls.resizes
+        return self.cls.resizes is True
 
     @property
     def _defaults(self) -> dict[str, Any]:
@@ -136,11 +136,19 @@ def register(
 
     Args:
       name: without a colon.
-      cls: its class.
+      cls: its class. The default of its field `num_draft_tokens` is the usual length of a chain; it drafts trees if it
+        has a field `tree`, and draws its drafts if it has a field `sample`.
       load: makes it with its weights from the arguments of `drafters.load`.
       help: one sentence; default: the first line of the class's docstring.
       **facts: the other fields of `DraftDefinition`.
+
+    Raises:
+      MarsError: another drafter has this name, or the name has a colon.
     """
+    if ":" in name or (name in _DRAFTERS and _DRAFTERS[name].cls.__qualname__ != cls.__qualname__):
+        raise MarsError(
+            f"the name of a drafter is {name}: give one without a colon that no other drafter has."
+        )
     _DRAFTERS[name] = DraftDefinition(name=name, cls=cls, load=load, help=help or summary(cls), **facts)
 
 
@@ -182,7 +190,7 @@ def draft_words(names: Iterable[str] | None = None) -> str:
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
     """
-    *earlier, last = (definition(name).spec for name in names or definitions())
+    *earlier, last = (definition(name).spec for name in (definitions() if names is None else names))
     return f"{', '.join(earlier)} or {last}" if earlier else last
 
 
@@ -218,10 +226,13 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] |
     if not isinstance(spec, str):
         raise MarsError(f"{shown} is of type {type(spec).__name__}: expected {draft_words(among)}.")
     kind, colon, path = spec.partition(":")
-    among = among and list(among)
-    known = kind in among if among else kind in _DRAFTERS or kind in definitions()
+    if among is None:
+        known = kind in _DRAFTERS or kind in definitions()
+    else:
+        among = list(among)
+        known = kind in among
     if not known or bool(definition(kind).path) != bool(path) or (colon and not path):
-        suggestion = did_you_mean(kind, among or definitions())
+        suggestion = did_you_mean(kind, definitions() if among is None else among)
         raise MarsError(f"{shown} is {spec}{suggestion}: expected {draft_words(among)}.")
     check_path(path, shown)
     return DraftSpec(kind, path)

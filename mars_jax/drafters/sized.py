@@ -336,8 +336,6 @@ class SizedDrafter(Drafter):
     lengths: tuple[int, ...]  # of all sizes
     adaptive: bool = False  # stands for all sizes, one of which each step chooses
 
-    lags = True
-
     @property
     def max_depth(self) -> int:
         return self.size.max_depth

@@ -182,7 +182,8 @@ def check_nodes(shown: str, shape: object, nodes: int) -> None:
 class ShapedDrafter(Drafter):
     """A drafter of a chain, a static tree or a dynamic tree."""
 
-    tree: Sequence[int] | Dynamic | None = None  # children per node at each depth; None: a chain
+    # Children per node at each depth; None: a chain.
+    tree: Sequence[int] | Dynamic | None = dataclasses.field(default=None, compare=False)
     sample: bool = False  # whether the draft is drawn, and its true q passed to the rule
     shape: Shape = dataclasses.field(init=False, repr=False)  # of the tree or the chain
 

@@ -381,6 +381,7 @@ class MarsJax(TemplateLM):
             return
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
         queue = self._session.queue(queued, order=longest_first(queued) if self._rows is None else numbers)
+        queue.warm_up()
         began, ended, waiting = time.perf_counter(), {}, iter(numbers)
         tokens = steps = 0
         with progress("prompts") as show:

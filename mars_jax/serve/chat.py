@@ -101,7 +101,7 @@ class Chat:
         return finished.completion
 
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
-        """Answer as `say` does, and yield the answer step by step.
+        """Answer as `say` does, and yield the answer as it is decoded.
 
         If the iterator is closed early, the answer is the text so far; without any text the turn is dropped. The next
         turn, `undo` and `clear` close the iterator.

@@ -6,7 +6,7 @@ Oracle: tests/serve/test_constraints.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -38,11 +38,6 @@ class RequestGuides(NamedTuple):
         return Guides(
             constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
         )
-
-    @property
-    def shapes(self) -> Any:
-        """Shapes of the tables; requests with equal shapes share a compilation."""
-        return tuple(x.shape for x in jax.tree.leaves(self.tables))
 
     def rows(self, own: Sequence[Request]) -> Guides | None:
         """Return `Controls.guides` for the requests of a batch."""

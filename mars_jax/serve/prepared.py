@@ -38,7 +38,7 @@ class Prepared:
     @property
     def draws(self) -> bool:
         """True if any request samples; otherwise the compiled program does not contain sampling."""
-        return draws(self.requests)
+        return any(request.temperature != 0 for request in self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> Prompts:
         """Return the prompts of some requests, as `Decoder.init` takes them. On a mesh divide them over `data`.
@@ -98,11 +98,6 @@ class Prepared:
         prompts = self.prompts(entries)
         with self.target.on_mesh():
             return decode.start(self.decoder, self.params, prompts)
-
-
-def draws(requests: Sequence[Request]) -> bool:
-    """Return whether any request is not greedy."""
-    return any(request.temperature != 0 for request in requests)
 
 
 _FILL = Request(prompt_tokens=(0,), max_new_tokens=0)

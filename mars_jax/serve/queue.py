@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -78,6 +78,8 @@ class Queue:
         shared: Shares | None = None,
         telling: bool = False,
         state: DecodeState | None = None,
+        began: float | None = None,
+        compiling: bool = False,
     ):
         """
         Args:
@@ -90,11 +92,13 @@ class Queue:
           telling: `events` also yields new tokens, which the host reads after every step, on accelerators after every
             fourth.
           state: rows that have read the first requests; default: new ones.
+          began: with `state`, when reading began, for `Completion.seconds`.
+          compiling: continue from the last prompt even if it shares too little to save time; see `warm_up`.
         """
         self.state = state
         """The rows, between two events; None while the device works on them."""
         self._telling, self._log_probs = telling, log_probs
-        self._compiling = False
+        self._began_reading, self._compiling = began, compiling
         self.forwards = 0
         order = range(len(prepared.requests)) if order is None else order
         self._waiting = collections.deque(order)
@@ -112,17 +116,16 @@ class Queue:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion; without `early`, those of the last rows when all of them have ended."""
+        """Yield each completion; if not `early`, those of the last rows together, after all have ended."""
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
-    def events(self, *, early: bool = True) -> Iterator[Said | Finished]:
+    def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
         """Yield new tokens, if the queue is `telling`, and each completion as it ends; `early` as for `finished`."""
         state, stats = self._first()
         ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
         while self._going():
             # The device decodes while the host detokenizes the rows that ended before. With stop strings it only runs a
             # few steps.
-            self.state = None
             state, stats, steps = self._advanced(state, stats, early)
             yield from self._completed(ended)
             snapshot = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
@@ -132,8 +135,9 @@ class Queue:
             if stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, stopped & ~finished)
-            self.state = state
             finished |= stopped
+            # The caches of failed rows may hold NaN.
+            self.state = None if final[2].any() else state
             yield from new_texts
             self.forwards += int(np.max(steps))
             current_time = time.perf_counter()
@@ -142,7 +146,9 @@ class Queue:
                 if index is not None and finished[row]:
                     ended.append((row, index, current_time - self._began[row], final, counters))
                     self._holds[row] = self._texts[row] = None
-            state, stats = self._refilled(state, stats)
+            if self._waiting:
+                self.state = None
+                state, stats = self._refilled(state, stats)
         yield from self._completed(ended)
 
     def warm_up(self) -> None:
@@ -150,41 +156,46 @@ class Queue:
 
         This costs little if they are compiled already. The queue can still be used once.
         """
-        made, rows = self._prepared, len(self._holds)
         # With shared beginnings, give neighbours prompts of different lengths, so that one continues from another.
-        odd = self._shares is Shares.BEGINNINGS
-        short = [
+        continues = self._shares is Shares.BEGINNINGS
+        # Shapes depend on all requests.
+        requests = [
             dataclasses.replace(
                 request,
-                prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2) if odd else request.prompt_tokens[:2],
+                prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2)
+                if continues
+                else request.prompt_tokens[:2],
                 max_new_tokens=1,
             )
-            for i, request in enumerate(made.requests)
+            for i, request in enumerate(self._prepared.requests)
         ]
-        own = Queue(
-            dataclasses.replace(made, requests=short),
+        rows = len(self._holds)
+        queue = Queue(
+            dataclasses.replace(self._prepared, requests=requests),
             rows,
             order=range(min(rows + 1, len(self._waiting))),
             log_probs=self._log_probs,
             shared=self._shares,
             telling=self._telling,
+            compiling=True,
         )
-        own._compiling = True
-        collections.deque(own.events(), maxlen=0)
+        for _ in queue.events():
+            pass
 
     def _advanced(
         self, state: DecodeState, stats: DecodeStats, early: bool
     ) -> tuple[DecodeState, DecodeStats, Array]:
         """Decode until some rows have ended, or for a few steps. Return the number of steps as well."""
-        made = self._prepared
-        with made.target.on_mesh():
-            if made.drafter.steps is not None:
-                self._steps = self._steps or made.drafter.steps(made.decoder, made.params, state)
+        self.state = None  # its buffers are donated
+        prepared = self._prepared
+        with prepared.target.on_mesh():
+            if prepared.drafter.steps is not None:
+                self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
                 state, info = next(self._steps)
                 return state, _counted(stats, info, state.length), jnp.ones(1, jnp.int32)
-            few = early or self._waiting
-            ended = max(1, len(self._holds) // WAIT) if few else len(self._holds)
-            return refill.advance(made.decoder, made.params, state, stats, ended, self._most(state))
+            together = not (early or self._waiting)
+            ended = len(self._holds) if together else max(1, len(self._holds) // WAIT)
+            return refill.advance(prepared.decoder, prepared.params, state, stats, ended, self._most(state))
 
     def draft_with(self, params: PyTree) -> None:
         """Continue with new weights of the drafter, of the same shapes and dtypes, without compiling again.
@@ -206,8 +217,8 @@ class Queue:
         self._began[row] = time.perf_counter()
         self._holds[row] = index = self._waiting.popleft()
         request = self._prepared.requests[index]
-        looks = self._telling or request.stop_strings
-        self._texts[row] = RowText(self._prepared.target, request) if looks else None
+        reads_text = self._telling or request.stop_strings
+        self._texts[row] = RowText(self._prepared.target, request) if reads_text else None
         return index
 
     def _most(self, state: DecodeState) -> int:
@@ -233,6 +244,7 @@ class Queue:
             remaining = text.end() if done[row] else ""
             if not self._telling:
                 continue
+            assert counters.tokens is not None  # recorded for a queue that is `telling`
             log_probs = token_log_probs(counters.tokens, row, start, len(strings))
             pieces = (
                 *zip(log_probs.kind, strings, strict=True),
@@ -252,7 +264,10 @@ class Queue:
         mesh = self._prepared.target.mesh
         if mesh is not None:
             stats = put(stats, state_shardings(stats, mesh))
-        state = self.state or self._prepared.start(entries)
+        if self.state is None:
+            state = self._prepared.start(entries)
+        else:
+            state, self._began = self.state, [self._began_reading or time.perf_counter()] * len(entries)
         return self._refilled(state, stats) if self._shares else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:

@@ -1,4 +1,4 @@
-"""A pair of models with its rule and a record of its compilations: the engine behind every way to generate.
+"""A pair of models and its rule: the engine behind every way to generate.
 
 B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the same checkpoint
 (tests/serve/test_generate.py).
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mars_jax import drafters
 from mars_jax.core import activity
@@ -24,8 +24,6 @@ from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.queue import Finished, Queue, Said, longest_first
 from mars_jax.serve.requests import Completion, Request, Result, total
 from mars_jax.verify import exact
-
-Rule = TypeVar("Rule", bound=AnyRule | None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

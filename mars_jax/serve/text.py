@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from mars_jax.core.metrics import DecodeStats, summarize
+from mars_jax.core.metrics import DecodeStats, TokenRecord, summarize
 from mars_jax.hub.detokenizer import REPLACEMENT, Detokenizer
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
@@ -69,12 +68,12 @@ def _begun(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def token_log_probs(source: Any, row: int, first: int, count: int) -> TokenLogProbs:
-    """Return log-probabilities of `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
+def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> TokenLogProbs:
+    """Return log-probabilities of `count` tokens of a row, from a `TokenRecord` on the host."""
     columns = slice(first, first + count)
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
-    values = {name: tuple(getattr(source, name)[row, columns].tolist()) for name in names}
-    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, columns]))
+    values = {name: tuple(getattr(record, name)[row, columns].tolist()) for name in names}
+    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in record.kind[row, columns]))
 
 
 def complete(

@@ -10,6 +10,7 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.rule import structure
@@ -122,6 +123,11 @@ def test_a_bad_argument_gets_one_sentence(entry, name, change, sentence):
         call(entry, **{name: change})
 
 
+@dataclasses.dataclass
+class Unhashable(Drafter):
+    max_depth: int = 1
+
+
 def test_a_row_named_twice_and_counters_of_other_rows_get_one_sentence():
     with pytest.raises(MarsError, match=r"rows are \[1, 1\]: expected each of 0 to 2 at most once"):
         call("refill", rows=jnp.asarray([1, 1]), **arrays(2))
@@ -134,6 +140,11 @@ def test_a_row_named_twice_and_counters_of_other_rows_get_one_sentence():
     [
         (decode.speculative_decoder, lambda: ("tiny/target", DRAFTERS["ngram"], RULE), "the target is of type str"),
         (decode.speculative_decoder, lambda: (TARGET, "ngram", RULE), "the drafter is of type str: expected a Drafter"),
+        (
+            decode.speculative_decoder,
+            lambda: (TARGET, Unhashable(), RULE),
+            r"the drafter 'unhashable\(1\)' cannot be hashed .*: make it a dataclass with frozen=True",
+        ),
         (DECODER.init, lambda: ({}, prompts_of(1)), r"params is of type dict: expected Params\(target"),
         (DECODER.init, lambda: (NO_WEIGHTS, arrays(1)), r"prompts is of type dict: expected Prompts\(tokens"),
         (DECODER.step, lambda: (state(), NO_WEIGHTS), r"params is of type DecodeState: expected Params\(target"),

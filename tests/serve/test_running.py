@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import shutil
+import time
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, hub, verify
+from mars_jax.core import decode
 from mars_jax.core.decode import _extend
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
@@ -144,6 +146,16 @@ def test_requests_of_all_kinds_take_turns(target):
         completion = list(running.stream(request))[-1].completion
         fresh = afresh(target, running.session.drafter, rule=rule, max_new_tokens=14, **options)
         assert (completion.tokens, completion.text) == (fresh.tokens, fresh.text), options
+
+
+def test_the_seconds_of_a_completion_include_its_prompt(target, monkeypatch):
+    def extend(*arguments, extend=decode.extend):
+        time.sleep(0.2)
+        return extend(*arguments)
+
+    monkeypatch.setattr(decode, "extend", extend)
+    [request] = make_requests(target, "Once upon a time", max_new_tokens=2)
+    assert list(Running(session(target)).stream(request))[-1].completion.seconds > 0.2
 
 
 @pytest.mark.slow

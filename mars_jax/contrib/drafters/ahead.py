@@ -101,7 +101,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
 
 @dataclasses.dataclass(frozen=True)
 class Handed(Drafter):
-    """Propose the state, i32[B, K], which the caller sets."""
+    """A drafter that proposes its state, i32[B, K], which the caller sets."""
 
     max_depth: int  # K
     vocab_size: int  # of the target

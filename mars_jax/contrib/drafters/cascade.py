@@ -60,7 +60,7 @@ class _Round(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Drafter):
-    """Verify drafts with a proxy model, and uncertain tokens with the target.
+    """A drafter whose drafts a proxy model verifies, and the target only where the proxy is unsure.
 
     This is TriSpec (arXiv 2601.23180) with the gate "margin" and a small model as proxy, and VIA-SD (arXiv 2606.12243)
     with the gate "ratio" and as proxy the target without some of its layers, `LanguageModel.with_layers`.
@@ -93,7 +93,6 @@ class Cascade(Drafter):
     gate: str = dataclasses.field(default="margin", kw_only=True)
 
     trusts = True
-    lags = True
 
     def __post_init__(self):
         inner, proxy, most = self.inner, self.proxy, self.num_draft_tokens

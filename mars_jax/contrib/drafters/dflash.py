@@ -62,7 +62,7 @@ class _Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DFlash(ShapedDrafter):
-    """Draft a whole block in one forward of a DFlash or DSpark head.
+    """A DFlash or DSpark head of the target, which drafts a block in one forward.
 
     Its weights are `Params.draft`. If the head has no embedding or unembedding, it reads the target's from
     `Params.target`. A dynamic tree holds the likeliest nodes (DDTree). With a Markov head, whose tokens depend on their
@@ -83,7 +83,8 @@ class DFlash(ShapedDrafter):
 
     config: DFlashConfig  # of the head
     target: LanguageModel  # the model that the head was trained for
-    num_draft_tokens: int | None = None  # length of the chain; None: the block's; ignored if there is a tree
+    # Length of the chain; None: the block's; ignored if there is a tree.
+    num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
     cache_dtype: str = dataclasses.field(default="float32", kw_only=True)  # of the head's keys and values
 
     def __post_init__(self):

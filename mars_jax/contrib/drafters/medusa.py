@@ -35,7 +35,7 @@ from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter, Static
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(ShapedDrafter):
-    """Draft with Medusa heads of the target.
+    """Medusa heads of the target.
 
     Their weights are `Params.draft`. In a tree every node gets the likeliest tokens of the head of the next depth. In a
     sampled draft the true q of a path is the product of its heads' probabilities.
@@ -52,7 +52,8 @@ class Medusa(ShapedDrafter):
 
     config: MedusaConfig  # of the heads
     target: LanguageModel  # the model that the heads were trained for
-    num_draft_tokens: int | None = None  # length of the chain; None: all heads; ignored if there is a tree
+    # Length of the chain; None: all heads; ignored if there is a tree.
+    num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
 
     reads = ()
 

@@ -31,7 +31,7 @@ CORPUS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Replay(Drafter):
-    """Copy from earlier answers, the rows of a file, or from the text so far.
+    """Copies of earlier answers, the rows of a file, or of the text so far.
 
     The draft continues the longest match of the row's suffix, in a corpus of answers or in the row's own tokens. The
     corpus is `Params.draft`, an i32[C] made by `corpus`. Another corpus, such as the last epoch's rollouts, does not

@@ -48,7 +48,7 @@ SINKS, WINDOW = 4, 256
 
 @dataclasses.dataclass(frozen=True)
 class SelfDraft(ShapedDrafter):
-    """Draft with the target's 8-bit weights over a window of the context.
+    """The target with 8-bit weights and a window of its context.
 
     `Params.draft` are weights of the target's structure, such as its 8-bit weights.
 
@@ -61,7 +61,8 @@ class SelfDraft(ShapedDrafter):
     """
 
     model: LanguageModel  # the target, without sliding windows, and with a cache whose leaves are [B, S, ...]
-    num_draft_tokens: int = 5  # length of the chain; ignored if there is a tree
+    # Length of the chain; ignored if there is a tree.
+    num_draft_tokens: int = dataclasses.field(default=5, compare=False)
     # Number of last tokens that the draft sees, in addition to the first `SINKS`.
     window: int = dataclasses.field(default=WINDOW, kw_only=True)
 

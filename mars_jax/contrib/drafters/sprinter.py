@@ -57,7 +57,7 @@ class _Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sprinter(Drafter):
-    """Draft with a small model until its classifier rejects a token.
+    """A small model that drafts until its classifier rejects a token.
 
     Source: SPRINTER (arXiv 2502.04557). The tokens before the rejected one are *trusted*: emitted without verification
     and marked by their kind in `StepInfo`, with the target's regret. The rule verifies the rejected token, and the
@@ -83,7 +83,6 @@ class Sprinter(Drafter):
     sample: bool = dataclasses.field(default=False, kw_only=True)
 
     trusts = True
-    lags = True
 
     def __post_init__(self):
         check_count("num_draft_tokens", self.num_draft_tokens, most=DRAFT_TOKENS)

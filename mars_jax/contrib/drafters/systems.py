@@ -125,7 +125,7 @@ register(
     "trispec",
     Cascade,
     load_trispec,
-    help="A small model drafts, and a proxy vouches for its drafts",
+    help="A small model, and a proxy that vouches for its drafts",
     path="PATH",
     paper="2601.23180",
 )
@@ -133,7 +133,7 @@ register(
     "via_sd",
     Cascade,
     load_via_sd,
-    help="A small model drafts, and the target without some layers vouches for its drafts",
+    help="A small model, and the target without some layers, which vouches for its drafts",
     path="PATH",
     paper="2606.12243",
 )

@@ -35,7 +35,7 @@ from mars_jax.specs import BITS
 class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
-    # Name of its definition, as `eagle`.
+    # Name of the drafter, such as `eagle`.
     kind: str
     # (target's LanguageModel) -> drafter
     make: Callable[[LanguageModel], Drafter]
