@@ -164,5 +164,9 @@ def say(sentence: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, or the error's type if it is empty."""
+    """Return the first line of another library's error message, or the error's type if it is empty.
+
+    >>> first_line(ValueError("..the file is bad.\\nsee above")), first_line(OSError())
+    ('..the file is bad', 'OSError')
+    """
     return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__

@@ -11,6 +11,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import constraints, drafters
 from mars_jax.cli.generate.command import main
+from mars_jax.serve.guides import guides_of
 
 TEXT = "Once upon a time"
 SCHEMA = {
@@ -134,6 +135,12 @@ def test_processed_log_probs_are_those_of_the_constrained_law(target):
 def test_bad_options_get_a_sentence(target, options, sentence):
     with pytest.raises(mj.MarsError, match=sentence):
         mj.generate(target, "ngram", TEXT, **options)
+
+
+def test_spans_need_no_constraint(target):
+    [request] = mj.make_requests(target, "Once upon", relax_in="b...c")
+    guides = guides_of(target, [request])
+    assert guides.span is not None and guides.constraint is None
 
 
 def test_prompts_choose_whether_rules_relax_in_their_constraint():
