@@ -56,11 +56,12 @@ class Eagle(ShapedDrafter):
     7
     """
 
-    config: EagleConfig  # of the head
+    config: EagleConfig  # configuration of the head
     target: LanguageModel  # the model that the head was trained for
     # Length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)  # of the head's keys and values
+    # Dtype of the head's keys and values.
+    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
 
     resizes = True
 

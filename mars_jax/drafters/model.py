@@ -65,7 +65,7 @@ class DraftModel(ShapedDrafter):
     # The target's, if checkpoints that share a tokenizer pad it differently: draft logits are cut or padded with -inf
     # to this size. Default: the model's own.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
-    # Whether the model's tokenizer differs from the target's, and `Params.draft` is `shared_tokens.Shared`.
+    # True if the model's tokenizer differs from the target's; `Params.draft` is then `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
 
     resizes = True

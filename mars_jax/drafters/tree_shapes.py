@@ -184,8 +184,9 @@ class ShapedDrafter(Drafter):
 
     # Children per node at each depth; None: a chain.
     tree: Sequence[int] | Dynamic | None = dataclasses.field(default=None, compare=False)
-    sample: bool = False  # whether the draft is drawn, and its true q passed to the rule
-    shape: Shape = dataclasses.field(init=False, repr=False)  # of the tree or the chain
+    sample: bool = False  # draw the draft, and pass its true q to the rule
+    # Derived from the tree, or from the chain's length.
+    shape: Shape = dataclasses.field(init=False, repr=False)
 
     stops = True
 

@@ -59,7 +59,7 @@ class Said(NamedTuple):
     text: str  # may lag behind `tokens` inside a multi-byte character
     pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text) by token; joined they are `text`
     tokens: tuple[int, ...]
-    log_probs: TokenLogProbs  # of `tokens`
+    log_probs: TokenLogProbs  # one entry per token
 
 
 class Queue:
@@ -107,10 +107,11 @@ class Queue:
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
-        self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None  # of a drafter with its own steps
+        # Iterator of a drafter that makes its own steps.
+        self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * batch  # request by row
         self._began = [0.0] * batch
-        self._texts: list[RowText | None] = [None] * batch  # of rows whose text is read before they end
+        self._texts: list[RowText | None] = [None] * batch  # set for rows whose text is read before they end
 
     def __iter__(self) -> Iterator[Finished]:
         return self.finished()

@@ -47,7 +47,7 @@ class Running:
         """Number of tokens read for the last prompt, excluding its last token, which the first step reads."""
         self._width = 0
         self._decoder: Decoder | None = None
-        self._queue: Queue | None = None  # of the last request; it has the state
+        self._queue: Queue | None = None  # decodes the last request and keeps the state
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:

@@ -81,11 +81,12 @@ class DFlash(ShapedDrafter):
     7
     """
 
-    config: DFlashConfig  # of the head
+    config: DFlashConfig  # configuration of the head
     target: LanguageModel  # the model that the head was trained for
     # Length of the chain; None: the block's; ignored if there is a tree.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
-    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)  # of the head's keys and values
+    # Dtype of the head's keys and values.
+    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
 
     def __post_init__(self):
         config = self.config

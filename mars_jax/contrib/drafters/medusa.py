@@ -50,7 +50,7 @@ class Medusa(ShapedDrafter):
     5
     """
 
-    config: MedusaConfig  # of the heads
+    config: MedusaConfig  # configuration of the heads
     target: LanguageModel  # the model that the heads were trained for
     # Length of the chain; None: all heads; ignored if there is a tree.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
