@@ -14,6 +14,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.guide import DEAD, Guide, Guides, _mask, _mask_by_words, narrowed
+from mars_jax.core.tree import chain
 from mars_jax.core.types import Params
 from tests.helpers import begin, broken_after, logits_after, ragged, rule_oracles, slow_but
 from tests.helpers.constrained import DRAFTERS, PIECES, STOP, TARGET, VOCAB, VOCABULARY, text_of
@@ -71,6 +72,25 @@ def greedy_by_hand(index, limit):
 @pytest.fixture(scope="module")
 def by_hand():
     return [greedy_by_hand(i, 40) for i in range(4)]
+
+
+def test_after_a_forced_token_that_was_not_drafted_only_forced_tokens_follow():
+    _, params, state = start(drafters.none(), verify.exact(), ("1?-c-[ab]",))
+    guide = state.controls.guides.constraint
+    guide = Guide(
+        tables=params.guides.constraint,
+        group=guide.group,
+        state=guide.start,
+        stop_tokens=jnp.asarray([[STOP]]),
+    )
+    one, a, c, dash = (PIECES.index(text) for text in (b"1", b"a", b"c", b"-"))
+    for drafted, wanted in (
+        ([one, dash, c, dash, a], [one, dash, c, dash, a]),
+        ([one, a, c, dash, a], [one, dash, c, dash, -1]),
+        ([dash, c, a, a, a], [dash, c, dash, -1, -1]),
+    ):
+        tree = chain(jnp.asarray([[0, *drafted]], jnp.int32))
+        assert guide.steered(tree, fill=True).tokens[0, 1:].tolist() == wanted
 
 
 @pytest.mark.parametrize("name", slow_but(DRAFTERS, "dynamic tree"))

@@ -126,6 +126,14 @@ def test_a_copy_counts_as_its_match_is_long():
     assert seen == {0, 1, 2}
 
 
+def test_a_trial_needs_a_draft():
+    """After the pause, a row whose drafter found nothing is not tried; a row with a draft is."""
+    params = SizedParams((), jnp.asarray([1.0, 1.001]), jnp.int32(-1))
+    state = dataclasses.replace(state_of([0.0], [90.0]), idle=jnp.asarray([PAUSE]))
+    for expected, size in ((0.0, 0), (0.3, 1)):
+        assert int(best_size(params, (0, 4), state, jnp.asarray([True]), jnp.asarray([expected]))) == size
+
+
 @pytest.mark.slow
 def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]

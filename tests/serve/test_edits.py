@@ -40,3 +40,12 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
     flags += f" --json --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
     assert main([*flags.split(), TEXT]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == want
+
+
+def test_any_number_of_biases_takes_effect():
+    target = mj.load("tiny/draft")
+    decode = {"max_new_tokens": 24, "ignore_eos": True}
+    free = mj.generate(target, "none", TEXT, **decode).tokens[0]
+    banned = list(dict.fromkeys(free))[:9]
+    found = mj.generate(target, "none", TEXT, banned_tokens=banned, **decode).tokens[0]
+    assert len(banned) == 9 and not set(found) & set(banned)

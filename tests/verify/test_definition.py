@@ -32,6 +32,15 @@ def test_a_rule_describes_itself(name):
     assert all(setting.help for setting in rule.settings.values())
 
 
+@pytest.mark.parametrize("name", rules())
+def test_values_to_try_are_in_range_and_in_order(name):
+    for setting in rules()[name].settings.values():
+        ranges = [setting.ranges] if isinstance(setting.ranges, Range) else setting.ranges.values()
+        for limits in ranges:
+            assert all(value in limits for value in limits.grid)
+            assert list(limits.grid) in (sorted(set(limits.grid)), sorted(set(limits.grid), reverse=True))
+
+
 def test_rules_are_named_after_their_class_and_base():
     for name, row in rules().items():
         if "weights" in row.needs or name == "simulated":  # its name includes its tau

@@ -15,7 +15,7 @@ from mars_jax.core.rule import LoadedRule, Rule, decide, structure
 from mars_jax.core.tree import chain
 from mars_jax.serve.prepare import _check_rule
 from mars_jax.serve.requests import Request
-from mars_jax.verify.own import find
+from mars_jax.verify.own import find, is_own
 
 EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
 
@@ -24,6 +24,13 @@ EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1
 class Raises(Rule):
     def __call__(self, evidence):
         raise ZeroDivisionError("no entropy")
+
+
+@pytest.mark.parametrize("spec", ["C:/rules/gates.py:entropy_gate", "a:b/gates.py:entropy_gate"])
+def test_the_name_of_a_rule_follows_the_last_colon(spec):
+    assert is_own(spec)
+    with pytest.raises(MarsError, match=r"gates\.py"):
+        find(spec)
 
 
 def test_the_original_exception_of_a_rule_stays_reachable():
