@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax.core import sampling as sampling
     from mars_jax.core import tree as tree
     from mars_jax.core import types as types
-    from mars_jax.core.compilations import enable_compilation_cache as enable_compilation_cache
     from mars_jax.core.controls import make_controls as make_controls
     from mars_jax.core.decode import run as run
     from mars_jax.core.decode import stream as stream
@@ -28,8 +27,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax.core.decoder import speculative_decoder as speculative_decoder
     from mars_jax.core.drafter import Drafter as Drafter
     from mars_jax.core.edits import make_edits as make_edits
-    from mars_jax.core.errors import MarsError as MarsError
-    from mars_jax.core.errors import MarsWarning as MarsWarning
     from mars_jax.core.metrics import Metrics as Metrics
     from mars_jax.core.metrics import summarize as summarize
     from mars_jax.core.types import Controls as Controls
@@ -46,7 +43,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax.core.visible import Visible as Visible
     from mars_jax.hub import load as load
     from mars_jax.hub.pretrained import Pretrained as Pretrained
-    from mars_jax.placement import shardings as _shardings
+    from mars_jax.models import shardings as _shardings
     from mars_jax.serve.chat import Chat as Chat
     from mars_jax.serve.generation import generate as generate
     from mars_jax.serve.generation import generate_iter as generate_iter
@@ -56,6 +53,9 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax.serve.requests import Request as Request
     from mars_jax.serve.requests import Result as Result
     from mars_jax.serve.requests import make_requests as make_requests
+    from mars_jax.utils.compilations import enable_compilation_cache as enable_compilation_cache
+    from mars_jax.utils.errors import MarsError as MarsError
+    from mars_jax.utils.errors import MarsWarning as MarsWarning
 
     sharding = _shardings
 
@@ -73,8 +73,8 @@ _HOME = {
     "ForwardOutput": "core.types",
     "KVCache": "core.types",
     "LanguageModel": "core.types",
-    "MarsError": "core.errors",
-    "MarsWarning": "core.errors",
+    "MarsError": "utils.errors",
+    "MarsWarning": "utils.errors",
     "Metrics": "core.metrics",
     "Params": "core.types",
     "Prompts": "core.types",
@@ -84,7 +84,7 @@ _HOME = {
     "StepInfo": "core.types",
     "Verdict": "core.types",
     "Visible": "core.visible",
-    "enable_compilation_cache": "core.compilations",
+    "enable_compilation_cache": "utils.compilations",
     "generate": "serve.generation",
     "generate_iter": "serve.generation",
     "generate_stream": "serve.generation",
@@ -109,7 +109,7 @@ _MODULES = {
     "models": "models",
     "refill": "core.refill",
     "sampling": "core.sampling",
-    "sharding": "placement.shardings",
+    "sharding": "models.shardings",
     "tree": "core.tree",
     "integrations": "integrations",
     "contrib": "contrib",

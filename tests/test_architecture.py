@@ -14,11 +14,11 @@ ROOT = Path(__file__).parent.parent
 
 # The library, bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
-    "core assets",
-    "specs",
+    "utils assets",
+    "mesh specs",
+    "core",
     "constraints",
     "models",
-    "placement",
     "verify hub",
     "drafters",
     "serve",

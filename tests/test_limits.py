@@ -22,14 +22,14 @@ from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.cli.program import PATHS
 from mars_jax.contrib.drafters.medusa_files import load_medusa
-from mars_jax.core import limits
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import from_json
 from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.heads.eagle_files import from_head_json
 from mars_jax.lab.evaluate.tasks import datasets
 from mars_jax.models.config import ModelConfig
+from mars_jax.utils import limits
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import choose, rules
 
 TARGET = Path(str(assets.path("tiny/target")))
@@ -332,7 +332,7 @@ MEASURED = """
 import json, pathlib, sys, tempfile, time
 import tokenizers, transformers
 import mars_jax as mj
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from tests.helpers.chat_templates import HOSTILE
 from mars_jax.drafters.tree_shapes import Dynamic
 from tests.test_limits import SIZES

@@ -16,10 +16,10 @@ import pytest
 import mars_jax as mj
 from mars_jax import assets, hub
 from mars_jax.core import fake
-from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.hub.tokenizer import read_plain, read_tokenizer
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.utils.errors import MarsError, MarsWarning
 from tests.helpers.checkpoint_files import message
 
 TEXTS = (

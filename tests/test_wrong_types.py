@@ -17,10 +17,10 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import fake, refill
-from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import zero_stats
 from mars_jax.serve.options import Options
 from mars_jax.serve.session import Session
+from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message
 
 MODEL, RULE, DRAFTER = fake.hash_model(vocab_size=11), mj.verify.mars(0.9), mj.drafters.ngram(4)

@@ -9,7 +9,7 @@ from typing import IO
 
 from mars_jax import __version__
 from mars_jax.cli.program import Parser, program
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.utils.errors import MarsError, did_you_mean
 
 COMMANDS = {
     "generate": "continue prompts by speculative decoding",

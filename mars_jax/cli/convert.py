@@ -12,7 +12,7 @@ from mars_jax import specs
 from mars_jax.cli import signals
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.core.errors import say
+from mars_jax.utils.errors import say
 
 _DESCRIPTION = """\
 Convert a checkpoint once to the dtype to decode with, so that it loads without casting.

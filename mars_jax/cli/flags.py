@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mars_jax import assets, specs
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import DraftSpec, drafters_that
 from mars_jax.specs.models import default_draft
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 
 MESH_HELP = (

@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import jax
 
-from mars_jax.core.errors import MarsError
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
+from mars_jax.utils.errors import MarsError
 
 
 @contextlib.contextmanager

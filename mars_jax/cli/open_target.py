@@ -9,15 +9,15 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from mars_jax import hub
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import DraftSpec
 from mars_jax.drafters.shared_tokens import shared_tokens
 from mars_jax.hub.converted import is_converted
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.mesh import hosts
 from mars_jax.models import ModelConfig
-from mars_jax.placement import hosts
-from mars_jax.placement.shardings import parse_mesh, whole
+from mars_jax.models.shardings import parse_mesh, whole
+from mars_jax.utils.errors import MarsError
 
 
 def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:

@@ -10,8 +10,8 @@ from typing import IO
 
 from mars_jax.cli.model_list import print_columns
 from mars_jax.cli.program import Parser, command
-from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.specs.models import LOADS, MODELS, Pair, pairs
+from mars_jax.utils.errors import MarsError, did_you_mean
 
 _DESCRIPTION = """\
 Say which published heads and small models can draft for a target, the one to try first

@@ -19,9 +19,9 @@ from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
-from mars_jax.core import user_code
-from mars_jax.core.errors import MarsError, MarsWarning, did_you_mean, say, unwritable
-from mars_jax.core.home import check_path
+from mars_jax.utils import user_code
+from mars_jax.utils.errors import MarsError, MarsWarning, did_you_mean, say, unwritable
+from mars_jax.utils.paths import check_path
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -176,7 +176,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
     with heartbeat():
         code = _program(run, argv)
     if code and "jax" in sys.modules:
-        from mars_jax.placement import hosts
+        from mars_jax.mesh import hosts
 
         hosts.leave(code)
     return code
@@ -192,7 +192,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
                 run(argv, out)
             except (RuntimeError, AssertionError):
                 if "jax" in sys.modules:
-                    from mars_jax.placement import hosts
+                    from mars_jax.mesh import hosts
 
                     hosts.check_devices()
                 raise
@@ -257,7 +257,7 @@ def keep_compilations() -> None:
 
     JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
     """
-    from mars_jax.core.compilations import enable_compilation_cache
+    from mars_jax.utils.compilations import enable_compilation_cache
 
     with contextlib.suppress(MarsError):  # a user without a home
         enable_compilation_cache()

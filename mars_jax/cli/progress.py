@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from mars_jax.core import activity
+from mars_jax.utils import activity
 
 Show = Callable[[int, int | None, str], None]
 """Function that reports progress: (number done, total if known, more text)."""

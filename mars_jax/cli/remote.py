@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from mars_jax.core.errors import MarsError, first_line
+from mars_jax.utils.errors import MarsError, first_line
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -10,10 +10,10 @@ from typing import IO, Any
 
 from mars_jax import specs
 from mars_jax.cli.flags import flag_of
-from mars_jax.core.errors import MarsError
-from mars_jax.core.user_code import load_function
 from mars_jax.drafters.registry import definitions
 from mars_jax.specs import Setting
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.user_code import load_function
 from mars_jax.verify import NEEDS, Given, RuleChoice, choose, find, is_own, rules, split
 
 OWN = "FILE.py:NAME or package.module:NAME"

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mars_jax.core.errors import printable
+from mars_jax.utils.errors import printable
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mars_jax.constraints.nodes import Budget, Chars, Either, Node, Ranges, Repeat, Sequence, TooLarge
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000

@@ -17,9 +17,9 @@ from mars_jax.constraints.pattern import parse
 from mars_jax.constraints.schema import parsed, schema_automaton, too_deep
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError, check_type, short_repr
-from mars_jax.core.limits import JSON_BYTES
-from mars_jax.core.reading import read_text
+from mars_jax.utils.errors import MarsError, check_type, short_repr
+from mars_jax.utils.limits import JSON_BYTES
+from mars_jax.utils.paths import read_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
-from mars_jax.core.errors import MarsError, short_repr
+from mars_jax.utils.errors import MarsError, short_repr
 
 MOST_PIECES = 150_000
 """Maximum pieces of a constraint under construction: parts of a schema or pattern, and states before minimisation."""

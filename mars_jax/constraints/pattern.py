@@ -27,7 +27,7 @@ from mars_jax.constraints.nodes import (
     complement,
     ranges_of,
 )
-from mars_jax.core.errors import MarsError, short_repr
+from mars_jax.utils.errors import MarsError, short_repr
 
 _parser: Any = importlib.import_module("re._parser")
 _REFUSED = {

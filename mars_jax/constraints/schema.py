@@ -35,7 +35,7 @@ from mars_jax.constraints.nodes import (
     text,
 )
 from mars_jax.constraints.pattern import parse
-from mars_jax.core.errors import MarsError, short_repr
+from mars_jax.utils.errors import MarsError, short_repr
 
 DEEPEST = 24
 """Maximum depth of nested schemas. A recursive schema exceeds every limit."""

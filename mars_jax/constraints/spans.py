@@ -14,7 +14,7 @@ import numpy as np
 from mars_jax.constraints.automaton import FIRST, Automaton
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError, check_text, check_type
+from mars_jax.utils.errors import MarsError, check_text, check_type
 
 NAMED = {
     "think": ("<think>", "</think>"),

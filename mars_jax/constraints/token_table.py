@@ -16,7 +16,7 @@ import numpy as np
 from mars_jax.constraints.automaton import DEAD, FIRST, Automaton, living
 from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 NO_TOKEN = -1
 """Equal to `core.types.NO_TOKEN`, repeated because that module imports jax, which checking flags does not need."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mars_jax.core.user_code import load_function
+from mars_jax.utils.user_code import load_function
 
 # {public name: "module:name"}; imported on first use, as rules are.
 _HOME = {

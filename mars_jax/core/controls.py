@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from mars_jax.core.errors import MarsError, check_count, short_repr
-from mars_jax.core.limits import BATCH_ROWS
-from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.core.types import NO_TOKEN, Controls
+from mars_jax.utils.errors import MarsError, check_count, short_repr
+from mars_jax.utils.limits import BATCH_ROWS
+from mars_jax.utils.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 
 _LIMIT = Setting(
     name="limit",

@@ -19,9 +19,6 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.controls import pad_controls
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.emit import emit
-from mars_jax.core.errors import MarsError, check_count
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.given import (
     begun,
     check_asked,
@@ -34,12 +31,13 @@ from mars_jax.core.given import (
     other_decoder,
     rows_of,
 )
-from mars_jax.core.mesh import by_rows
 from mars_jax.core.pick import leading
 from mars_jax.core.prefill import chunk_of, observing, prefill
-from mars_jax.core.rule import Rule, for_rows, structure
-from mars_jax.core.step import commit, judge, propose, score, step_keys
+from mars_jax.core.rule import Evidence, Rule, for_rows, structure
+from mars_jax.core.step import commit, emit, judge, propose, score, step_keys
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
+from mars_jax.mesh.axes import by_rows
+from mars_jax.utils.errors import MarsError, check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +193,18 @@ class Decoder:
             emitted, info = emit(
                 state, tree, verdict, scores.raw, scores.logits, trusted, nodes.ended(verdict)
             )
-        parts = {"draft": draft, "rule": rule, "guides": nodes.after(verdict, state)}
-        return commit(self.target, state, emitted, tree, verdict, cache=scores.output.cache, **parts), info
+        next_state = commit(
+            self.target,
+            state,
+            emitted,
+            tree,
+            verdict,
+            cache=scores.output.cache,
+            draft=draft,
+            rule=rule,
+            guides=nodes.after(verdict, state),
+        )
+        return next_state, info
 
     def _read(self, params: Params, prompts: Prompts) -> DecodeState:
         batch, buffer = prompts.tokens.shape

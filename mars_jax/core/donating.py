@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 from jax.core import Tracer
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,11 +20,11 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.controls import one_per_row
-from mars_jax.core.errors import MarsError, check_count, check_type, short_repr
-from mars_jax.core.limits import BATCH_ROWS
-from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
+from mars_jax.utils.errors import MarsError, check_count, check_type, short_repr
+from mars_jax.utils.limits import BATCH_ROWS
+from mars_jax.utils.settings import LARGEST_FLOAT, LARGEST_INT
 
 
 def make_edits(

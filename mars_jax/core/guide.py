@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import map_devices, vocabulary_axes
 from mars_jax.core.pick import pick
 from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Guides, Params, Verdict
+from mars_jax.mesh.axes import map_devices, vocabulary_axes
+from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1
 BITS = 32

@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError, check_type, short_repr
 from mars_jax.core.pick import append
 from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
+from mars_jax.utils.errors import MarsError, check_type, short_repr
 
 COUNTERS = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
 """Counters of `DecodeStats`, which `Metrics` sums over rows."""

@@ -17,13 +17,13 @@ from jax import Array, lax
 from mars_jax.core.decode import check_given, check_number, ready
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.donating import donating
-from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.given import check_places, rows_of
-from mars_jax.core.mesh import by_rows, over_rows
 from mars_jax.core.metrics import DecodeStats, accumulate
 from mars_jax.core.metrics import zero_stats as zero_stats
 from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
+from mars_jax.mesh.axes import by_rows, over_rows
+from mars_jax.utils.errors import MarsError, check_type
 
 
 def _check(decoder: Any, params: Any, state: Any, stats: Any, ended: Any = 1, most: Any = 1) -> None:

@@ -1,14 +1,15 @@
-"""Temperature, top-k, top-p and min-p as pure functions on logits, and sampling with one uniform per node.
+"""Sampling: temperature, top-k, top-p and min-p on logits, one uniform per node, and log-probabilities of tokens.
 
-Drafters and verifiers call the same functions, so that q is processed exactly as p is. B batch, N nodes,
-V vocabulary. Oracles: the transformers warpers and the sorting reference in tests/core/test_sampling.py.
+Drafters and verifiers call the same functions, so that q is processed exactly as p is. B batch, N nodes, P nodes of a
+path, V vocabulary. Oracles: the transformers warpers and the sorting reference in tests/core/test_sampling.py, and
+teacher forcing by transformers (tests/serve).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jax import Array
 
 import kernels_pallas
 from kernels_pallas import TopK, sharded_top_k
-from mars_jax.core.mesh import over_vocabulary
+from mars_jax.core.sums import total
 from mars_jax.core.types import Controls, DraftTree
+from mars_jax.mesh.axes import over_vocabulary
 
 T = TypeVar("T")
 
@@ -345,3 +347,57 @@ def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
     cumulative_at_index = jnp.take_along_axis(cumulative, index[..., None], axis=-1)[..., 0]
     weight_at_index = jnp.take_along_axis(weights, index[..., None], axis=-1)[..., 0]
     return index, cumulative_at_index - weight_at_index
+
+
+class LogProbs(NamedTuple):
+    """Three log-probabilities in nats, f32[B, P] each; see `types.StepInfo`."""
+
+    log_prob: Array
+    temperature_log_prob: Array
+    processed_log_prob: Array
+
+
+def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) -> LogProbs:
+    """Compute the three log-probabilities of one token at each node.
+
+    Args:
+      logits: f32[B, P, V]; raw target logits.
+      tokens: i32[B, P]; negative ids count as token 0.
+      controls: of the rows.
+      lossless: whether the rule is lossless. If not, `processed_log_prob` is NaN except in strict rows.
+
+    >>> from mars_jax.core.controls import make_controls
+    >>> z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25]]]))
+    >>> controls = make_controls(1, limit=8, temperature=1.0, top_k=1)
+    >>> [round(float(x[0, 0]), 4) for x in log_probs(z, jnp.asarray([[0]]), controls, True)]
+    [-0.6931, -0.6931, 0.0]
+    """
+    z = logits.astype(jnp.float32)
+    nodes = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    tokens = jnp.maximum(tokens, 0)
+
+    def of_token(z: Array) -> Array:
+        top = jnp.max(z, axis=-1)
+        # Sum each shard locally, then join them with one psum: halving a sharded vocabulary would exchange its halves
+        # between devices that may run different numbers of steps.
+        sums = over_vocabulary(
+            lambda axes, part: jax.lax.psum(total(part), axes), total, jnp.exp(z - top[..., None])
+        )
+        return at_tokens(z, nodes, tokens) - top - jnp.log(sums)
+
+    # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
+    scaled = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]
+    processed = of_token(process(z, controls))
+    if not lossless:
+        processed = jnp.where(controls.strict[:, None], processed, jnp.nan)
+    return LogProbs(of_token(z), of_token(scaled), processed)
+
+
+def entropy(logits: Array) -> Array:
+    """Compute the entropy of softmax(logits) in nats: [..., V] -> f32[...].
+
+    >>> round(float(entropy(jnp.zeros((4,)))), 4)
+    1.3863
+    """
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.sum(jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0), axis=-1)

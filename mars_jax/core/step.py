@@ -1,7 +1,7 @@
-"""The five parts of a step: propose, score, judge, emit, commit. `Decoder.step` runs them in order.
+"""The parts of a step: propose, score, judge, emit, commit. `Decoder.step` runs them in order.
 
-All are pure functions; `emit` has its own module. B batch, N nodes, D depth, V vocabulary. Oracle: greedy
-autoregression of the same model, token for token (tests/core/test_decode.py).
+All are pure functions. B batch, N nodes, D depth, T token buffer, V vocabulary. Oracles: greedy autoregression of the
+same model, token for token (tests/core/test_decode.py), and the cut node by node in Python (tests/core/test_cut.py).
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.core.conditions import Conditions, Nodes
-from mars_jax.core.cut import cut
+from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import in_rows
-from mars_jax.core.rule import decide
-from mars_jax.core.tree import chain, visible
-from mars_jax.core.trusted import judged
+from mars_jax.core.pick import append, in_rows, leading, pick
+from mars_jax.core.rule import Evidence, decide, impossible
+from mars_jax.core.sampling import at_tokens, log_probs, sample
+from mars_jax.core.tree import chain, gather_path, said, visible
+from mars_jax.core.trusted import judge_after_trusted
 from mars_jax.core.types import (
+    CORRECTED,
+    EXACT,
+    NO_KIND,
     NO_TOKEN,
+    RELAXED,
+    TRUSTED,
+    Controls,
     DecodeState,
     DraftTree,
     ForwardOutput,
     LanguageModel,
     Params,
     PyTree,
+    StepInfo,
     Verdict,
 )
 
@@ -153,11 +160,133 @@ def judge(
         if tree.trusted is None:
             verdict, rule = decide(state.rule, evidence)
         else:
-            verdict, rule, trusted = judged(state.rule, evidence)
+            verdict, rule, trusted = judge_after_trusted(state.rule, evidence)
         # A lossless rule never accepts a token of probability 0, so only lossy rules need the cut.
         if nodes.forbid and not state.rule.lossless:
             verdict = cut(verdict, evidence)
         return verdict, rule, trusted
+
+
+def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """Truncate the verdict at the first `impossible` node, and draw the next token there from the target.
+
+    So bans and constraints hold under any rule, including randomized and user-written ones, and a step still adds a
+    token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules produce
+    neither.
+    """
+    accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
+    # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
+    wrong = pick(impossible(evidence), verdict.path[:, 1:]) & (place[:, :-1] < accepted[:, None])
+    num_accepted = jnp.minimum(leading(~wrong), accepted)
+    last = pick(verdict.path, num_accepted[:, None])  # i32[B, 1]
+    # Draws are keyed by position, so this is the token that autoregression would draw there.
+    target_token = sample(
+        evidence.keys, pick(evidence.positions, last), gather_path(evidence.logits, last), evidence.controls
+    )[:, 0]
+    # A rule may choose a next token that the request forbids; the logits of the last node show it.
+    is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
+    return dataclasses.replace(
+        verdict,
+        path=jnp.where(place <= num_accepted[:, None], verdict.path, last),
+        num_accepted=num_accepted,
+        next_token=jnp.where((num_accepted < accepted) | is_forbidden, target_token, verdict.next_token),
+        relaxed=verdict.relaxed & (place[:, :-1] < num_accepted[:, None]),
+    )
+
+
+def emit(
+    state: DecodeState,
+    tree: DraftTree,
+    verdict: Verdict,
+    logits: Array,
+    decided: Array,
+    trusted: Array | None = None,
+    ended: Array | None = None,
+) -> tuple[DecodeState, StepInfo]:
+    """Append the accepted path and `next_token`, cut at the first stop token and at the limit.
+
+    Args:
+      state: before the step.
+      tree: the draft.
+      verdict: of the rule.
+      logits: f32[B, N, V]; raw target logits.
+      decided: f32[B, N, V]; target logits with edits and constraints, which the rule has judged.
+      trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
+      ended: bool[B]; the row's constraint allows no token after the path. None without a constraint.
+
+    Returns:
+      The state with the new tokens (its cache, draft and rule unchanged), and the `StepInfo`.
+    """
+    buffer = state.tokens.shape[1]
+    # Entry d of `emitted` is the token after d accepted ones: D drafted tokens and `next_token` make D + 1.
+    place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
+    emitted = said(tree, verdict)
+
+    # Broken weights give a non-finite top logit. Stop the row instead of emitting token 0. Non-finite logits off the
+    # accepted path are harmless: no decision depends on them.
+    top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
+    broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
+    if state.controls.edits is not None:  # edits may ban every token
+        top_decided = gather_path(jnp.max(decided, axis=-1), verdict.path)
+        all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
+        broken |= (all_banned if ended is None else all_banned & ~ended) & ~state.done
+
+    # Never write past the end of the buffer, even if the limit is larger.
+    room = jnp.minimum(state.controls.limit, buffer) - state.length
+    count, stops = _count_emitted(verdict, emitted, state.controls, place, room)
+    if ended is not None:  # the constraint allows no `next_token`
+        count = jnp.where(ended, jnp.minimum(count, verdict.num_accepted), count)
+    count = jnp.where(state.done | broken, 0, count)
+    written = place < count[:, None]
+    tokens = append(state.tokens, state.length, emitted, count)
+    length = state.length + count
+
+    lossless = state.rule.lossless and trusted is None
+    # Node d of the path predicts entry d: its row of logits is p(. | the text before that token).
+    emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
+    logprobs = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)
+    if decided is not logits:
+        # Edits and constraints change the sampling distribution; the other log-probabilities stay those of the model.
+        sampled_from = log_probs(gather_path(decided, verdict.path), emitted, state.controls, lossless)
+        logprobs = logprobs._replace(processed_log_prob=sampled_from.processed_log_prob)
+    info = StepInfo(
+        verdict=verdict,
+        emitted=jnp.where(written, emitted, NO_TOKEN),
+        num_emitted=count,
+        num_proposed=jnp.sum(tree.tokens[:, 1:] != NO_TOKEN, axis=1, dtype=jnp.int32),
+        kind=jnp.where(written, _kinds(verdict, place, trusted), NO_KIND),
+        regret=jnp.where(written, top - emitted_logit, 0.0),
+        **{name: jnp.where(written, value, 0.0) for name, value in logprobs._asdict().items()},
+    )
+    done = state.done | broken | jnp.any(stops & written, axis=1)
+    done |= length >= jnp.minimum(state.controls.limit, buffer)
+    if ended is not None:
+        done |= ended
+    next_state = dataclasses.replace(
+        state, tokens=tokens, length=length, done=done, failed=state.failed | broken
+    )
+    return next_state, info
+
+
+def _count_emitted(
+    verdict: Verdict, emitted: Array, controls: Controls, place: Array, room: Array
+) -> tuple[Array, Array]:
+    """Return the number of tokens to emit, i32[B], and which of them are stop tokens, bool[B, D + 1]."""
+    # `next_token` is entry `num_accepted`; later entries are padding.
+    stops = is_stop(emitted, controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
+    # Emit the stop token too (`place + 1`); D + 1 without a stop token.
+    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
+    return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops
+
+
+def _kinds(verdict: Verdict, place: Array, trusted: Array | None) -> Array:
+    """Return i32[B, D + 1]: TRUSTED, then EXACT or RELAXED on the path, CORRECTED after it."""
+    # Edge d of the D edges leads to entry d; the last entry has no edge, so it can only be CORRECTED.
+    relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
+    drafted = jnp.where(relaxed, RELAXED, EXACT).astype(jnp.int32)
+    if trusted is not None:
+        drafted = jnp.where(place < trusted[:, None], TRUSTED, drafted)
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, CORRECTED)
 
 
 def commit(
@@ -166,7 +295,11 @@ def commit(
     emitted: DecodeState,
     tree: DraftTree,
     verdict: Verdict,
-    **parts: PyTree,
+    *,
+    cache: PyTree,
+    draft: PyTree,
+    rule: PyTree,
+    guides: PyTree,
 ) -> DecodeState:
     """Return the state after a step.
 
@@ -175,12 +308,13 @@ def commit(
       state: before the step.
       emitted: from `emit`, with the new tokens.
       tree, verdict: of the step.
-      **parts: `cache` after the forward, and `draft`, `rule` and `guides` after the verdict.
+      cache: after the forward.
+      draft, rule, guides: after the verdict.
     """
     with jax.named_scope("commit"):
         # Node i of a chain is at depth i, so its row is already in place.
         if not tree.is_chain:
-            parts["cache"] = target.commit(parts["cache"], state.length - 1, verdict.path)
+            cache = target.commit(cache, state.length - 1, verdict.path)
     # Rows that are done still run the step; their rule state must not change.
-    parts["rule"] = in_rows(state.done, state.rule, parts["rule"])
-    return dataclasses.replace(emitted, **parts)
+    rule = in_rows(state.done, state.rule, rule)
+    return dataclasses.replace(emitted, cache=cache, draft=draft, rule=rule, guides=guides)

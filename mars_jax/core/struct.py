@@ -15,7 +15,7 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 import jax
 
-from mars_jax.core.settings import Range, Setting
+from mars_jax.utils.settings import Range, Setting
 
 T = TypeVar("T")
 _ANY = Range("a number")

@@ -15,16 +15,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.controls import is_stop
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import leading, pick
-from mars_jax.core.rule import check_array, decide, user_errors
+from mars_jax.core.rule import Evidence, check_array, decide, user_errors
 from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
+from mars_jax.utils.errors import MarsError
 
 
-def count_of(evidence: Evidence, rule: Any) -> Array:
+def count_trusted(evidence: Evidence, rule: Any) -> Array:
     """Count the trusted tokens to accept, i32[B].
 
     It is 0 in strict rows and during the rule's `exact_prefix`. Trust is a prefix of the draft: it ends before the
@@ -43,7 +42,7 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
     return jnp.where(evidence.controls.strict | (strict > 0), 0, leading(trusted[:, 1:]))
 
 
-def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
+def judge_after_trusted(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
     """Apply a rule after the trusted tokens, and return (verdict on the whole draft, rule, number of trusted i32[B]).
 
     Raises:
@@ -52,8 +51,8 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
     tree = evidence.tree
     if not tree.is_chain:
         raise MarsError("a draft with trusted tokens is a tree: trust tokens of chains only.")
-    count = count_of(evidence, rule)
-    verdict, rule = decide(rule, _shifted(evidence, count))
+    count = count_trusted(evidence, rule)
+    verdict, rule = decide(rule, _after_trusted(evidence, count))
     if type(verdict) is not Verdict:
         raise MarsError(
             f"the rule returns a {type(verdict).__name__}, whose extra arrays cannot be shifted past trusted tokens: "
@@ -68,7 +67,7 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
     return dataclasses.replace(verdict, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
 
 
-def _shifted(evidence: Evidence, count: Array) -> Evidence:
+def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     """Shift the evidence so that the last trusted node becomes the root."""
     tree = evidence.tree
     # i32[B, N]: node i of the shifted tree is node i + count. Counts differ between rows, so shapes stay unchanged and

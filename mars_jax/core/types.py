@@ -15,8 +15,8 @@ from jax import Array
 from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
 from mars_jax.core.cache import KVCache as KVCache
-from mars_jax.core.errors import MarsError
 from mars_jax.core.visible import Visible as Visible
+from mars_jax.utils.errors import MarsError
 
 PyTree = Any
 
@@ -199,7 +199,7 @@ class StepInfo:
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify
-    >>> from mars_jax.core.emit import emit
+    >>> from mars_jax.core.step import emit
     >>> from mars_jax.core.given import begun
     >>> from mars_jax.core.tree import chain
     >>> tokens, length, rule = jnp.asarray([[3, 1, 4, 0, 0, 0]]), jnp.asarray([3]), verify.for_rows(verify.exact(), 1)

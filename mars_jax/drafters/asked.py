@@ -12,7 +12,7 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import DecodeState, LanguageModel, Params, PyTree, StepInfo
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.placement.shardings import place
+from mars_jax.models.shardings import place
 
 Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, StepInfo]]]
 

@@ -12,7 +12,6 @@ from jax import Array
 
 from mars_jax import specs
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.core.types import PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.registry import HEAD_EMBED, drafters_that, parse_draft
@@ -20,6 +19,7 @@ from mars_jax.drafters.sized import sized
 from mars_jax.drafters.tree_shapes import Dynamic, checked_tree, parse_tree
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
+from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
 
 AnyDrafter = LoadedDrafter | Drafter | str
 """A drafter as `mars_jax.generate` accepts it: a spec, or a drafter with or without weights."""

@@ -19,7 +19,6 @@ from jax import Array
 from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.tree import gather_path, last_token, said
 from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
@@ -29,6 +28,7 @@ from mars_jax.drafters.registry import register
 from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.utils.errors import MarsError
 
 
 @struct.dataclass(kw_only=True)

@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import check_count, check_switch, check_type
 from mars_jax.core.pick import pick
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.tree import last_token
@@ -31,8 +30,9 @@ from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.shared_tokens import shared_tokens, translated
 from mars_jax.drafters.tree_shapes import ShapedDrafter
+from mars_jax.mesh import hosts
 from mars_jax.models.heads import widen
-from mars_jax.placement import hosts
+from mars_jax.utils.errors import check_count, check_switch, check_type
 
 
 @struct.dataclass(kw_only=True)

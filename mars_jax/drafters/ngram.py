@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.errors import MarsError, check_count, short_repr
-from mars_jax.core.limits import DRAFT_TOKENS, NGRAM_TOKENS
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.registry import register
+from mars_jax.utils.errors import MarsError, check_count, short_repr
+from mars_jax.utils.limits import DRAFT_TOKENS, NGRAM_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError, did_you_mean
-from mars_jax.core.home import check_path
-from mars_jax.core.plugins import load_plugins
-from mars_jax.core.user_code import summary
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.tree_shapes import Dynamic
+from mars_jax.utils.errors import MarsError, did_you_mean
+from mars_jax.utils.paths import check_path
+from mars_jax.utils.plugins import load_plugins
+from mars_jax.utils.user_code import summary
 
 MIXTURE_LENGTH = 3
 """Length of a chain for a mixture of experts. Different nodes read different experts: with 128 experts and 8 per token,

@@ -18,9 +18,9 @@ import numpy as np
 from jax import Array
 
 from mars_jax.constraints.vocabulary import Vocabulary, vocabulary
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, ForwardOutput, LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained, differing_tokens
+from mars_jax.utils.errors import MarsError
 
 FEWEST = 100
 """Minimum number of shared tokens. Byte-level vocabularies share at least the 256 single bytes; with fewer tokens a

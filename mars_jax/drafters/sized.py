@@ -23,7 +23,6 @@ from mars_jax.core import struct
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.step import propose, step_keys
 from mars_jax.core.types import (
     NO_KIND,
@@ -39,6 +38,7 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.none import none
+from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1 about the last twenty steps count, some 60 tokens."""

@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError, check_count, check_switch, did_you_mean, short_repr
-from mars_jax.core.limits import DRAFT_TOKENS, TREE_NODES
+from mars_jax.utils.errors import MarsError, check_count, check_switch, did_you_mean, short_repr
+from mars_jax.utils.limits import DRAFT_TOKENS, TREE_NODES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from mars_jax.core.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS, TEMPLATE_SIZE
+from mars_jax.utils.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS, TEMPLATE_SIZE
 
 _NUMBER_BITS = 1 << 16
 """Largest size of an integer in bits. The time of a product grows with the square of it."""

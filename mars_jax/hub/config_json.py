@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.limits import JSON_BYTES
-from mars_jax.core.reading import read_text
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope_config import read_rope, write_scaling
 from mars_jax.hub.values import count, given, of_its_kind, token_ids
 from mars_jax.models.config import ModelConfig, check_parts
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import JSON_BYTES
+from mars_jax.utils.paths import read_text
 
 _ACTIVATIONS = {
     "silu": "silu",

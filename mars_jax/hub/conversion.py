@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError
-from mars_jax.core.home import expanded
 from mars_jax.hub.config_json import read_json, to_json, write_json
 from mars_jax.hub.converted import FIELDS, MANIFEST, WEIGHTS, file_name, is_converted
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
@@ -23,6 +21,8 @@ from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
 from mars_jax.hub.stream import HostArray
 from mars_jax.hub.tokenizer import read_tokenizer
 from mars_jax.models.weights import leaves
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.paths import expanded
 
 
 def convert(

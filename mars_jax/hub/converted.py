@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.stream import BITS
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import FORMS, Leaf
 from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.utils.errors import MarsError, first_line
 
 MANIFEST = "conversion.json"
 """The file that is written last: a directory without it is not a conversion."""

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mars_jax.core.errors import MarsError, unwritable
+from mars_jax.utils.errors import MarsError, unwritable
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.rope_config import read_rope
 from mars_jax.hub.values import count
 from mars_jax.models.config import ModelConfig, Rope
+from mars_jax.utils.errors import MarsError
 
 _KINDS = {True: "sliding_attention", False: "full_attention"}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import assets
-from mars_jax.core import activity
-from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.specs.models import MODELS, ModelRow, named
+from mars_jax.utils import activity
+from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
 """Files that a checkpoint needs in addition to its weights: configs, index, tokenizer and chat template."""

@@ -17,14 +17,14 @@ import ml_dtypes
 import numpy as np
 
 from mars_jax import assets
-from mars_jax.core.errors import MarsError, did_you_mean, first_line
-from mars_jax.core.home import expanded
-from mars_jax.core.limits import INDEX_BYTES, JSON_BYTES, SHARDS
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.versions import check_version, version_of
 from mars_jax.specs.models import MODELS, named
+from mars_jax.utils.errors import MarsError, did_you_mean, first_line
+from mars_jax.utils.limits import INDEX_BYTES, JSON_BYTES, SHARDS
+from mars_jax.utils.paths import expanded
 
 _DTYPES = {
     "F64": np.float64,

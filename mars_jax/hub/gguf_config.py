@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import from_json
 from mars_jax.hub.gguf_file import GGUFFile
 from mars_jax.hub.rope_config import read_rope, yarn_attention_factor
 from mars_jax.hub.values import of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
+from mars_jax.utils.errors import MarsError
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.limits import GGUF_HEADER_BYTES
 from mars_jax.hub.versions import Version, cached_by_version, check_version, version_of
+from mars_jax.utils.errors import MarsError, first_line
+from mars_jax.utils.limits import GGUF_HEADER_BYTES
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """`struct` codes of the number types in the metadata."""

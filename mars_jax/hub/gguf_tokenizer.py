@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.limits import TOKEN_BYTES
 from mars_jax.hub.gguf_file import GGUFFile
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import TOKEN_BYTES
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)

@@ -14,8 +14,6 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from mars_jax import assets, specs
-from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
-from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.config_json import read_directory
@@ -27,12 +25,14 @@ from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.scaled_files import scaled
 from mars_jax.hub.stream import HostArray, read_array, to_params
+from mars_jax.mesh import hosts
+from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
+from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
-from mars_jax.placement import hosts
-from mars_jax.placement.shardings import params_shardings
+from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
 
 # Buffers in old exports that follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
@@ -106,7 +106,7 @@ def load(
         Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized). Matrices that such a GGUF file stores
         in more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
-        Explicit, or a string such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then shards the
+        Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
       shardings: tree of `jax.sharding.Sharding` with the structure of params, for a custom placement; default: derived
         from the mesh, or JAX's default device without one. Each process reads the parts for its own devices.

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.values import of_its_kind
+from mars_jax.utils.errors import MarsError
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)

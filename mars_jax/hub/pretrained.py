@@ -15,20 +15,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.conversation import Turn as Turn
-from mars_jax.core.conversation import as_conversation, as_turns
-from mars_jax.core.errors import (
-    MarsError,
-    check_count,
-    check_switch,
-    check_text,
-    check_type,
-    first_line,
-    short_repr,
-    warn,
-)
-from mars_jax.core.limits import PREFIXES, PROMPT_BYTES
 from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.hub.conversation import Turn as Turn
+from mars_jax.hub.conversation import as_conversation, as_turns
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
     TOKENIZER_FILES,
@@ -39,6 +28,17 @@ from mars_jax.hub.tokenizer import (
 )
 from mars_jax.models.config import ModelConfig
 from mars_jax.specs.models import template_of
+from mars_jax.utils.errors import (
+    MarsError,
+    check_count,
+    check_switch,
+    check_text,
+    check_type,
+    first_line,
+    short_repr,
+    warn,
+)
+from mars_jax.utils.limits import PREFIXES, PROMPT_BYTES
 
 
 class OwnConfig(NamedTuple):

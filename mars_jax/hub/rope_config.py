@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.values import count
 from mars_jax.models.config import Rope
+from mars_jax.utils.errors import MarsError
 
 
 def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:

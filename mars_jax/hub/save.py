@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.home import check_path
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json, write_json
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized
 from mars_jax.models.weights import Weight, get, weights
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.paths import check_path
 
 
 def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray]:

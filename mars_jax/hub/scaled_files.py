@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.packed_files import OF_ACTIVATIONS, group_weights
+from mars_jax.utils.errors import MarsError
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.home import check_path
 from mars_jax.core.types import KEY_IMPL, DecodeState, PyTree
 from mars_jax.hub.durable import writing
+from mars_jax.utils.errors import MarsError, first_line
+from mars_jax.utils.paths import check_path
 
 
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:

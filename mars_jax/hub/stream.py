@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
 from mars_jax.models.quantize import (
     FORMS,
@@ -23,6 +22,7 @@ from mars_jax.models.quantize import (
     quantize,
     quantize_4,
 )
+from mars_jax.utils.errors import MarsError
 
 BLOCK = 8 << 20
 """Size in bytes of a block of rows."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.limits import TOKENIZER_BYTES
-from mars_jax.core.reading import open_file
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import gguf_parts, is_gguf, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.versions import cached_by_version
+from mars_jax.utils.errors import MarsError, first_line
+from mars_jax.utils.limits import TOKENIZER_BYTES
+from mars_jax.utils.paths import open_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """Every directory with a tokenizer contains at least one of these files."""

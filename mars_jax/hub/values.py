@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 
 def given(data: dict[str, Any], key: str, default: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 Result = TypeVar("Result")
 

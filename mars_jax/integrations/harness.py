@@ -27,15 +27,15 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.output_file import fingerprints, recorded
 from mars_jax.cli.progress import progress, speed
-from mars_jax.core.conversation import as_conversation
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.chat_template import bounded_templates
+from mars_jax.hub.conversation import as_conversation
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.rows import RowFile, plain
+from mars_jax.utils.errors import MarsError
 
 try:
     from lm_eval import utils

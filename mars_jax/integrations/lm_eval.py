@@ -11,7 +11,7 @@ from typing import Any
 from mars_jax import __version__
 from mars_jax.cli.flags import PART_HELP
 from mars_jax.cli.program import Parser, program
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 _DESCRIPTION = """\
 Run lm-evaluation-harness with a draft and a rule. With --model mars_jax, --model_args takes flags of

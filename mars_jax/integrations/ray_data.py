@@ -9,8 +9,8 @@ from typing import Any
 
 from mars_jax import drafters, generate, load
 from mars_jax import verify as rules
-from mars_jax.core.errors import MarsError
 from mars_jax.serve.prepare import AnyRule
+from mars_jax.utils.errors import MarsError
 
 try:
     import pyarrow

@@ -30,19 +30,19 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import name_axes
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations import bridge
+from mars_jax.mesh.axes import name_axes
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.config import Rope
-from mars_jax.placement.shardings import params_shardings
+from mars_jax.models.shardings import params_shardings
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, bucket, loaded_rule, prepared
 from mars_jax.serve.queue import Queue, Shares
 from mars_jax.serve.requests import Request, total
+from mars_jax.utils.errors import MarsError
 
 if TYPE_CHECKING:
     MarsRollout: Any

@@ -17,10 +17,10 @@ import jax
 from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.host_flags import joined
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.durable import write_whole
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
+from mars_jax.utils.errors import MarsError
 
 SETTINGS, ROWS = "settings.json", "rows.jsonl"
 

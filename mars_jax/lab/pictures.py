@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import rules
 
 # The colours of Okabe and Ito (2008), which are distinguishable with any kind of colour vision.

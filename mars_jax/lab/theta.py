@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mars_jax.cli.rule_flags import is_number
-from mars_jax.core.errors import MarsError
-from mars_jax.core.home import check_path
-from mars_jax.core.limits import JSON_BYTES
-from mars_jax.core.reading import read_text
 from mars_jax.drafters.tree_shapes import Dynamic
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import JSON_BYTES
+from mars_jax.utils.paths import check_path, read_text
 from mars_jax.verify import Given, RuleChoice, choose, is_own, not_in
 
 FORMAT = "mars-jax theta 3"

@@ -22,8 +22,9 @@ from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import (
+from mars_jax.core.sums import total
+from mars_jax.core.types import Visible
+from mars_jax.mesh.axes import (
     axes_here,
     current,
     device_kind,
@@ -33,9 +34,8 @@ from mars_jax.core.mesh import (
     on_gpu,
     on_tpu,
 )
-from mars_jax.core.sums import total
-from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
+from mars_jax.utils.errors import MarsError
 
 BLOCK = 128
 """Slots per block on a CPU: small enough that a block stays in its caches."""

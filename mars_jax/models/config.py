@@ -9,8 +9,8 @@ import dataclasses
 import math
 import numbers
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 
 ROPE_KINDS = ("none", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")

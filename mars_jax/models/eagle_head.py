@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
+from mars_jax.mesh.axes import hold_whole
 from mars_jax.models.attention import attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead, layers_like
@@ -29,6 +28,7 @@ from mars_jax.models.layers import dense, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
 from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight, layer_rows
+from mars_jax.utils.errors import MarsError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,15 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import cache as kv_cache
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import map_devices, vocabulary_axes
 from mars_jax.core.types import KVCache, LanguageModel, Params, PyTree
+from mars_jax.mesh.axes import map_devices, vocabulary_axes
 from mars_jax.models import layers
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import Weight, build_rows, random_rows
+from mars_jax.utils.errors import MarsError
 
 Axes = Mapping[str, tuple[str | None, ...]]
-"""Logical axes of weights by the last name of their paths; see `placement.shardings`."""
+"""Logical axes of weights by the last name of their paths; see `models.shardings`."""
 
 
 class HeadConfig:

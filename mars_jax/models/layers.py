@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.mosaic import int4
 from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
-from mars_jax.core import mesh
 from mars_jax.core.sums import total
+from mars_jax.mesh import axes as mesh
 from mars_jax.models.quantize import Int4, Int8, Quantized
 
 ACTIVATIONS = {

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.mosaic.experts import dense_by_expert_int8
 from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
-from mars_jax.core.mesh import expert_axes, map_devices
+from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
 from mars_jax.models.quantize import Int8
 

@@ -17,8 +17,8 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError
 from mars_jax.models.weights import Weight
+from mars_jax.utils.errors import MarsError
 
 GROUPS = (128, 64, 32)
 """Sizes of 4-bit groups: the first that divides the inputs of a matrix is used. Larger groups take fewer bytes, and

@@ -16,15 +16,15 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import cache as kv_cache
-from mars_jax.core.errors import MarsError, short_repr
-from mars_jax.core.mesh import alone, devices_of, hold_whole, in_order, map_devices, on_tpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
+from mars_jax.mesh.axes import alone, devices_of, hold_whole, in_order, map_devices, on_tpu
 from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
 from mars_jax.models.rope import Rope, angles, rotate
+from mars_jax.utils.errors import MarsError, short_repr
 
 RING_ROWS = 256
 """Minimum rows per device for which a prompt's chunk goes around a ring. With fewer, loading the weights for each piece

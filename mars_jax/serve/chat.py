@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 from mars_jax import drafters
-from mars_jax.core.errors import MarsError, check_type
 from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.options import Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
@@ -20,6 +19,7 @@ from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request, make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
+from mars_jax.utils.errors import MarsError, check_type
 
 Ask = Callable[[Sequence[Turn]], Request]
 """Function from a conversation to the request for its next turn."""

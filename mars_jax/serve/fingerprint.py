@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mars_jax.hub import gguf_config
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
-from mars_jax.placement.hosts import fetch
+from mars_jax.mesh.hosts import fetch
 
 ROWS = 16
 """Rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""

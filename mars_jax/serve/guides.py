@@ -15,12 +15,12 @@ from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, joined
 from mars_jax.constraints.spans import state_after
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import Guides
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.placement.hosts import put
+from mars_jax.mesh.hosts import put
 from mars_jax.serve.requests import Request
+from mars_jax.utils.errors import MarsError
 
 
 class RequestGuides(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mars_jax.core.prefill import WIDE_CHUNK
-from mars_jax.placement.shardings import state_shardings
+from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import of_mesh
 from mars_jax.serve.prepared import Prepared
 

@@ -14,17 +14,17 @@ import jax
 from mars_jax import drafters
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import narrowed
-from mars_jax.core.mesh import size_of
 from mars_jax.core.rule import LoadedRule, Rule, structure, user_errors
 from mars_jax.core.types import DecodeState, Params
 from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.mesh.axes import size_of
 from mars_jax.serve.guides import guides_of, placed
 from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Request, check_request
 from mars_jax.serve.sizes import with_costs
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
 
 AnyRule = Rule | LoadedRule

@@ -16,8 +16,8 @@ from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.rule import LoadedRule, for_rows, take_rows
 from mars_jax.core.types import NO_TOKEN, DecodeState, Params, Prompts, keys_from_seeds
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.placement.hosts import put
-from mars_jax.placement.shardings import state_shardings
+from mars_jax.mesh.axes import state_shardings
+from mars_jax.mesh.hosts import put
 from mars_jax.serve.guides import RequestGuides
 from mars_jax.serve.requests import Request
 

@@ -20,12 +20,11 @@ from jax import Array
 
 from mars_jax.core import decode, refill
 from mars_jax.core.given import NO_ROW
-from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
 from mars_jax.core.types import DecodeState, PyTree, StepInfo
-from mars_jax.placement.hosts import fetch, put
-from mars_jax.placement.shardings import state_shardings
+from mars_jax.mesh.axes import size_of, state_shardings
+from mars_jax.mesh.hosts import fetch, put
 from mars_jax.serve.prepare import of_mesh
 from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Completion, Request, TokenLogProbs

@@ -14,7 +14,10 @@ from mars_jax import constraints, specs
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.edits import bias_of
-from mars_jax.core.errors import (
+from mars_jax.core.metrics import Metrics
+from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
+from mars_jax.serve.options import Options
+from mars_jax.utils.errors import (
     MarsError,
     check_count,
     check_switch,
@@ -23,10 +26,7 @@ from mars_jax.core.errors import (
     did_you_mean,
     short_repr,
 )
-from mars_jax.core.limits import SAMPLES
-from mars_jax.core.metrics import Metrics
-from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
-from mars_jax.serve.options import Options
+from mars_jax.utils.limits import SAMPLES
 from mars_jax.verify import rules
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import __version__
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.durable import write_whole
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
 from mars_jax.serve.fingerprint import digest
+from mars_jax.utils.errors import MarsError
 
 Row = dict[str, Any]
 

@@ -14,16 +14,17 @@ from collections.abc import Generator
 import jax
 import numpy as np
 
-from mars_jax.core import activity, decode
+from mars_jax.core import decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.types import DecodeState, Params, Prompts
-from mars_jax.placement.hosts import fetch
+from mars_jax.mesh.hosts import fetch
 from mars_jax.serve.prepare import bucket, of_mesh
 from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.queue import Finished, Queue, Said
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs
+from mars_jax.utils import activity
 
 WIDTH = 4096
 """Initial size of the token buffer, limited by the model's context. A longer text compiles again; a larger initial size

@@ -13,9 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mars_jax import drafters
-from mars_jax.core import activity
-from mars_jax.core.errors import MarsError, check_count, check_switch, warn
-from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.rule import LoadedRule, structure, take_rows
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.memory import default_rows
@@ -23,6 +20,9 @@ from mars_jax.serve.prepare import AnyRule, loaded_rule, prepared
 from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.queue import Finished, Queue, Said, longest_first
 from mars_jax.serve.requests import Completion, Request, Result, total
+from mars_jax.utils import activity
+from mars_jax.utils.errors import MarsError, check_count, check_switch, warn
+from mars_jax.utils.limits import BATCH_ROWS
 from mars_jax.verify import exact
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax.core import activity, refill
+from mars_jax.core import refill
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.sized import needs_costs, with_size, with_step_costs
-from mars_jax.placement import hosts
-from mars_jax.placement.shardings import state_shardings
+from mars_jax.mesh import hosts
+from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepared import Prepared
+from mars_jax.utils import activity
 
 STEPS, ROUNDS = 4, 3
 """Steps of each size in a round. The fastest round counts: other load on the machine only adds time."""

@@ -8,9 +8,9 @@ Oracle: tests/test_specs.py.
 
 from collections.abc import Sequence
 
-from mars_jax.core.errors import MarsError, short_repr
-from mars_jax.core.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
-from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.utils.errors import MarsError, short_repr
+from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
+from mars_jax.utils.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 
 STORED_DTYPES = ("float32", "bfloat16", "int8")
 """Dtypes of keys and values, and of weights in a conversion."""

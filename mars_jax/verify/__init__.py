@@ -1,12 +1,11 @@
 """The rules: frozen pytrees `rule(evidence) -> (verdict, rule)`; see docs/rules.md."""
 
 from kernels_pallas import MARGINS
-from mars_jax.core.evidence import Evidence, evidence, node_stats
-from mars_jax.core.logprobs import entropy
-from mars_jax.core.rule import LoadedRule, Rule, for_rows
-from mars_jax.core.settings import Range
+from mars_jax.core.rule import Evidence, LoadedRule, Rule, evidence, for_rows, node_stats
+from mars_jax.core.sampling import entropy
 from mars_jax.core.struct import setting
 from mars_jax.core.tree import at_parent
+from mars_jax.utils.settings import Range
 from mars_jax.verify.adaptive import Adaptive, adaptive
 from mars_jax.verify.choice import Given, RuleChoice, choose, not_in
 from mars_jax.verify.definition import NEEDS, Definition, register, rules

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError, did_you_mean
-from mars_jax.core.settings import Setting
+from mars_jax.utils.errors import MarsError, did_you_mean
+from mars_jax.utils.settings import Setting
 from mars_jax.verify.definition import Definition, rules
 from mars_jax.verify.own import find, is_own
 

@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mars_jax.core.errors import MarsError, did_you_mean
-from mars_jax.core.plugins import load_plugins
-from mars_jax.core.settings import Setting
 from mars_jax.core.struct import settings_of
-from mars_jax.core.user_code import summary
+from mars_jax.utils.errors import MarsError, did_you_mean
+from mars_jax.utils.plugins import load_plugins
+from mars_jax.utils.settings import Setting
+from mars_jax.utils.user_code import summary
 
 T = TypeVar("T")
 NEEDS = {

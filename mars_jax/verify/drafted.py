@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jax import Array
 
-from mars_jax.core.evidence import Evidence, node_stats
+from mars_jax.core.rule import Evidence, node_stats
 from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 

@@ -11,9 +11,8 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick_one
-from mars_jax.core.rule import Rule
+from mars_jax.core.rule import Evidence, Rule
 from mars_jax.core.sampling import sample
 from mars_jax.core.tree import Allowance, at_parent, walk
 from mars_jax.core.types import Verdict

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import ALL_EDGES, Rule
+from mars_jax.core.rule import ALL_EDGES, Evidence, Rule
 from mars_jax.core.tree import at_parent
 from mars_jax.verify.ranges import WHOLE
 

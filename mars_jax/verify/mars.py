@@ -14,11 +14,11 @@ from jax import Array
 
 from kernels_pallas import MARGINS, AcceptControls, margin_accept, sharded_margin_accept
 from mars_jax.core import struct
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.mesh import vocabulary_axes
+from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import if_greedy, process, sample_processed
-from mars_jax.core.settings import Range
 from mars_jax.core.types import NO_TOKEN, Verdict
+from mars_jax.mesh.axes import vocabulary_axes
+from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.ranges import RATIOS, share

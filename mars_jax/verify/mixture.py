@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.settings import Range
+from mars_jax.core.rule import Evidence
+from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import ODDS
 from mars_jax.verify.retargeted import Retargeted

@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mars_jax.core import user_code
-from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.rule import LoadedRule, Rule, structure
-from mars_jax.core.user_code import load_function
+from mars_jax.utils import user_code
+from mars_jax.utils.errors import MarsError, check_type
+from mars_jax.utils.user_code import load_function
 from mars_jax.verify.definition import Definition
 from mars_jax.verify.own import find, is_own, split
 

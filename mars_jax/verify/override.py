@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.controls import is_stop
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick_one
+from mars_jax.core.rule import Evidence
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 

@@ -12,11 +12,11 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from mars_jax.core import user_code
-from mars_jax.core.errors import MarsError
-from mars_jax.core.home import check_path
-from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
-from mars_jax.core.user_code import load_function, summary
+from mars_jax.utils import user_code
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.paths import check_path
+from mars_jax.utils.settings import CONTROLS, LARGEST_INT, Range, Setting
+from mars_jax.utils.user_code import load_function, summary
 from mars_jax.verify.definition import Definition, rule, rules
 
 _RANGES = {

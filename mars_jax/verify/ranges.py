@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT, Range
+from mars_jax.utils.settings import LARGEST_FLOAT, LARGEST_INT, Range
 
 RATIOS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 ODDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.01)

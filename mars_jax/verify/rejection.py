@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import leading, pick_one
-from mars_jax.core.rule import Rule
+from mars_jax.core.rule import Evidence, Rule
 from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_uniforms, process
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import siblings
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact

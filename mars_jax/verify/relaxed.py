@@ -12,14 +12,12 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
-from mars_jax.core.cut import impossible
-from mars_jax.core.errors import MarsError, short_repr
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import check_array, check_same_rule, wrong_result
+from mars_jax.core.rule import Evidence, check_array, check_same_rule, impossible, wrong_result
 from mars_jax.core.struct import settings_of
 from mars_jax.core.tree import Allowance, at_parent, gather_path
 from mars_jax.core.types import Verdict
-from mars_jax.core.user_code import described
+from mars_jax.utils.errors import MarsError, short_repr
+from mars_jax.utils.user_code import described
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
 from mars_jax.verify.ranges import WHOLE

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import check_array
+from mars_jax.core.rule import Evidence, check_array
 from mars_jax.core.sampling import if_greedy, is_greedy, process
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
 from mars_jax.verify.rejection import Rejection, block_setting, check_chain, verify_draft

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import in_rows, pick_one
+from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import at_tokens, inverse_cdf, node_uniforms
 from mars_jax.core.types import DraftTree
 from mars_jax.verify.override import Stretch

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.logprobs import entropy
-from mars_jax.core.settings import Range
+from mars_jax.core.rule import Evidence
+from mars_jax.core.sampling import entropy
 from mars_jax.core.tree import at_parent
+from mars_jax.utils.settings import Range
 from mars_jax.verify import drafted
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import ODDS, share

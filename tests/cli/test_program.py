@@ -17,10 +17,10 @@ import mars_jax
 from mars_jax.cli import commands, program, progress, quiet
 from mars_jax.cli.generate import job
 from mars_jax.cli.progress import busy, heartbeat
-from mars_jax.core import activity
-from mars_jax.core.errors import warn
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve import queue
+from mars_jax.utils import activity
+from mars_jax.utils.errors import warn
 from tests.helpers import slow_but
 
 ROOT = Path(mars_jax.__file__).parent.parent

@@ -15,7 +15,7 @@ import pytest
 import mars_jax
 from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 from tests.cli.conftest import timeless
 from tests.helpers.shell import HEEDS

@@ -91,7 +91,7 @@ def test_the_console_script_is_the_entry_point_that_handles_signals():
 # Print a line from another thread as soon as the command starts the given activity.
 AT_ACTIVITY = """
 import re, runpy, sys, threading, time
-from mars_jax.core import activity
+from mars_jax.utils import activity
 doing = sys.argv.pop(1)
 def wait():
     while not re.search(doing, activity.describe() or ""):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mars_jax import constraints
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from tests.helpers.automata import said_by
 from tests.helpers.schemas import SCHEMAS
 

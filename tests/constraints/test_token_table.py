@@ -9,7 +9,7 @@ from mars_jax.constraints.pattern import parse
 from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.constraints.token_table import token_table
 from mars_jax.constraints.vocabulary import Vocabulary, vocabulary
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 TEXTS = ("Once upon a time,", ' "hé" 日本\n  x', "{'a': 1.5}\t🙂 end")
 

@@ -9,9 +9,9 @@ from mars_jax import drafters, verify
 from mars_jax.contrib.drafters.ahead import ahead, run_ahead
 from mars_jax.core import fake
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, decode_all, ragged
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_layers": 1}

@@ -9,8 +9,8 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import CORRECTED, TRUSTED
+from mars_jax.utils.errors import MarsError
 from tests.helpers import begin, decode_rows, logits_after, ragged
 from tests.helpers.cascades import BUFFER, MOST, PROXY, SMALL, VOCAB, K, weights
 

@@ -10,7 +10,7 @@ from mars_jax import contrib, verify
 from mars_jax.contrib import context
 from mars_jax.contrib.rules.context import token_classes
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import MARGINS
 from tests.helpers import judge, rule_oracles
 

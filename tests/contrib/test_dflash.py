@@ -12,10 +12,10 @@ from mars_jax.contrib.drafters.dflash import dflash
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Visible
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
+from mars_jax.utils.errors import MarsError
 from tests.helpers import begin, committed, decode_all, draft_input, ragged
 from tests.helpers.dflash import HEADS, MODEL, SHAPES, SIZES, VOCAB, weights
 

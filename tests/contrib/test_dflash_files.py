@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import contrib
 from mars_jax.contrib.drafters.dflash_files import from_dflash_json
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.quantize import Int8
+from mars_jax.utils.errors import MarsError
 
 V, W, E, INNER, LAYERS = 61, 20, 32, 44, 3
 TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_layers=12, num_heads=4)

@@ -9,10 +9,10 @@ import pytest
 
 from mars_jax.contrib.models import dflash_head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
 from mars_jax.models import ModelConfig, Rope, language_model
 from mars_jax.models.weights import build_rows
+from mars_jax.utils.errors import MarsError
 from tests.helpers import transformers_oracle
 
 BATCH, CONTEXT, SLOTS, VOCAB, FEATURES = 2, 13, 24, 53, 3

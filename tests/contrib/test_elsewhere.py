@@ -9,13 +9,13 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.contrib.drafters import elsewhere
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import parse_mesh
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models import ModelConfig, init_params, language_model
-from mars_jax.placement.shardings import place
+from mars_jax.models.shardings import place
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
+from mars_jax.utils.errors import MarsError
 
 CONFIG = ModelConfig(
     vocab_size=8, hidden_size=16, intermediate_size=24, num_heads=2, num_layers=2, max_positions=64

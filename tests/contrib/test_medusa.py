@@ -14,11 +14,11 @@ from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
 from mars_jax.contrib.models import medusa_layers as heads
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode
-from mars_jax.core.errors import MarsError
 from mars_jax.core.tree import static_topology
 from mars_jax.core.types import NO_TOKEN, Params, Visible
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.utils.errors import MarsError
 from tests.helpers import begin, committed, decode_all, draft_input, ragged
 from tests.helpers.checkpoint_files import message, write
 from tests.helpers.served import serving

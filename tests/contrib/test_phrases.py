@@ -9,11 +9,10 @@ import pytest
 
 from mars_jax import contrib, drafters, fake, hub, verify
 from mars_jax.contrib.rules.equivalent import _key
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import evidence
-from mars_jax.core.rule import for_rows
+from mars_jax.core.rule import evidence, for_rows
 from mars_jax.core.tree import chain, static_topology
 from mars_jax.core.types import DraftTree
+from mars_jax.utils.errors import MarsError
 
 BATCH, VOCAB = 3, 7
 

@@ -14,8 +14,8 @@ from mars_jax import contrib, drafters, hub
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
+from mars_jax.utils.errors import MarsError
 from tests.helpers.ngram_oracle import slow_lookup
 
 SIZE, COUNT = 24, 4

@@ -10,9 +10,9 @@ from mars_jax.contrib import simulated
 from mars_jax.contrib.rules.simulated import acceptance_rate
 from mars_jax.core import fake
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import summarize
 from mars_jax.core.types import NO_TOKEN
+from mars_jax.utils.errors import MarsError
 from tests import helpers
 from tests.helpers import judge, rule_oracles
 

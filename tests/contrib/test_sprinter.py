@@ -10,8 +10,8 @@ from scipy.stats import chisquare
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import fake
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Visible
+from mars_jax.utils.errors import MarsError
 from tests.helpers import decode_all, decode_rows, logits_after, ragged
 from tests.helpers.sprinters import BUFFER, MOST, SMALL, SURE_BELOW, VOCAB, weights
 

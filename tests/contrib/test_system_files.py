@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mars_jax.contrib.drafters.system_files import System, load_classifier, load_system, part_of, save_system
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 MASK = ((True, False), (False, True))
 SYSTEMS = {

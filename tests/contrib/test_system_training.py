@@ -9,11 +9,11 @@ import pytest
 
 from mars_jax.contrib.drafters import sprinter_training, via_sd_training
 from mars_jax.contrib.teaching import Batch, predict, read
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.training.loop import fit
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
+from mars_jax.utils.errors import MarsError
 
 CONFIG = ModelConfig(
     vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=4, num_heads=2, max_positions=32

@@ -9,11 +9,10 @@ from mars_jax import constraints, contrib, drafters, verify
 from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode, struct
 from mars_jax.core.controls import make_controls
-from mars_jax.core.cut import cut
 from mars_jax.core.edits import make_edits
-from mars_jax.core.evidence import evidence
 from mars_jax.core.guide import Guides
-from mars_jax.core.rule import Rule
+from mars_jax.core.rule import Rule, evidence
+from mars_jax.core.step import cut
 from mars_jax.core.tree import walk
 from mars_jax.core.types import Params, Verdict
 from tests.helpers import begin, committed, ragged

@@ -12,9 +12,9 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.types import NO_KIND, NO_TOKEN, Prompts, keys_from_seeds
+from mars_jax.utils.errors import MarsError
 from tests.helpers import NO_WEIGHTS, begin, committed, decode_all, logits_after, ragged, slow_but
 from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 

@@ -8,7 +8,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import edited, make_edits
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from tests.helpers import NO_WEIGHTS, begin, ragged
 from tests.helpers.fake_drafters import TARGET, VOCAB
 from tests.helpers.random_trees import N, random_tree

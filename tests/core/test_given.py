@@ -11,10 +11,10 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.rule import structure
 from mars_jax.core.types import Prompts, keys_from_seeds
+from mars_jax.utils.errors import MarsError
 from tests.helpers import NO_WEIGHTS
 from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
 

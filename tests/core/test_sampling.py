@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mars_jax.core import sampling
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
+from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 from tests.helpers.rule_oracles import chi_square, controls_of
 

@@ -11,7 +11,6 @@ from scipy.stats import chi2_contingency
 
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Visible
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.tree_shapes import Dynamic
@@ -19,6 +18,7 @@ from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.transformer import init_params
+from mars_jax.utils.errors import MarsError
 from tests.helpers import begin, committed, decode_all, draft_input, ragged, slow_but
 
 VOCAB = 8  # small, so that a random head is sometimes right

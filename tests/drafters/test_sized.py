@@ -11,7 +11,6 @@ import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.sized import (
     DECAY,
@@ -28,6 +27,7 @@ from mars_jax.drafters.sized import (
 )
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
+from mars_jax.utils.errors import MarsError
 from tests.helpers import draft_input, logits_after, ragged
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 

@@ -15,7 +15,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 SECONDS = 10
 """Time limit of a case. The slowest case that does not hang takes a tenth of it on two busy cores."""

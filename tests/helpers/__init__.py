@@ -15,8 +15,7 @@ from mars_jax import hub
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.evidence import evidence
-from mars_jax.core.rule import for_rows
+from mars_jax.core.rule import evidence, for_rows
 from mars_jax.core.types import NO_TOKEN, Controls, Params, Prompts, Visible, keys_from_seeds
 
 NO_WEIGHTS = Params(target=(), draft=())

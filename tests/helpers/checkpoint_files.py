@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig
+from mars_jax.utils.errors import MarsError
 
 
 def edit_config(directory: Path, **fields) -> None:

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Visible
 from mars_jax.hub.config_json import from_json
 from mars_jax.hub.files import resolve
 from mars_jax.models.weights import weights
+from mars_jax.utils.errors import MarsError
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save_file
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.cli.generate.job import _dtype
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.save import save
 from mars_jax.models import init_params
 from mars_jax.models.quantize import Int4, Int8
 from mars_jax.models.weights import get, leaves
+from mars_jax.utils.errors import MarsError
 from tests.helpers import gguf_blocks, gguf_files, scaled_files
 from tests.helpers.packed_files import CONFIG, HOW, packed
 

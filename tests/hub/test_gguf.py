@@ -12,7 +12,6 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets, hub
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters import Dynamic
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
@@ -20,6 +19,7 @@ from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.quantize import Int4, Int8
+from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_blocks import file_of, random_blocks
 from tests.helpers.gguf_files import OWN, TOKENS, VOCAB, WIDTH, our_logits, smollm2, write
 from tests.helpers.transformers_oracle import logits_and_greedy

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from mars_jax import hub
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_files import WIDTH, write
 
 # Architecture, key, a neutral value, and a value that changes the forward pass.

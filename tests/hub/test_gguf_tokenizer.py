@@ -14,9 +14,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mars_jax import assets, hub
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.gguf_tokenizer import _SPLITS
 from mars_jax.hub.tokenizer import read_tokenizer
+from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_files import smollm2, write
 
 DATA = Path(__file__).parents[1] / "data"

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
-from mars_jax.core.errors import MarsWarning
 from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import quantize
 from mars_jax.models.weights import build_rows
+from mars_jax.utils.errors import MarsWarning
 from tests.helpers.checkpoint_files import message
 
 V, W, E, INNER = 61, 20, 32, 44

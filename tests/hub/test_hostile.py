@@ -14,8 +14,8 @@ from mars_jax import hub
 from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, Rope, init_params
+from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import edit_weights, message, shard
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)

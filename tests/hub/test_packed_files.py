@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.models.quantize import Int4
+from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message
 from tests.helpers.packed_files import HOW
 

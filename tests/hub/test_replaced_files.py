@@ -10,8 +10,8 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets, hub
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.load import find_tensors
+from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_files import our_logits, write
 
 EMBEDDED = Path(assets.__file__).parent / "tiny" / "target"

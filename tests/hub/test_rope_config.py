@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import from_json
 from mars_jax.models import Rope
+from mars_jax.utils.errors import MarsError
 
 SIZES = {
     "vocab_size": 61,

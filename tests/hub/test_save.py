@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
-from mars_jax.core.errors import MarsError
 from mars_jax.hub import durable
 from mars_jax.models import ModelConfig, Rope, init_params
+from mars_jax.utils.errors import MarsError
 from tests.helpers import transformers_oracle
 from tests.helpers.checkpoint_files import message
 from tests.helpers.small_models import SIZES
@@ -139,7 +139,7 @@ import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 import jax
 from mars_jax import hub
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from mars_jax.hub import states
 checkpoint = hub.load(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import mars_jax as mj
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.save import save
+from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message
 from tests.helpers.scaled_files import CONFIG, HOW, torch, torch_file, write
 

@@ -9,7 +9,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import hub
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_files import write
 
 

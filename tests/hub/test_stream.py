@@ -9,12 +9,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax import hub
-from mars_jax.core import mesh
 from mars_jax.hub import stream
 from mars_jax.hub.files import Tensor
+from mars_jax.mesh import axes as mesh
 from mars_jax.models import init_params
+from mars_jax.models import shardings as sharding
 from mars_jax.models.quantize import Int8, quantize, quantize_4
-from mars_jax.placement import shardings as sharding
 from tests.helpers.checkpoint_files import MIXTRAL as CONFIG
 
 

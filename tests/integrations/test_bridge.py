@@ -10,10 +10,10 @@ from flax import linen, nnx
 
 from mars_jax import drafters, verify
 from mars_jax.core import fake
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
 from mars_jax.integrations import bridge
 from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, decode_all, ragged
 
 VOCAB = 13

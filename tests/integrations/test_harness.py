@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from mars_jax.core.errors import MarsError
 from mars_jax.integrations.harness import MarsJax
+from mars_jax.utils.errors import MarsError
 from tests.cli.conftest import CONTEXT, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and its imports emit warnings

@@ -11,7 +11,7 @@ import pytest
 
 import mars_jax
 from mars_jax import verify
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 ray_data = pytest.importorskip("mars_jax.integrations.ray_data")
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 from mars_jax import drafters, verify
 from mars_jax.core import decode
-from mars_jax.core.errors import MarsError
 from mars_jax.integrations import tunix
+from mars_jax.utils.errors import MarsError
 from tests.integrations.tunix_like import stand_in
 
 WIDTH = 32

@@ -16,9 +16,9 @@ from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.generate.prompts import from_texts
 from mars_jax.core import decode
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import definition, definitions
 from mars_jax.serve.prepare import prepared
+from mars_jax.utils.errors import MarsError
 from tests.matrix import cases
 from tests.matrix.cases import DRAFTERS, RULES, SHAPES
 from tests.matrix.drive import CONSTRAINTS, check, drafter_of, target_of

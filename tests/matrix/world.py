@@ -22,8 +22,8 @@ from mars_jax.contrib.drafters.system_files import System, save_system
 from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.core.mesh import parse_mesh
 from mars_jax.drafters.registry import definitions
+from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.verify import rules

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
 from mars_jax.models import ModelConfig, Rope, eagle_head, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.weights import build_rows
+from mars_jax.utils.errors import MarsError
 from tests.helpers import transformers_oracle
 from tests.helpers.small_models import SIZES
 

@@ -10,9 +10,9 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core.cache import Int8Rows, commit, init_cache, put, write
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Visible
 from mars_jax.models import ModelConfig, attention, init_params, language_model
+from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, decode_all, ragged
 from tests.helpers.small_models import SIZES
 

@@ -13,11 +13,10 @@ from kernels_pallas import trial
 from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
-from mars_jax.models import ModelConfig, init_params, language_model, transformer
+from mars_jax.models import ModelConfig, init_params, language_model, shardings, transformer
 from mars_jax.models import attention as attention_module
-from mars_jax.placement import shardings
+from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, ragged
 from tests.helpers.small_models import SIZES
 

@@ -11,9 +11,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.mosaic import experts as in_8_bits
-from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, moe
 from mars_jax.models.quantize import Int8, quantize
+from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 from tests.helpers.small_models import SIZES as SMALL
 

@@ -9,8 +9,8 @@ import pytest
 
 from kernels_pallas.mosaic import int4
 from mars_jax import hub
-from mars_jax.core.mesh import by_rows, parse_mesh
 from mars_jax.core.types import Visible
+from mars_jax.mesh.axes import by_rows, parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4

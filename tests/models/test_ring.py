@@ -12,9 +12,8 @@ import pytest
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.core.types import Visible
-from mars_jax.models import ModelConfig, init_params, language_model, ring, transformer
+from mars_jax.models import ModelConfig, init_params, language_model, ring, shardings, transformer
 from mars_jax.models.rope import Rope
-from mars_jax.placement import shardings
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4,

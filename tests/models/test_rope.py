@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import from_json
 from mars_jax.models.config import Rope
 from mars_jax.models.rope import angles, frequencies
+from mars_jax.utils.errors import MarsError
 from tests.helpers import transformers_oracle
 
 # Parameters of published checkpoints: Llama 3.1 and 3.2, Qwen2.5 with YaRN, and edge cases of each formula.

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Visible
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
+from mars_jax.utils.errors import MarsError
 from tests.helpers.small_models import SIZES
 
 CONFIG = ModelConfig(num_layers=3, post_norms=True, norm_plus_one=True, **SIZES)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mars_jax.core.cache import commit
-from mars_jax.core.errors import MarsError
 from mars_jax.core.tree import visible
 from mars_jax.core.types import NO_TOKEN, DraftTree, Visible
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models.layers import rms_norm
 from mars_jax.models.weights import get, weights
+from mars_jax.utils.errors import MarsError
 from tests.helpers import one_row
 from tests.helpers.small_models import SIZES
 

@@ -8,8 +8,8 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import resolve
+from mars_jax.utils.errors import MarsError
 
 pytestmark = [
     pytest.mark.slow,

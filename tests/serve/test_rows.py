@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.serve.rows import RowFile
+from mars_jax.utils.errors import MarsError
 
 WEIGHTS = {"target": "a", "draft": "b"}
 

@@ -15,13 +15,13 @@ import mars_jax as mj
 from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
 from mars_jax.core.decode import _extend
-from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve import running as runnings
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
+from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 
 SAID = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]

@@ -10,10 +10,10 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets, drafters
-from mars_jax.core.errors import MarsWarning
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
+from mars_jax.utils.errors import MarsWarning
 from tests.helpers import slow_but
 from tests.helpers.checkpoint_files import edit_config
 from tests.matrix.world import target as target_of

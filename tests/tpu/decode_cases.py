@@ -19,7 +19,7 @@ from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import lower_loop
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.placement.shardings import AnyConfig, abstract_params, params_shardings
+from mars_jax.models.shardings import AnyConfig, abstract_params, params_shardings
 from tests.tpu import aot
 
 BUFFER = 2048

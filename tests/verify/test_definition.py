@@ -16,8 +16,8 @@ import pytest
 import kernels_pallas
 from mars_jax import verify
 from mars_jax.core import struct
-from mars_jax.core.plugins import GROUP
-from mars_jax.core.settings import Range
+from mars_jax.utils.plugins import GROUP
+from mars_jax.utils.settings import Range
 from mars_jax.verify import NEEDS, rules
 from mars_jax.verify.relaxed import UNLIMITED_RUN
 from tests.helpers.checkpoint_files import message

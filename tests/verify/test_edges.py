@@ -12,9 +12,9 @@ import scipy.stats
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import fake
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DraftTree
+from mars_jax.utils.errors import MarsError
 from tests.helpers import judge, rule_oracles
 
 VOCAB, ROWS, NODES = 12, 60, 7

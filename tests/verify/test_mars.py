@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import MARGINS, evidence, exact, for_rows, mars, rejection
 from mars_jax.verify.exact import Exact
 from tests.helpers import judge, rule_oracles, slow_but

@@ -4,7 +4,7 @@ import pytest
 
 from mars_jax import contrib, verify
 from mars_jax.core.rule import LoadedRule
-from mars_jax.core.user_code import load_function
+from mars_jax.utils.user_code import load_function
 from mars_jax.verify import find
 from tests.helpers.checkpoint_files import message
 

@@ -14,9 +14,9 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core import decode
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule, for_rows, structure, take_rows
 from mars_jax.core.types import Params
+from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, decode_all, ragged, slow_but
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 

@@ -10,9 +10,9 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.drafters.draw import draw_siblings
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify.siblings import descend
 from tests.helpers import judge, rule_oracles
 from tests.helpers.sampled_chains import probabilities

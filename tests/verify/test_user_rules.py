@@ -10,11 +10,11 @@ import pytest
 
 from mars_jax import drafters, verify
 from mars_jax.core import struct, trusted
-from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule, Rule, decide, structure
 from mars_jax.core.tree import chain
 from mars_jax.serve.prepare import _check_rule
 from mars_jax.serve.requests import Request
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify.own import find, is_own
 
 EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
@@ -114,9 +114,9 @@ def test_strict_edges_of_a_rule_with_trusted_drafts_gets_one_sentence():
     with pytest.raises(
         MarsError, match=r"^the rule Gate fails in .*: strict_edges raised .* to return i32\[B\]\.$"
     ):
-        trusted.judged(broken("strict_edges", failing("strict_edges")), evidence)
+        trusted.judge_after_trusted(broken("strict_edges", failing("strict_edges")), evidence)
     with pytest.raises(MarsError, match=r"strict_edges returned float32\[1\]; expected int32\[1\]"):
-        trusted.judged(broken("strict_edges", lambda self, evidence: jnp.zeros((1,))), evidence)
+        trusted.judge_after_trusted(broken("strict_edges", lambda self, evidence: jnp.zeros((1,))), evidence)
 
 
 def test_an_annotation_that_cannot_be_evaluated_is_ignored(tmp_path):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from mars_jax import specs
 from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import (
     DraftSpec,
     definition,
@@ -19,6 +18,7 @@ from mars_jax.drafters.registry import (
     names_that,
     parse_draft,
 )
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 
 

@@ -28,9 +28,9 @@ from mars_jax.cli.flags import (
 from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import HEAD_EMBED, draft_words, drafters_that
 from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
+from mars_jax.utils.errors import MarsError
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the

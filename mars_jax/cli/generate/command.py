@@ -16,7 +16,7 @@ from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import print_drafters, print_rules
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

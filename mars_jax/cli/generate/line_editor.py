@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax.core import home
+from mars_jax.utils import paths as home
 
 HISTORY_LINES = 1000
 

@@ -13,12 +13,11 @@ from typing import IO, Any
 
 from mars_jax import specs
 from mars_jax.cli import remote
-from mars_jax.core.conversation import as_conversation
-from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
-from mars_jax.core.home import check_path
-from mars_jax.core.limits import LINE_BYTES, PROMPT_BYTES
-from mars_jax.core.reading import open_file
-from mars_jax.core.user_code import load_function
+from mars_jax.hub.conversation import as_conversation
+from mars_jax.utils.errors import MarsError, did_you_mean, first_line, say
+from mars_jax.utils.limits import LINE_BYTES, PROMPT_BYTES
+from mars_jax.utils.paths import check_path, open_file
+from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice, not_in, rules
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}

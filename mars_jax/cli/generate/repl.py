@@ -27,7 +27,6 @@ from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS
-from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.drafters.registry import definitions
 from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat
@@ -35,6 +34,7 @@ from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import check_finite
+from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.verify import rules
 
 PROMPT = "> "

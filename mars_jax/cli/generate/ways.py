@@ -16,11 +16,11 @@ from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, progress, speed
-from mars_jax.core.errors import say
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request, Result, total
 from mars_jax.serve.rows import RowFile, to_line
+from mars_jax.utils.errors import say
 
 REPEATS = 5
 """Timed runs of each row of the comparison; the table shows their median."""

@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mars_jax.core import decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import Rule
 from mars_jax.core.tree import chain, last_token
@@ -41,6 +40,7 @@ from mars_jax.core.types import (
     PyTree,
     StepInfo,
 )
+from mars_jax.utils.errors import MarsError
 
 
 class Ahead(NamedTuple):

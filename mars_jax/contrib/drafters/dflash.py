@@ -23,7 +23,6 @@ from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.sampling import argmax, process, sample_processed
 from mars_jax.core.tree import chain, gather_path, last_token
 from mars_jax.core.types import (
@@ -41,6 +40,7 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow, stops_at
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter
+from mars_jax.utils.errors import MarsError
 
 
 @struct.dataclass(kw_only=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.contrib.models.dflash_head import DFlashConfig
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import FAMILIES, from_json, to_json
 from mars_jax.hub.heads.layered_files import (
@@ -27,6 +26,7 @@ from mars_jax.hub.heads.layered_files import (
 )
 from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
+from mars_jax.utils.errors import MarsError
 
 LAYOUTS = ("dflash", "speculators")
 """Layouts of config.json: "dflash" is z-lab's, or DeepSeek's if each position predicts the next token; "speculators"

@@ -17,10 +17,10 @@ from jax.sharding import AxisType, Mesh
 from mars_jax import drafters
 from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream
 from mars_jax.core.decoder import Decoder
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.drafters.registry import definition, parse_draft
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import needs_q
 
 

@@ -20,7 +20,6 @@ from mars_jax.contrib.drafters import medusa_files
 from mars_jax.contrib.models import medusa_layers as heads
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k
 from mars_jax.core.tree import chain, gather_path, last_token, static_topology
@@ -31,6 +30,7 @@ from mars_jax.drafters.grow import Growth, stops_at
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.steering import Steering
 from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter, Static
+from mars_jax.utils.errors import MarsError
 
 
 @dataclasses.dataclass(frozen=True)

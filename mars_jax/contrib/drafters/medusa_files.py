@@ -14,7 +14,6 @@ import jax
 
 from mars_jax import assets, specs
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
@@ -23,6 +22,7 @@ from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
 from mars_jax.models.weights import Weight, build_rows
+from mars_jax.utils.errors import MarsError
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 _PREFIX = "medusa_head."

@@ -16,14 +16,14 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.errors import MarsError, check_count
-from mars_jax.core.limits import DRAFT_TOKENS
-from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.ngram import check_lengths, expected, longest_match
 from mars_jax.drafters.registry import register
+from mars_jax.utils.errors import MarsError, check_count
+from mars_jax.utils.limits import DRAFT_TOKENS
+from mars_jax.utils.paths import read_text
 
 CORPUS = 1 << 16
 """Default number of tokens in a corpus, enough for a few hundred answers."""

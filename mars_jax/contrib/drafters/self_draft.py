@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.drafter import DraftInput
-from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import (
@@ -41,6 +40,7 @@ from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize
 from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.utils.errors import MarsError
 
 SINKS, WINDOW = 4, 256
 """Numbers of tokens that stay visible at the start of the context (attention sinks) and at its end."""

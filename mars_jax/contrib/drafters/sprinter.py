@@ -18,13 +18,13 @@ from jax import Array, lax
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.errors import check_count
-from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import argmax, is_greedy, process, sample_processed
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.model import feed_last
+from mars_jax.utils.errors import check_count
+from mars_jax.utils.limits import DRAFT_TOKENS
 
 
 class SprinterParams(NamedTuple):

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _is_within, resolve, tensors
 from mars_jax.hub.save import free_directory, write_directory
+from mars_jax.utils.errors import MarsError
 
 NUMBERS: Mapping[str, Mapping[str, float]] = {
     "sprinter": {"threshold": 0.5},

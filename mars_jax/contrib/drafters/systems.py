@@ -16,13 +16,13 @@ from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.contrib.drafters.sprinter import Sprinter, SprinterParams, sprinter
 from mars_jax.contrib.drafters.system_files import NGRAM, System, load_classifier, load_system, part_of
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.registry import register
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.utils.errors import MarsError
 
 
 def load_sprinter(asked: Asked) -> LoadedDrafter:

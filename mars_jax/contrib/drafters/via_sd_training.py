@@ -23,8 +23,8 @@ import optax
 from jax import Array
 
 from mars_jax.contrib.teaching import Batch, predict
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.utils.errors import MarsError
 
 Mask = tuple[tuple[bool, bool], ...]
 """(attention, MLP) of each layer: whether it is kept."""

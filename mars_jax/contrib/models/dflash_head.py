@@ -21,10 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import cache as kv_cache
-from mars_jax.core.errors import MarsError
-from mars_jax.core.limits import DRAFT_TOKENS
-from mars_jax.core.mesh import hold_heads, hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
+from mars_jax.mesh.axes import hold_heads, hold_whole
 from mars_jax.models.attention import Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import Axes, LayeredHead, layers_like
@@ -34,6 +32,8 @@ from mars_jax.models.rope import angles, rotate
 from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight
 from mars_jax.models.weights import weights as layer_weights
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import DRAFT_TOKENS
 
 LONGEST_BLOCK = DRAFT_TOKENS + 1
 """Maximum number of tokens in a block: `DRAFT_TOKENS` drafted ones and the committed one before them."""

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import Axes, HeadConfig
 from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense
 from mars_jax.models.weights import Weight
+from mars_jax.utils.errors import MarsError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.evidence import Evidence
+from mars_jax.core.rule import Evidence
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import HARMS, nats
 from mars_jax.verify.retargeted import Retargeted, following

@@ -14,10 +14,10 @@ from jax import Array
 from mars_jax.contrib.models import mixer
 from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.settings import LARGEST_FLOAT, Range
+from mars_jax.core.rule import Evidence
 from mars_jax.core.types import PyTree
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import LARGEST_FLOAT, Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.retargeted import Retargeted
 

@@ -7,9 +7,9 @@ from typing import Any
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.logprobs import entropy as entropy_of
-from mars_jax.core.settings import Range
+from mars_jax.core.rule import Evidence
+from mars_jax.core.sampling import entropy as entropy_of
+from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.relaxed import Relaxed, over
 

@@ -17,13 +17,13 @@ from jax import Array
 from mars_jax.constraints.vocabulary import vocabulary
 from mars_jax.contrib.rules.phrase import regrets
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.limits import JSON_BYTES
-from mars_jax.core.reading import read_text
-from mars_jax.core.settings import Range
+from mars_jax.core.rule import Evidence
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import JSON_BYTES
+from mars_jax.utils.paths import read_text
+from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact, named
 from mars_jax.verify.relaxed import Relaxed

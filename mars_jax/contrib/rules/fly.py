@@ -15,12 +15,12 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence, node_stats
+from mars_jax.core.rule import Evidence, node_stats
 from mars_jax.core.sampling import top_k
-from mars_jax.core.settings import Range
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact, named
 from mars_jax.verify.ranges import WHOLE

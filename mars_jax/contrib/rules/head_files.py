@@ -16,11 +16,10 @@ import numpy as np
 
 from mars_jax import assets
 from mars_jax.contrib.models import indicator, mixer
-from mars_jax.core.errors import MarsError
-from mars_jax.core.home import check_path
-from mars_jax.core.limits import JSON_BYTES
-from mars_jax.core.reading import open_file, read_text
 from mars_jax.core.types import PyTree
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import JSON_BYTES
+from mars_jax.utils.paths import check_path, open_file, read_text
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HEADS = {

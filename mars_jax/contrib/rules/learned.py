@@ -14,9 +14,9 @@ from jax import Array
 from mars_jax.contrib.models import indicator
 from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
+from mars_jax.core.rule import Evidence
 from mars_jax.core.types import PyTree
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import HARMS, share
 from mars_jax.verify.relaxed import Relaxed

@@ -14,11 +14,11 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
+from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import at_tokens
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.ranges import WHOLE, nats

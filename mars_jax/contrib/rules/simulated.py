@@ -13,13 +13,13 @@ from jax import Array, lax
 
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
-from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
+from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import node_uniforms, sample
-from mars_jax.core.settings import Range
 from mars_jax.core.tree import ancestors, at_parent, walk
 from mars_jax.core.types import Verdict
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.lossy import Lossy, below_strict
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json
 from mars_jax.hub.heads.layered_files import (
@@ -32,6 +31,7 @@ from mars_jax.hub.heads.layered_files import (
 from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.utils.errors import MarsError
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")

@@ -19,7 +19,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError, warn
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.files import Tensor, resolve, tensors
@@ -30,6 +29,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
 from mars_jax.models.quantize import Int8, Quantized, bits_of_head, quantize
 from mars_jax.models.weights import Weight, build_rows
+from mars_jax.utils.errors import MarsError, warn
 
 Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]

@@ -13,11 +13,11 @@ from mars_jax.cli import signals
 from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.core.errors import MarsError, say
 from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import plain, settings_of, thetas_of
+from mars_jax.utils.errors import MarsError, say
 
 _DESCRIPTION = """\
 Measure speed, acceptance and quality of a pair of models under a rule (default: mars),

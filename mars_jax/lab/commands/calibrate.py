@@ -16,11 +16,11 @@ from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
-from mars_jax.core.errors import MarsError
-from mars_jax.core.user_code import load_function
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.user_code import load_function
 from mars_jax.verify import is_own, not_in, source_digest
 
 _DESCRIPTION = """\
@@ -192,7 +192,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_json
     from mars_jax.lab.studies import calibration
-    from mars_jax.placement import hosts
+    from mars_jax.mesh import hosts
     from mars_jax.serve.fingerprint import digest, fingerprint
     from mars_jax.serve.session import Session
     from mars_jax.verify import load

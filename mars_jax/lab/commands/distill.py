@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 from mars_jax import assets, specs
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 _DESCRIPTION = """\
 Train a drafter for a target. It is written in the published layout of its kind, if there

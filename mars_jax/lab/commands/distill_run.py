@@ -25,8 +25,6 @@ from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.teaching import Batch
-from mars_jax.core.errors import MarsError, say
-from mars_jax.core.home import expanded
 from mars_jax.hub.durable import sync, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
@@ -47,11 +45,13 @@ from mars_jax.lab.training import (
 )
 from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit, refuse_version_0_1
 from mars_jax.lab.training.objectives import divergence
+from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
-from mars_jax.placement import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, plain
+from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.paths import expanded
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not identify a training run: paths, devices, and the dtype of the result. File contents do."""

@@ -10,14 +10,14 @@ from mars_jax import drafters, hub, verify
 from mars_jax.cli.open_target import check_draft, open_target
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import parse_draft
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import check_problems
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_folder
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
+from mars_jax.utils.errors import MarsError
 
 
 def open_study(

@@ -24,9 +24,9 @@ from mars_jax.cli.flags import (
 )
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import add_rule_flags, given_settings, named
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 
 TASKS = """\

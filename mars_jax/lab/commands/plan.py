@@ -13,10 +13,10 @@ from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import definition, parse_draft, published_heads
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.commands.pair import rule_of
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import NEEDS
 
 _DESCRIPTION = """\
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     from mars_jax.lab.planning import advice, fit
     from mars_jax.lab.planning.chips import larger, topology
     from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of, programs
-    from mars_jax.placement.shardings import parse_mesh
+    from mars_jax.models.shardings import parse_mesh
 
     if args.dump is not None:
         check_writable(args.dump, flag="--dump")

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.benchmark.arms import Arm
@@ -15,6 +14,7 @@ from mars_jax.lab.training.online import Refiner
 from mars_jax.serve import requests as request
 from mars_jax.serve.requests import Completion
 from mars_jax.serve.session import Session
+from mars_jax.utils.errors import MarsError
 
 UPDATES = 8
 """Number of updates of a refined draft after every group of problems."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.estimate import StepTime
 from mars_jax.lab.planning.pair_programs import Programs, local_bytes
 from mars_jax.specs import BITS
+from mars_jax.utils.errors import MarsError
 
 
 class Attempt(NamedTuple):

@@ -10,7 +10,7 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
+from mars_jax.utils.errors import MarsError
 
 
 class Chip(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mars_jax.core import activity
+from mars_jax.utils import activity
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 

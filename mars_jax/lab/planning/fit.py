@@ -16,11 +16,11 @@ from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.estimate import StepBytes, StepTime, Work, step_time
 from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, local_bytes
+from mars_jax.models import shardings
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
+from mars_jax.models.shardings import AnyConfig
 from mars_jax.models.weights import weights
-from mars_jax.placement import shardings
-from mars_jax.placement.shardings import AnyConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

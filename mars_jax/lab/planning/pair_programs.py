@@ -23,12 +23,11 @@ from mars_jax.core.rule import Rule
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.drafters.registry import definition
 from mars_jax.drafters.tree_shapes import Dynamic
-from mars_jax.models import transformer
+from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.quantize import num_bytes
-from mars_jax.placement import shardings
-from mars_jax.placement.shardings import AnyConfig
+from mars_jax.models.shardings import AnyConfig
 from mars_jax.specs import BITS
 
 

@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from mars_jax.cli.flags import without
-from mars_jax.core.errors import MarsError, did_you_mean
-from mars_jax.core.home import check_path
+from mars_jax.utils.errors import MarsError, did_you_mean
+from mars_jax.utils.paths import check_path
 
 FOLDER = Path(__file__).parent
 PARTS = ("paper", "tuned")

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from mars_jax import hub, specs
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters.registry import parse_draft
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
-from mars_jax.placement.shardings import AnyConfig, abstract_params, parse_mesh
+from mars_jax.models.shardings import AnyConfig, abstract_params, parse_mesh
+from mars_jax.utils.errors import MarsError
 
 ROOM = 0.85
 """Share of the memory that weights may fill. The remainder is for caches and temporaries."""

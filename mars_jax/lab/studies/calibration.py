@@ -15,7 +15,6 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.cli.progress import Show
-from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
@@ -23,6 +22,7 @@ from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.certify import choose, fewest
 from mars_jax.serve.rows import Row, RowFile
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 
 RISKS = {

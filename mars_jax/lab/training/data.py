@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mars_jax.contrib.teaching import Batch
-from mars_jax.core import activity
-from mars_jax.core.errors import MarsError
-from mars_jax.core.reading import unpacked
+from mars_jax.utils import activity
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.paths import unpacked
 
 SEPARATOR = "<|endoftext|>"
 """Separator of the documents in a text file, which is also the token that starts and ends a document."""

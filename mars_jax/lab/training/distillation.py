@@ -18,15 +18,15 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.contrib.teaching import Batch, Training, predict
-from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import names_of, size_of
 from mars_jax.core.types import PyTree
 from mars_jax.lab.training import data, features
 from mars_jax.lab.training.loop import Apprentice, fit, muon
 from mars_jax.lab.training.objectives import Divergence, cast
+from mars_jax.mesh import hosts
+from mars_jax.mesh.axes import names_of, size_of
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import language_model
-from mars_jax.placement import hosts
+from mars_jax.utils.errors import MarsError
 
 
 def small_model(

@@ -19,9 +19,9 @@ import numpy as np
 from jax import Array
 
 from mars_jax.contrib.teaching import read
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.durable import sync
+from mars_jax.utils.errors import MarsError
 
 TOP = 64
 """Number of most likely tokens of each position whose log-probabilities are stored."""

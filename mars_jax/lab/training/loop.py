@@ -19,9 +19,9 @@ from jax import Array
 
 from mars_jax.cli.progress import progress
 from mars_jax.contrib.teaching import Loss, Training
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
+from mars_jax.utils.errors import MarsError
 
 CHECKPOINTS = "orbax"
 """Directory of the checkpoints, inside the directory of a training run."""

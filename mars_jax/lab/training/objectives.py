@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
+from mars_jax.utils.errors import MarsError
 
 FADE = 0.8
 """Weight of a draft token relative to the previous one (the EAGLE-3 and Medusa recipes)."""

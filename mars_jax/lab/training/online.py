@@ -21,7 +21,6 @@ from jax import Array
 
 from mars_jax import hub
 from mars_jax.contrib.teaching import Batch, predict, teach
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, Params, PyTree
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.drafters.registry import parse_draft
@@ -32,6 +31,7 @@ from mars_jax.lab.training.eagle_training import drafted_ahead, eagle3, entries
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
+from mars_jax.utils.errors import MarsError
 
 BATCH = 8
 """Number of new documents, and also of old ones, in a gradient step."""

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.contrib.rules import diversed_training
-from mars_jax.core.mesh import parse_mesh
 from mars_jax.lab.commands import distill, distill_features, distill_run
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
+from mars_jax.mesh.axes import parse_mesh
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
 SIZES = ("--tokens", 512, "--step-tokens", 128, "--length", 32, "--learning-rate", 0.01)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks import datasets as hub
 from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.utils.errors import MarsError
 
 GSM8K = {"question": "How many?", "answer": "3 * 4 = 12.\n#### 12"}
 TESTED = {"prompt": "def a():\n", "entry_point": "a", "test": "def check(a): ..."}

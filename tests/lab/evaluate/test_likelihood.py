@@ -12,7 +12,7 @@ from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark import arm_rows
 from mars_jax.lab.evaluate.scoring.scores import total
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.placement.shardings import parse_mesh
+from mars_jax.models.shardings import parse_mesh
 from mars_jax.serve import likelihood
 
 TEXTS = [[1, 5, 3], list(range(2, 60)), [7] * 17]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED, completion, with_results
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Code
+from mars_jax.utils.errors import MarsError
 from tests.lab.evaluate.conftest import call
 
 PROMPT = 'def helper():\n    return 1\n\ndef one(x):\n    """Return 1."""\n'

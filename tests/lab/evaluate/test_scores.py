@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.scoring.scores import bleu_counts, final_answer, last_number, rouge_l, score, total
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.utils.errors import MarsError
 
 
 def problem(metric, *references):

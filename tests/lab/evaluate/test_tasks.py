@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks.catalogue import ARITHMETIC_PROBLEMS, STORY_WORDS, read
+from mars_jax.utils.errors import MarsError
 
 DATA = Path(__file__).parents[2] / "data"
 COUNTS = {"humaneval": 100, "mt_bench": 80, "alpaca": 80, "cnn_dm": 20, "wmt19": 100}

@@ -5,10 +5,10 @@ import json
 import pytest
 
 import mars_jax as mj
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import parse
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import tuned
+from mars_jax.utils.errors import MarsError
 from tests.lab.evaluate.conftest import PROMPTS, call, dying_after
 
 LENGTHS = (1, 3)

@@ -19,8 +19,8 @@ from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import default_mesh, draft_of, programs
 from mars_jax.models import ModelConfig, transformer
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.shardings import parse_mesh
 from mars_jax.models.weights import weights
-from mars_jax.placement.shardings import parse_mesh
 from tests.tpu import aot
 
 pytest.importorskip("libtpu", reason="plans need libtpu: pip install 'mars-jax[test]' on Linux x86-64")

@@ -7,8 +7,8 @@ import types
 import numpy as np
 import pytest
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.training.data import Stream, batches, documents, stream
+from mars_jax.utils.errors import MarsError
 
 TEXT = "One.\r\nStill one.\n<|endoftext|>\n\nTwo.\n<|endoftext|>\n \n<|endoftext|>\n"
 

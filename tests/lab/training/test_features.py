@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mars_jax.contrib.teaching import Batch
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.training import eagle_training, features
 from mars_jax.lab.training.distillation import tau
 from mars_jax.models import eagle_head as head
+from mars_jax.utils.errors import MarsError
 from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, WEIGHTS
 
 

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from mars_jax.contrib.teaching import Training
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.training.loop import fit
+from mars_jax.utils.errors import MarsError
 
 STEPS = 6
 

@@ -10,11 +10,11 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.core import decode
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.training import online
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.prepare import prepare
+from mars_jax.utils.errors import MarsError
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
 MODEL = language_model(CONFIG)

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli.program import Parser, command, keep_compilations
-from mars_jax.core import activity
-from mars_jax.core.errors import MarsError
+from mars_jax.utils import activity
+from mars_jax.utils.errors import MarsError
 
 _DESCRIPTION = """\
 Check this machine's device in a few minutes: compare every kernel with its reference (without a

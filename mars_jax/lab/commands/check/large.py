@@ -26,12 +26,11 @@ from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyT
 from mars_jax.lab.planning.fit import step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import draft_of
-from mars_jax.models import transformer
+from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.weights import leaves
-from mars_jax.placement import shardings
 from mars_jax.specs import BITS
 
 TARGET = "llama-3.1-8b"

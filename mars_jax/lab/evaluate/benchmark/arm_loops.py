@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.cli.progress import Show
-from mars_jax.core import activity
 from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arm_rows import Recorder, by_task, place_of, turns_of
 from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
@@ -15,6 +14,7 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import read_json, write_json
 from mars_jax.serve.queue import Said
 from mars_jax.serve.rows import Row, RowFile
+from mars_jax.utils import activity
 from mars_jax.verify import RuleChoice
 
 TEXTS = "texts.json"

@@ -16,8 +16,7 @@ from kernels_pallas import MARGINS
 from mars_jax import verify
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
-from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import LoadedRule
+from mars_jax.core.rule import Evidence, LoadedRule
 from mars_jax.core.sampling import divisor, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
 from mars_jax.core.types import Verdict

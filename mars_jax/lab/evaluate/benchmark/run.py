@@ -13,7 +13,6 @@ import jax
 
 from mars_jax import __version__, drafters, verify
 from mars_jax.cli.progress import Show
-from mars_jax.core import activity
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import GROUP, Decoding
 from mars_jax.lab.evaluate.benchmark import report
@@ -24,9 +23,10 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.training.online import Refiner
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
+from mars_jax.utils import activity
 from mars_jax.verify import RuleChoice, source_digest
 
 

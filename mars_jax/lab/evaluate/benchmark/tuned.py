@@ -20,7 +20,6 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.cli.progress import Show
-from mars_jax.core.errors import MarsError
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
@@ -35,8 +34,9 @@ from mars_jax.lab.evaluate.scoring.scores import METRICS
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_json
 from mars_jax.lab.provenance import provenance
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Row
+from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 
 ENOUGH = 30

@@ -11,12 +11,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate.tasks.jsonl import read_jsonl
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem
-from mars_jax.placement import hosts
+from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Row
+from mars_jax.utils.errors import MarsError
 
 UNSCORED = (
     "Programs are not run here. To score them, run HumanEval's evaluator on the samples-*.jsonl files, as in "

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.utils.errors import MarsError
 
 METRICS = {
     "none": "not scored",

@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.datasets import is_hub_name, read_hub
 from mars_jax.lab.evaluate.tasks.jsonl import Fields, read_jsonl
 from mars_jax.lab.evaluate.tasks.layouts import READERS
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.training.data import documents
+from mars_jax.utils.errors import MarsError, did_you_mean
 
 ARITHMETIC_PROBLEMS = 200
 """Default number of arithmetic problems."""

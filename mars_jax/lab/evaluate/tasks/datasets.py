@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.home import check_path
-from mars_jax.core.limits import DATASET_FILES
 from mars_jax.lab.evaluate.tasks.jsonl import Fields
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.limits import DATASET_FILES
+from mars_jax.utils.paths import check_path
 
 
 class Part(NamedTuple):

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mars_jax.core.errors import MarsError
-from mars_jax.core.reading import unpacked
 from mars_jax.lab.training.data import UNREADABLE
+from mars_jax.utils.errors import MarsError
+from mars_jax.utils.paths import unpacked
 
 
 @dataclasses.dataclass(frozen=True)

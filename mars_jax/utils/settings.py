@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mars_jax.core.errors import MarsError, did_you_mean, short_repr
+from mars_jax.utils.errors import MarsError, did_you_mean, short_repr
 
 LARGEST_INT = 2**31 - 1
 """Settings are stored as int32 and float32 on the device."""

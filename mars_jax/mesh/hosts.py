@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.types import PyTree
+from mars_jax.mesh.axes import PyTree
+from mars_jax.utils.errors import MarsError, first_line
 
 HEARTBEAT = 20
 """Seconds without a heartbeat after which a process counts as dead, and the others exit."""

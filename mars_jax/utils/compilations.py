@@ -7,8 +7,8 @@ import os
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from mars_jax.core.errors import MarsError, check_type
-from mars_jax.core.home import kept
+from mars_jax.utils.errors import MarsError, check_type
+from mars_jax.utils.paths import kept
 
 _JAX_MIN_SECONDS = 1.0
 """JAX's default minimum compile time in seconds: faster compilations are not cached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mars_jax.core.errors import MarsError, check_text, short_repr
+from mars_jax.utils.errors import MarsError, check_text, short_repr
 
 Turn = Mapping[str, Any]
 """A turn of a conversation: its `role`, such as "user", its `content`, and any other keys that the template reads.

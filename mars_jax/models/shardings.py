@@ -1,9 +1,9 @@
-"""The placement of weights and state on a mesh: trees of `NamedSharding` with the structure of params or state.
+"""The shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
 
 Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and vocabulary are sharded, so that a layer
 needs one sum after attention and one after its MLP. Experts are sharded as whole experts first; a remaining axis
 `model` shards their hidden units. Rows of the batch are sharded over `data` and need no communication there.
-Oracle: the unsharded run (tests/placement/test_shardings.py).
+Oracle: the unsharded run (tests/mesh/test_shardings.py).
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_jax.core.errors import MarsError, check_type, first_line
-from mars_jax.core.mesh import (
+from mars_jax.core.types import PyTree
+from mars_jax.mesh import hosts
+from mars_jax.mesh.axes import (
     AnyMesh,
     axes_of,
     check_named,
-    check_rows,
     name_axes,
     names_of,
     parse_mesh,
-    row_specs,
     size_of,
+    state_shardings,
 )
-from mars_jax.core.types import PyTree
 from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead
 from mars_jax.models.quantize import FORMS, Quantized, bits_of
 from mars_jax.models.weights import Weight, build_rows, get
-from mars_jax.placement import hosts
+from mars_jax.utils.errors import MarsError, check_type, first_line
 
 __all__ = [
     "abstract_params",
@@ -192,22 +191,6 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
         for logical, size, name in counts
         if model > 1 and not set(names_of("model", mesh)) & set(axes_of(logical, size, mesh))
     ]
-
-
-def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
-    """Return `NamedSharding`s for a `DecodeState`, or for any tree of arrays whose first axis is the rows of the batch.
-
-    Args:
-      state: arrays or shapes. Caches also shard their heads, by their own specs.
-
-    Raises:
-      MarsError: the number of rows is not divisible by the mesh's axis `data`.
-    """
-
-    check_named(mesh)
-    for x in jax.tree.leaves(state):
-        check_rows(x.shape[0], mesh)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), row_specs(state, mesh))
 
 
 def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.reading import read_bytes
+from mars_jax.utils.errors import MarsError, first_line
+from mars_jax.utils.paths import read_bytes
 
 MODULES: set[str] = set()
 """Names of the modules that the user specified as FILE.py:NAME or package.module:NAME."""

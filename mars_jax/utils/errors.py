@@ -75,7 +75,7 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
 
     >>> check_type("the text", 3, str, "a text")
     Traceback (most recent call last):
-    mars_jax.core.errors.MarsError: the text is of type int: expected a text.
+    mars_jax.utils.errors.MarsError: the text is of type int: expected a text.
     """
     if not isinstance(value, kinds):
         raise MarsError(f"{name} is of type {type(value).__name__}: expected {wanted}.")
@@ -86,7 +86,7 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
-    mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
+    mars_jax.utils.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or int(value) < least or (most is not None and int(value) > most):
@@ -99,7 +99,7 @@ def check_text(name: str, value: Any) -> None:
 
     >>> check_text("the prompt", 5)
     Traceback (most recent call last):
-    mars_jax.core.errors.MarsError: the prompt is 5: expected a text.
+    mars_jax.utils.errors.MarsError: the prompt is 5: expected a text.
     """
     if not isinstance(value, str):
         raise MarsError(f"{name} is {short_repr(value)}: expected a text.")

@@ -26,14 +26,14 @@ from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode, sampling
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
-from mars_jax.core.logprobs import log_probs
-from mars_jax.core.mesh import by_rows
+from mars_jax.core.sampling import log_probs
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
+from mars_jax.mesh.axes import by_rows
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
+from mars_jax.models import shardings as sharding
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.placement import shardings as sharding
+from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, ragged, small_models, with_numbers
 
 VOCAB, HIDDEN, BATCH, BUFFER = 1024, 32, 8, 40

@@ -1,6 +1,6 @@
 """Device meshes: the roles of their axes, and the mesh a program is being traced for.
 
-Oracle: the same program on one device (tests/placement/test_shardings.py).
+Oracle: the same program on one device (tests/mesh/test_shardings.py).
 
 Axes have one of three roles: `data` shards rows of the batch; `model` shards heads, hidden units and vocabulary;
 `expert` shards the experts of a mixture. A mesh has any of them, under these names or names registered by `name_axes`.
@@ -17,13 +17,13 @@ import jax
 import numpy as np
 from jax import Array
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_jax.core.errors import MarsError, check_type
-from mars_jax.core.types import PyTree
+from mars_jax.utils.errors import MarsError, check_type
 
 AnyMesh = Mesh | AbstractMesh
+PyTree = Any
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data",),
@@ -256,6 +256,22 @@ def logical_axes(x: Any) -> Axes | None:
 def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Return partition specs that shard dimension 0 by rows; a container may declare further sharded dimensions."""
     return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
+
+
+def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return `NamedSharding`s for a `DecodeState`, or for any tree of arrays whose first axis is the rows of the batch.
+
+    Args:
+      state: arrays or shapes. Caches also shard their heads, by their own specs.
+
+    Raises:
+      MarsError: the number of rows is not divisible by the mesh's axis `data`.
+    """
+
+    check_named(mesh)
+    for x in jax.tree.leaves(state):
+        check_rows(x.shape[0], mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), row_specs(state, mesh))
 
 
 def _map_nodes(function: Callable[[Any, Axes | None], Any], tree: PyTree) -> PyTree:

@@ -1,0 +1,1 @@
+"""Meshes of devices: roles of axes, shardings of rows, and several processes."""

@@ -1,1 +1,0 @@
-"""The placement of weights and state on a mesh, and decoding with several processes."""
