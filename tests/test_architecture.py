@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 # The library, bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
-    "utils assets",
-    "mesh specs",
+    "utils",
+    "mesh assets",
     "core",
     "constraints",
     "models",

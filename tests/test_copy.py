@@ -133,7 +133,7 @@ def test_the_command_line_has_both(copy):
 
 @pytest.mark.slow
 def test_the_suite_of_all_rules_the_tables_the_documents_and_what_is_public(copy):
-    files = ("verify/test_rules", "test_specs", "test_public", "test_docs", "test_features", "test_architecture",
+    files = ("verify/test_rules", "test_tables", "test_public", "test_docs", "test_features", "test_architecture",
              "cli/test_commands", "cli/test_arguments")  # fmt: skip
     said = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
     assert " passed" in said and "failed" not in said

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import specs
 from mars_jax.cli import signals
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.utils.errors import say
+from mars_jax.utils.settings import DTYPES
 
 _DESCRIPTION = """\
 Convert a checkpoint once to the dtype to decode with, so that it loads without casting.
@@ -38,7 +38,7 @@ def parser() -> Parser:
     command_parser.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
     command_parser.add_argument(
         "--dtype",
-        choices=specs.DTYPES,
+        choices=DTYPES,
         help="dtype of the weights (default: that of the checkpoint); int8 and int4 apply to matrices only",
     )
     command_parser.add_argument(

@@ -1,4 +1,4 @@
-"""Flags shared by commands: their values, from the tables of `specs`, and valid combinations."""
+"""Flags shared by commands: their values, from the tables of `utils.settings`, and valid combinations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from mars_jax import assets, specs
+from mars_jax import assets
+from mars_jax.assets.catalogue import default_draft
 from mars_jax.drafters.registry import DraftSpec, drafters_that
-from mars_jax.specs.models import default_draft
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import BATCH, REQUEST
 from mars_jax.verify import RuleChoice
 
 MESH_HELP = (
@@ -31,8 +32,8 @@ HEAD_EMBED_HELP = (
 )
 NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 
-SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
-"""Sampling settings of a prompt."""
+SAMPLING = tuple(name for name in REQUEST if name not in ("strict", "draft_stop"))
+"""Settings of a prompt that are neither about rules nor about drafts."""
 
 
 def flag_of(name: str) -> str:
@@ -61,7 +62,7 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 def add_settings(group: Any, *names: str) -> None:
     """Add flags for settings of a request. Their values are strings, which `numbers_of` converts."""
     for name in names:
-        row = specs.REQUEST[name]
+        row = (REQUEST | BATCH)[name]
         group.add_argument(flag_of(name), metavar=row.metavar, help=row.help)
 
 
@@ -74,7 +75,7 @@ def number_of(name: str, text: str, shown: str | None = None) -> Any:
     >>> number_of("temperature", "0.5")
     0.5
     """
-    return specs.REQUEST[name].from_text(text, shown=shown or flag_of(name))
+    return (REQUEST | BATCH)[name].from_text(text, shown=shown or flag_of(name))
 
 
 def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO
 
+from mars_jax.assets.catalogue import LOADS, MODELS, Pair, pairs
 from mars_jax.cli.model_list import print_columns
 from mars_jax.cli.program import Parser, command
-from mars_jax.specs.models import LOADS, MODELS, Pair, pairs
 from mars_jax.utils.errors import MarsError, did_you_mean
 
 _DESCRIPTION = """\

@@ -8,11 +8,10 @@ import textwrap
 from collections.abc import Collection, Mapping
 from typing import IO, Any
 
-from mars_jax import specs
 from mars_jax.cli.flags import flag_of
 from mars_jax.drafters.registry import definitions
-from mars_jax.specs import Setting
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import Range, Setting
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import NEEDS, Given, RuleChoice, choose, find, is_own, rules, split
 
@@ -167,7 +166,7 @@ def _described(setting: Setting) -> str:
     """Return a setting in one line."""
     parts = [setting.help] if setting.help else []
     if setting.by:
-        assert not isinstance(setting.ranges, specs.Range)
+        assert not isinstance(setting.ranges, Range)
         parts += [bounds.words for bounds in setting.ranges.values()]
     else:
         parts.append(setting.expected())

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from mars_jax.core.types import NO_TOKEN, Controls
 from mars_jax.utils.errors import MarsError, check_count, short_repr
 from mars_jax.utils.limits import BATCH_ROWS
-from mars_jax.utils.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.utils.settings import LARGEST_INT, REQUEST, Range, Setting, by_name
 
 _LIMIT = Setting(
     name="limit",
@@ -25,7 +25,7 @@ _LIMIT = Setting(
     per_row=True,
     ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
 )
-_SETTINGS = CONTROLS | EDITS | by_name(_LIMIT)
+_SETTINGS = REQUEST | by_name(_LIMIT)
 
 
 def make_controls(

@@ -8,17 +8,15 @@ ours. This avoids the import of Flax, which takes a quarter of the time that imp
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
 import jax
 
-from mars_jax.utils.settings import Range, Setting
+from mars_jax.utils.settings import setting as setting
+from mars_jax.utils.settings import settings_of as settings_of
 
 T = TypeVar("T")
-_ANY = Range("a number")
 
 
 def field(*, pytree_node: bool = True, **options: Any) -> Any:
@@ -33,61 +31,6 @@ def field(*, pytree_node: bool = True, **options: Any) -> Any:
       [0.9]
     """
     return dataclasses.field(metadata={"pytree_node": pytree_node}, **options)
-
-
-def setting(
-    *,
-    help: str,
-    ranges: Range | Mapping[str, Range] = _ANY,
-    kind: type = float,
-    default: Any = dataclasses.MISSING,
-    kw_only: bool = True,
-    choices: Mapping[str, str] | None = None,
-    **options: Any,
-) -> Any:
-    """Declare a field of a rule that users may set by a flag, in a prompts file or as an argument.
-
-    Numbers are leaves of the pytree, one for all rows or one per row. Choices and booleans are static.
-
-    Args:
-      help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
-      kw_only: whether the constructor takes the field only by name.
-
-    Example:
-      >>> @dataclass
-      ... class Rule:
-      ...     theta: jax.Array = setting(default=0.9, help="threshold", ranges=Range("0 to 1", 0, 1))
-      >>> settings_of(Rule)["theta"].expected()
-      '0 to 1'
-    """
-    is_number = kind in (float, int)
-    declared = Setting(
-        name="",  # known once the class exists: `settings_of`
-        kind=str if choices else kind,
-        help=help,
-        default=None if default is dataclasses.MISSING else default,
-        ranges=ranges,
-        choices=choices or {},
-        per_row=is_number and not choices,
-        **options,
-    )
-    return dataclasses.field(
-        default=default,
-        kw_only=kw_only,
-        metadata={"pytree_node": is_number and not choices, "setting": declared},
-    )
-
-
-@functools.cache
-def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the settings that the fields of a class declare, by name: its own before the inherited ones."""
-    fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
-    names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
-    return {
-        name: dataclasses.replace(fields[name].metadata["setting"], name=name)
-        for name in dict.fromkeys(names)
-        if name in fields
-    }
 
 
 @overload

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax import specs
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -20,6 +19,7 @@ from mars_jax.drafters.tree_shapes import Dynamic, checked_tree, parse_tree
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
+from mars_jax.utils.settings import BATCH, check_dtype
 
 AnyDrafter = LoadedDrafter | Drafter | str
 """A drafter as `mars_jax.generate` accepts it: a spec, or a drafter with or without weights."""
@@ -71,13 +71,13 @@ def load(
     if isinstance(tree, str):
         tree = parse_tree(tree, shown="tree")
     if num_draft_tokens is not None:
-        specs.REQUEST["num_draft_tokens"].check(num_draft_tokens)
+        BATCH["num_draft_tokens"].check(num_draft_tokens)
     if tree is not None:
         tree = checked_tree(tree)
     check_type("the drafter", spec, str, "its spec, such as 'ngram'")
     for name, value in {"sample": sample, "any_rule": any_rule}.items():
         check_switch(name, value)
-    specs.check_dtype(dtype)
+    check_dtype(dtype)
     parsed = parse_draft(spec)
     (kind, path), row = parsed, parsed.row
     # A user's model may have a config of another type.

@@ -3,7 +3,7 @@
 Flags, lists, messages and checks read the definitions. Drafters of other packages are plugins, as rules are
 (`verify.definition`).
 
-Oracle: tests/test_specs.py.
+Oracle: tests/test_tables.py.
 """
 
 from __future__ import annotations

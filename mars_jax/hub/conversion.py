@@ -11,7 +11,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax import specs
 from mars_jax.hub.config_json import read_json, to_json, write_json
 from mars_jax.hub.converted import FIELDS, MANIFEST, WEIGHTS, file_name, is_converted
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
@@ -23,6 +22,7 @@ from mars_jax.hub.tokenizer import read_tokenizer
 from mars_jax.models.weights import leaves
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import expanded
+from mars_jax.utils.settings import check_dtype
 
 
 def convert(
@@ -54,7 +54,7 @@ def convert(
     >>> convert("Qwen/Qwen3-235B-A22B", "qwen3-235b", dtype="int8")  # doctest: +SKIP
     PosixPath('qwen3-235b')
     """
-    specs.check_dtype(dtype)
+    check_dtype(dtype)
     refuse_url(destination)
     target = Path(os.path.abspath(expanded(destination)))
     with writing(target):

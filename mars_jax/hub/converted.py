@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mars_jax import specs
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.stream import BITS
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import FORMS, Leaf
 from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.utils import settings
 from mars_jax.utils.errors import MarsError, first_line
 
 MANIFEST = "conversion.json"
@@ -66,13 +66,13 @@ def restore_params(
       MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
     conversion = _read_manifest(directory)
-    stored = next((name for name, bits in specs.BITS.items() if bits == conversion.bits), conversion.dtype)
-    if dtype not in (None, stored) and (dtype in specs.BITS or stored in specs.BITS):
+    stored = next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
+    if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(
             f"'{directory}' was converted to {stored} and the dtype is {dtype}: leave it out, or convert with --dtype "
             f"{dtype}."
         )
-    floating = conversion.dtype if dtype is None or dtype in specs.BITS else dtype
+    floating = conversion.dtype if dtype is None or dtype in settings.BITS else dtype
     table = list(leaves(config))
     if {file_name(array) for array in table} != conversion.checksums.keys():
         raise MarsError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import assets
-from mars_jax.specs.models import MODELS, ModelRow, named
+from mars_jax.assets.catalogue import MODELS, ModelRow, named
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 

@@ -17,11 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from mars_jax import assets
+from mars_jax.assets.catalogue import MODELS, named
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.versions import check_version, version_of
-from mars_jax.specs.models import MODELS, named
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 from mars_jax.utils.limits import INDEX_BYTES, JSON_BYTES, SHARDS
 from mars_jax.utils.paths import expanded
@@ -62,9 +62,9 @@ class Tensor(NamedTuple):
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the local directory or GGUF file of a checkpoint. Download it if it is only on the hub.
 
-    A checkpoint is a path, one of `mars_jax.assets`, a short name of `specs.models`, or `owner/name` on the hub. Only
-    the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the safetensors
-    files of the repository, or its `.bin` files if it has no safetensors.
+    A checkpoint is a path, one of `mars_jax.assets`, a short name of `assets.catalogue`, or `owner/name` on the hub.
+    Only the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the
+    safetensors files of the repository, or its `.bin` files if it has no safetensors.
 
     Raises:
       MarsError: there is no such directory or file, or the download fails.

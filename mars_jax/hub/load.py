@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from mars_jax import assets, specs
+from mars_jax import assets
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.config_json import read_directory
@@ -33,6 +33,7 @@ from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
+from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
 # Buffers in old exports that follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
@@ -95,8 +96,8 @@ def load(
     Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
     Args:
-      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `specs.models`, such as
-        "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
+      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `assets.catalogue`,
+        such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
         file becomes float32. For AWQ, GPTQ and compressed-tensors in 4 bits, None also keeps a layer's matrix packed if
         the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
@@ -132,10 +133,10 @@ def load(
     mesh = _mesh(mesh)
     if mesh is not None and shardings is None:
         shardings = params_shardings(read_config(name_or_path), mesh)
-    specs.check_dtype(dtype)
-    specs.check_dtype(cache_dtype, shown="cache_dtype", known=specs.STORED_DTYPES)
+    check_dtype(dtype)
+    check_dtype(cache_dtype, shown="cache_dtype", known=STORED_DTYPES)
     if prefill_chunk is not None:
-        specs.REQUEST["prefill_chunk"].check(prefill_chunk)
+        BATCH["prefill_chunk"].check(prefill_chunk)
     check_switch("check", check)
     check_type(
         "shardings", shardings, (Mapping, type(None)), "a tree of jax.sharding.Sharding like the params"
@@ -187,7 +188,7 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
     (('bfloat16', None), ('float32', 8))
     """
     floating = "float32" if own in (None, "float32", "float64") else "bfloat16"
-    return asked if asked in ("float32", "bfloat16") else floating, specs.BITS.get(asked or "")
+    return asked if asked in ("float32", "bfloat16") else floating, BITS.get(asked or "")
 
 
 def listed(names: list[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from mars_jax.assets.catalogue import template_of
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.conversation import Turn as Turn
 from mars_jax.hub.conversation import as_conversation, as_turns
@@ -27,7 +28,6 @@ from mars_jax.hub.tokenizer import (
     told_of_panics,
 )
 from mars_jax.models.config import ModelConfig
-from mars_jax.specs.models import template_of
 from mars_jax.utils.errors import (
     MarsError,
     check_count,
@@ -135,7 +135,7 @@ class Pretrained:
     def tokenizer(self) -> Any:
         """The transformers tokenizer of the checkpoint.
 
-        If a model of `specs.models` has no chat template in its files, the tokenizer gets the one listed there.
+        If a model of `assets.catalogue` has no chat template in its files, the tokenizer gets the one listed there.
 
         Raises:
           MarsError: the tokenizer is absent or cannot be read.

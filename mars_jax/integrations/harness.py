@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from mars_jax import assets, constraints, specs
+from mars_jax import assets, constraints
 from mars_jax.cli import remote
 from mars_jax.cli.flags import flag_of, part_of
 from mars_jax.cli.generate.applies import check_flags
@@ -36,6 +36,7 @@ from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.rows import RowFile, plain
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import REQUEST
 
 try:
     from lm_eval import utils
@@ -97,7 +98,7 @@ class MarsJax(TemplateLM):
         self._part = None if part is None else part_of(part)
         if rows is not None:
             remote.refuse(rows, "rows")
-        specs.REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
+        REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
         draft = draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "none")
         argv = [f"--target={target}", f"--draft={draft}"]
         argv += [] if choice is None else [f"--choice={text}" for text in str(choice).split("|")]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from mars_jax import constraints, specs
+from mars_jax import constraints
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.edits import bias_of
@@ -27,6 +27,7 @@ from mars_jax.utils.errors import (
     short_repr,
 )
 from mars_jax.utils.limits import SAMPLES
+from mars_jax.utils.settings import REQUEST, RequestSettings
 from mars_jax.verify import rules
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
@@ -44,29 +45,18 @@ _SEQUENCES = ("stop_tokens", "banned_tokens", "stop_strings", "choice", "allowed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt with its settings."""
+class Request(RequestSettings):
+    """One prompt with its settings. `make_requests` counts the seed up, so that requests draw differently."""
 
     prompt: str | None = None  # None if the prompt is a conversation or token ids
     messages: tuple[Turn, ...] | None = None  # the conversation; None if the prompt is no conversation
     prompt_tokens: tuple[int, ...]  # token ids, at least one
     id: Any = None  # the user's id, unchanged
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0  # 1 is off
-    min_p: float = 0.0  # 0 is off
-    strict: bool = False  # a lossy rule relaxes no token
-    draft_stop: float = math.inf  # as `Controls.draft_stop`
-    seed: int = 0  # `make_requests` counts it up, so that requests draw differently
-    max_new_tokens: int = 256  # maximum length of the completion
     stop_tokens: tuple[int, ...] = ()  # token ids that end the completion
     stop_strings: tuple[str, ...] = ()  # strings that end the completion and are not part of it
     logit_bias: tuple[
         tuple[int, float], ...
     ] = ()  # (token id, number to add to its logit); -inf bans a token
-    repetition_penalty: float = 1.0  # 1 is off; for tokens in the prompt and the completion
-    presence_penalty: float = 0.0  # 0 is off; for tokens in the completion
-    frequency_penalty: float = 0.0  # 0 is off; for each occurrence of a token in the completion
     constraint: Constraint | None = None  # on the completion
     relax_in: tuple[
         str, ...
@@ -336,10 +326,8 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     Raises:
       MarsError: the value has another type or is out of range.
     """
-    if name in specs.REQUEST:
-        return specs.REQUEST[name].from_json(
-            value.item() if isinstance(value, np.generic | jax.Array) else value
-        )
+    if name in REQUEST:
+        return REQUEST[name].from_json(value.item() if isinstance(value, np.generic | jax.Array) else value)
     if name == "stop_tokens":
         return _ids(target, name, value)
     if name == "stop_strings":
@@ -372,7 +360,7 @@ def check_request(target: Pretrained, request: Request) -> None:
             "shorten the prompt, so that at least one token can follow."
         )
     for name in ("max_new_tokens", "seed"):
-        specs.REQUEST[name].check(getattr(request, name))
+        REQUEST[name].check(getattr(request, name))
 
 
 def total(completions: Sequence[Completion]) -> Metrics:

@@ -1,17 +1,20 @@
 """Settings as data: name, type, range and default of each, with descriptions for messages. Does not import jax.
 
-Oracle: tests/test_specs.py.
+Oracle: tests/test_tables.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mars_jax.utils.errors import MarsError, did_you_mean, short_repr
+from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
 
 LARGEST_INT = 2**31 - 1
 """Settings are stored as int32 and float32 on the device."""
@@ -200,77 +203,190 @@ def by_name(*settings: Setting) -> dict[str, Setting]:
     return {setting.name: setting for setting in settings}
 
 
-CONTROLS = by_name(
-    Setting(
-        name="temperature",
-        kind=float,
+def setting(
+    *,
+    help: str,
+    ranges: Range | Mapping[str, Range] = Range("a number"),
+    kind: type = float,
+    default: Any = dataclasses.MISSING,
+    kw_only: bool = True,
+    choices: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Declare a field of a dataclass that users may set by a flag, in a prompts file or as an argument.
+
+    In a rule, numbers are leaves of the pytree, one for all rows or one per row; choices and booleans are static.
+
+    Args:
+      help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
+      kw_only: whether the constructor takes the field only by name.
+
+    Example:
+      >>> @dataclasses.dataclass
+      ... class Rule:
+      ...     theta: float = setting(default=0.9, help="threshold", ranges=Range("0 to 1", 0, 1))
+      >>> settings_of(Rule)["theta"].expected()
+      '0 to 1'
+    """
+    is_leaf = kind in (float, int) and not choices
+    declared = Setting(
+        name="",  # known once the class exists: `settings_of`
+        kind=str if choices else kind,
+        help=help,
+        default=None if default is dataclasses.MISSING else default,
+        ranges=ranges,
+        choices=choices or {},
+        **{"per_row": is_leaf, **options},
+    )
+    return dataclasses.field(
+        default=default,
+        kw_only=kw_only,
+        metadata={"pytree_node": is_leaf, "setting": declared},
+    )
+
+
+@functools.cache
+def settings_of(cls: type) -> dict[str, Setting]:
+    """Return the settings that the fields of a class declare, by name: its own before the inherited ones."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
+    names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
+    return {
+        name: dataclasses.replace(fields[name].metadata["setting"], name=name)
+        for name in dict.fromkeys(names)
+        if name in fields
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestSettings:
+    """The numbers and switches of a request.
+
+    Each field is the only definition of its flag, its key in prompts files, its checks and its default.
+    """
+
+    temperature: float = setting(
         default=0.0,
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
-        per_row=True,
         help="0 is greedy (default: 0)",
-    ),
-    Setting(
-        name="top_k",
+    )
+    top_k: int = setting(
         kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        per_row=True,
         metavar="N",
         help="sample among the N best tokens (default: off)",
-    ),
-    Setting(
-        name="top_p",
-        kind=float,
+    )
+    top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
-        per_row=True,
         help="sample among the top X of probability (default: off)",
-    ),
-    Setting(
-        name="min_p",
-        kind=float,
+    )
+    min_p: float = setting(
         default=0.0,
         ranges=Range("a number between 0 and 1 (0 is off)", 0, 1),
-        per_row=True,
         help="drop tokens below X times the best probability (default: off)",
-    ),
-    Setting(name="strict", kind=bool, default=False, per_row=True, help="switch the rule's relaxation off"),
-    Setting(
-        name="draft_stop",
-        kind=float,
-        default=math.inf,
-        ranges=Range("a number of at least 0 (inf is off)", 0),
-        per_row=True,
-        help="draft nothing after a token where a model, eagle, medusa or dflash is unsure: where the square root of "
-        "its entropy in nats, or a DSpark head's chance of a rejection, is above X (default: inf, which is off)",
-    ),
-)
-"""The settings of `Controls`, which each request may set."""
-
-EDITS = by_name(
-    Setting(
-        name="repetition_penalty",
-        kind=float,
+    )
+    repetition_penalty: float = setting(
         default=1.0,
         ranges=Range("a finite number above 0 (1 is off)", 0, LARGEST_FLOAT, above=True),
-        per_row=True,
         help="divide positive and multiply negative logits of tokens that are in prompt or text by X (default: off)",
-    ),
-    Setting(
-        name="presence_penalty",
-        kind=float,
+    )
+    presence_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
-        per_row=True,
         help="take X from the logit of every token that is in the new text (default: off)",
-    ),
-    Setting(
-        name="frequency_penalty",
-        kind=float,
+    )
+    frequency_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
-        per_row=True,
         help="take X from the logit of a token for every time that it is in the new text (default: off)",
+    )
+    seed: int = setting(
+        kind=int,
+        default=0,
+        ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
+        metavar="N",
+        help="prompt i draws with seed N + i (default: 0)",
+    )
+    max_new_tokens: int = setting(
+        kind=int,
+        default=256,
+        ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
+        metavar="N",
+        help="most tokens per prompt (default: 256)",
+    )
+    strict: bool = setting(
+        kind=bool,
+        default=False,
+        per_row=True,
+        help="switch the rule's relaxation off",
+    )
+    draft_stop: float = setting(
+        default=math.inf,
+        ranges=Range("a number of at least 0 (inf is off)", 0),
+        help="draft nothing after a token where a model, eagle, medusa or dflash is unsure: where the square root of "
+        "its entropy in nats, or a DSpark head's chance of a rejection, is above X (default: inf, which is off)",
+    )
+
+
+REQUEST = settings_of(RequestSettings)
+"""The settings of a request, by name. A row of a prompts file may set each of them."""
+FILTERS = ("top_k", "top_p", "min_p")
+"""Settings that affect only sampling; off by default."""
+BATCH = by_name(
+    Setting(
+        name="batch_size",
+        kind=int,
+        ranges=Range(f"a whole number from 1 to {BATCH_ROWS}", 1, BATCH_ROWS),
+        metavar="N",
+        help="prompts decoded at once (default: 1 to stream, else 8)",
+    ),
+    Setting(
+        name="num_draft_tokens",
+        kind=int,
+        ranges=Range(f"a whole number from 1 to {DRAFT_TOKENS}", 1, DRAFT_TOKENS),
+        metavar="N",
+        help="tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as "
+        "long as they can; 3 for a mixture of experts",
+    ),
+    Setting(
+        name="refine_every",
+        kind=int,
+        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
+        metavar="N",
+        help="with --refine: completions between two updates (default: 32)",
+    ),
+    Setting(
+        name="samples",
+        kind=int,
+        ranges=Range(f"a whole number from 1 to {SAMPLES}", 1, SAMPLES),
+        metavar="N",
+        help="completions of each prompt, which follow each other; they need a temperature (default: 1)",
+    ),
+    Setting(
+        name="prefill_chunk",
+        kind=int,
+        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
+        metavar="N",
+        help="prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long "
+        "buffers; elsewhere 512)",
     ),
 )
-"""The settings of `edits.Edits`, which change the target's logits."""
+"""Settings of a batch."""
+STORED_DTYPES = ("float32", "bfloat16", "int8")
+"""Dtypes of keys and values, and of weights in a conversion."""
+DTYPES = (*STORED_DTYPES, "int4")
+"""Dtypes of weights."""
+BITS = {"int8": 8, "int4": 4}
+"""Bits per weight of the quantised dtypes."""
+ATTENTION = ("auto", "xla", "pallas")
+"""Forms of a target's attention that a user can choose; see `models.language_model`."""
+
+
+def check_dtype(dtype: str | None, *, shown: str = "dtype", known: Sequence[str] = DTYPES) -> None:
+    """Raise MarsError for an unknown dtype of weights or of a cache; None is the default.
+
+    >>> check_dtype("bfloat16")
+    """
+    if dtype is not None and not (isinstance(dtype, str) and dtype in known):
+        raise MarsError(f"{shown} {short_repr(dtype)} is not supported: choose one of {', '.join(known)}.")

@@ -15,7 +15,7 @@ from typing import Any
 from mars_jax.utils import user_code
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import check_path
-from mars_jax.utils.settings import CONTROLS, LARGEST_INT, Range, Setting
+from mars_jax.utils.settings import LARGEST_INT, REQUEST, Range, Setting
 from mars_jax.utils.user_code import load_function, summary
 from mars_jax.verify.definition import Definition, rule, rules
 
@@ -25,7 +25,7 @@ _RANGES = {
 }
 
 
-_TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
+_TAKEN = {*REQUEST, "id", "prompt", "prompt_tokens"}
 """Keys of a row of a prompts file that already have a meaning."""
 
 

@@ -19,7 +19,7 @@ from scripts.common import ROOT
 ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
 """The first two files test each rule, and the examples of each module, under its name."""
-OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_specs.py")
+OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_tables.py")
 """Tests that run for every room."""
 
 

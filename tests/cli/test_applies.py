@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mars_jax import specs
 from mars_jax.cli.flags import OF_DRAFT, WITH, WITHOUT
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse, parser
 from mars_jax.cli.generate.prompts import CONSTRAINTS, from_texts, read_prompts
+from mars_jax.utils.settings import REQUEST
 
 MODEL = "--draft model:small"
 SIMULATED = f"{MODEL} --verify simulated --tau 2"
@@ -96,7 +96,7 @@ def test_a_setting_of_a_row_that_does_not_apply_is_refused(refused, tmp_path, ro
 
 def test_the_tables_name_flags_and_keys_that_there_are():
     flags = parser()._option_string_actions
-    keys = {*specs.REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
+    keys = {*REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
     named = [name for names, *_ in (*WITHOUT, *WITH, *OF_DRAFT) for name in names]
     named += [name for _, needed, _ in WITHOUT for name in needed] + [other for _, other, _ in WITH]
     for name in named:

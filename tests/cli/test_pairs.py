@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mars_jax import assets
+from mars_jax.assets.catalogue import MODELS, pairs
 from mars_jax.cli import commands
-from mars_jax.specs.models import MODELS, pairs
 
 
 @pytest.fixture

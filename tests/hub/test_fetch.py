@@ -15,8 +15,8 @@ import pytest
 from huggingface_hub import constants
 
 from mars_jax import assets, hub
+from mars_jax.assets.catalogue import MODELS, ModelRow
 from mars_jax.hub.files import is_here, resolve
-from mars_jax.specs.models import MODELS, ModelRow
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mars_jax import specs
 from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.drafters.registry import (
@@ -19,6 +18,7 @@ from mars_jax.drafters.registry import (
     parse_draft,
 )
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import FILTERS, REQUEST
 from mars_jax.verify import RuleChoice
 
 
@@ -130,7 +130,7 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
             cure = "leave it out, or give every prompt a temperature above 0"
             present.refuse(["--samples"], f"at temperature 0, where all are the same: {cure}")
         present.refuse(["seed"], "with --samples, which all have their own: leave it out")
-    off = {name: specs.REQUEST[name].default for name in specs.FILTERS}
+    off = {name: REQUEST[name].default for name in FILTERS}
     why = "at temperature 0, which takes the best token: leave it out, or give a temperature above 0"
     if not any(temperatures):
         present.refuse([flag_of(name) for name in off if getattr(args, name) != off[name]], why)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax import assets, specs
+from mars_jax import assets
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
@@ -31,6 +31,7 @@ from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_an
 from mars_jax.drafters.registry import HEAD_EMBED, draft_words, drafters_that
 from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import ATTENTION, BATCH, DTYPES, REQUEST, STORED_DTYPES
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the
@@ -50,7 +51,7 @@ _ROWS = textwrap.fill(
     "dataset of the hub, OWNER/NAME[:CONFIG[:SPLIT]], it has their keys as columns: prompt, messages (a "
     "conversation) or prompt_tokens, and "
     "where a prompt chooses for itself id, "
-    + ", ".join(name for name, row in specs.REQUEST.items() if row.per_row)
+    + ", ".join(REQUEST)
     + ", stop_strings, logit_bias, regex, json_schema, choice, allowed_tokens, relax_in, strict_in, and the numbers of "
     "the rule, such as theta.",
     width=76,
@@ -117,7 +118,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=specs.DTYPES,
+        choices=DTYPES,
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
         "per weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
     )
@@ -267,8 +268,8 @@ def _add_output(made: argparse.ArgumentParser) -> None:
 
 def _add_machine(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("machine")
-    group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=specs.STORED_DTYPES, help=CACHE_DTYPE_HELP)
+    group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
     add_settings(group, "prefill_chunk")
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
@@ -323,7 +324,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    numbers_of(args, specs.REQUEST)
+    numbers_of(args, REQUEST | BATCH)
     if args.logit_bias is not None:
         biases = (text.partition("=") for text in args.logit_bias)
         args.logit_bias = logit_bias_of({token: value for token, _, value in biases})

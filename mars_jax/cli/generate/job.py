@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from mars_jax import __version__, drafters, hub, specs, verify
+from mars_jax import __version__, drafters, hub, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
@@ -27,6 +27,7 @@ from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Session, check_finite
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import DTYPES, REQUEST
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice
 
@@ -212,7 +213,7 @@ def _dtype(params: Any) -> str:
     """Return the narrowest dtype of the weights: int4, int8 or a floating-point type."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
     dtypes = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
-    return next((name for name in specs.DTYPES[::-1] if name in dtypes), "")
+    return next((name for name in DTYPES[::-1] if name in dtypes), "")
 
 
 def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
@@ -245,7 +246,7 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
       MarsError: the model cannot take a prompt. The message names its line.
     """
     names = [
-        *(name for name, setting in specs.REQUEST.items() if setting.per_row),
+        *REQUEST,
         "stop_strings",
         "logit_bias",
         *CONSTRAINTS,

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from mars_jax import specs
 from mars_jax.cli.flags import SAMPLING
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
@@ -22,6 +21,7 @@ from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.rows import RowFile, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import REQUEST
 from mars_jax.verify import is_own, source_digest
 
 _ELSEWHERE = {
@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
 """Flags that do not change rows. All others are recorded, including flags that are added later."""
-_DEFAULTS = {name: row.default for name, row in specs.REQUEST.items() if row.default is not None}
+_DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 
 
 def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> dict[str, Any]:

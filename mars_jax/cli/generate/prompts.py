@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import specs
 from mars_jax.cli import remote
 from mars_jax.hub.conversation import as_conversation
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.utils.limits import LINE_BYTES, PROMPT_BYTES
 from mars_jax.utils.paths import check_path, open_file
+from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice, not_in, rules
 
-_PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
 """Keys of constraints."""
 SPANS = ("relax_in", "strict_in")
@@ -28,7 +27,7 @@ _PIPES = ("/dev/stdin", "/dev/fd/")
 """Paths of inherited open files; shells replace <(...) by /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (
-    "prompt", "messages", "prompt_tokens", "id", *_PER_REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
+    "prompt", "messages", "prompt_tokens", "id", *REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
 )  # fmt: skip
 
 
@@ -237,7 +236,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
     try:
         if "messages" in fields:
             as_conversation(messages)
-        settings = {key: row.from_json(fields[key]) for key, row in _PER_REQUEST.items() if key in fields}
+        settings = {key: row.from_json(fields[key]) for key, row in REQUEST.items() if key in fields}
         if "stop_strings" in fields:
             settings["stop_strings"] = fields["stop_strings"]
         if "logit_bias" in fields:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from mars_jax import assets, specs
+from mars_jax import assets
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
@@ -23,6 +23,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
 from mars_jax.models.weights import Weight, build_rows
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import check_dtype
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 _PREFIX = "medusa_head."
@@ -47,7 +48,7 @@ def load_medusa(
 
     >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
     """
-    specs.check_dtype(dtype)
+    check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
     # The generator keeps the file open until the tensors are read.

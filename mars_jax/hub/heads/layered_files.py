@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mars_jax import specs
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.files import Tensor, resolve, tensors
@@ -30,6 +29,7 @@ from mars_jax.models.heads import LayeredHead
 from mars_jax.models.quantize import Int8, Quantized, bits_of_head, quantize
 from mars_jax.models.weights import Weight, build_rows
 from mars_jax.utils.errors import MarsError, warn
+from mars_jax.utils.settings import check_dtype
 
 Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
@@ -178,7 +178,7 @@ def load_head(
       from_json: makes the config.
       shares: returns whether a head may share its target's unembedding.
     """
-    specs.check_dtype(dtype)
+    check_dtype(dtype)
     directory = resolve(name_or_path)
     data = read_json(directory / "config.json")
     dtype, bits = resolve_dtype(dtype, dtype_of(data))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mars_jax import assets, specs
+from mars_jax import assets
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import BATCH, REQUEST
 
 _DESCRIPTION = """\
 Train a drafter for a target. It is written in the published layout of its kind, if there
@@ -217,8 +218,8 @@ def check(args: argparse.Namespace) -> None:
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
     for name in ("heads", "steps_ahead"):  # each is a number of consecutive drafted tokens
         if getattr(args, name) is not None:
-            specs.REQUEST["num_draft_tokens"].check(getattr(args, name), shown=f"--{name.replace('_', '-')}")
-    specs.REQUEST["seed"].check(args.seed, shown="--seed")
+            BATCH["num_draft_tokens"].check(getattr(args, name), shown=f"--{name.replace('_', '-')}")
+    REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
     # os.path returns False for paths that the system refuses; `free_directory` reports those later.

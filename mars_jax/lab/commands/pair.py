@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection
 from typing import Any
 
-from mars_jax import assets, specs
+from mars_jax import assets
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
@@ -27,6 +27,7 @@ from mars_jax.cli.rule_flags import add_rule_flags, given_settings, named
 from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import ATTENTION, DTYPES, STORED_DTYPES
 from mars_jax.verify import RuleChoice
 
 TASKS = """\
@@ -72,11 +73,9 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
     group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
     add_size_flags(group)
-    group.add_argument(
-        "--dtype", choices=specs.DTYPES, help="dtype of the weights (default: the checkpoint's own)"
-    )
-    group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=specs.STORED_DTYPES, help=CACHE_DTYPE_HELP)
+    group.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's own)")
+    group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     add_host_flags(parser)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import specs
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
@@ -17,6 +16,7 @@ from mars_jax.drafters.registry import definition, parse_draft, published_heads
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.commands.pair import rule_of
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import DTYPES
 from mars_jax.verify import NEEDS
 
 _DESCRIPTION = """\
@@ -83,7 +83,7 @@ def parser() -> Parser:
     )
     group.add_argument(
         "--dtype",
-        choices=specs.DTYPES,
+        choices=DTYPES,
         default="bfloat16",
         help="dtype of the weights; int8, int4: bits of the target's matrices (default: %(default)s)",
     )

@@ -10,8 +10,8 @@ from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.estimate import StepTime
 from mars_jax.lab.planning.pair_programs import Programs, local_bytes
-from mars_jax.specs import BITS
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import BITS
 
 
 class Attempt(NamedTuple):

@@ -28,7 +28,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.shardings import AnyConfig
-from mars_jax.specs import BITS
+from mars_jax.utils.settings import BITS
 
 
 class PlannedDraft(NamedTuple):
@@ -124,7 +124,7 @@ class Programs:
     verify: Rule
     batch: int
     context: int
-    # One of `specs.DTYPES`.
+    # One of `settings.DTYPES`.
     dtype: str
     model: LanguageModel
     drafter: Drafter
@@ -158,7 +158,7 @@ def programs(
 ) -> Programs:
     """Return the programs of a target and its draft on a mesh, for `batch` rows of `context` tokens.
 
-    `dtype` is the dtype of the weights, one of `specs.DTYPES`. int8 and int4 apply only to the target's matrices;
+    `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
     everything else is bfloat16.
     """
     wide = "bfloat16" if dtype in BITS else dtype

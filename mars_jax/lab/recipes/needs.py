@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
-from mars_jax import hub, specs
+from mars_jax import hub
 from mars_jax.drafters.registry import parse_draft
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.shardings import AnyConfig, abstract_params, parse_mesh
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import BITS
 
 ROOM = 0.85
 """Share of the memory that weights may fill. The remainder is for caches and temporaries."""
@@ -58,10 +59,8 @@ def weight_bytes(args: argparse.Namespace) -> int:
     elif draft.kind == "eagle":
         configs[draft.path] = EagleConfig.outline(target)
     # Assume two bytes per number for the checkpoint's own dtype.
-    wide = "bfloat16" if args.dtype is None or args.dtype in specs.BITS else args.dtype
-    params = [
-        abstract_params(config, wide, bits=specs.BITS.get(args.dtype or "")) for config in configs.values()
-    ]
+    wide = "bfloat16" if args.dtype is None or args.dtype in BITS else args.dtype
+    params = [abstract_params(config, wide, bits=BITS.get(args.dtype or "")) for config in configs.values()]
     return sum(map(num_bytes, jax.tree.leaves(params)))
 
 

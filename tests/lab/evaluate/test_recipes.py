@@ -5,7 +5,8 @@ import json
 import jax
 import pytest
 
-from mars_jax import hub, specs
+from mars_jax import hub
+from mars_jax.assets import catalogue
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.lab import recipes
 from mars_jax.lab.commands.benchmark import main, parse
@@ -23,7 +24,7 @@ def test_every_recipe_parses_and_its_pair_is_known(name):
     args = parse(["--recipe", name, "--output", "x"])
     paper, tuned = args.parts["paper"], args.parts["tuned"]
     assert paper.tune is None and tuned.tune and paper.rule.spec == tuned.rule.spec == "mars"
-    assert paper.draft in {pair.draft for pair in specs.models.pairs(paper.target)}
+    assert paper.draft in {pair.draft for pair in catalogue.pairs(paper.target)}
     assert [str(part.output) for part in (paper, tuned)] == ["x/paper", "x/tuned"]
     recipe = recipes.read(name)
     if recipe.published:

@@ -31,7 +31,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.weights import leaves
-from mars_jax.specs import BITS
+from mars_jax.utils.settings import BITS
 
 TARGET = "llama-3.1-8b"
 GIB = 2**30
@@ -124,7 +124,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 
     Args:
       config: config of the target.
-      dtype: dtype of the target's weights, one of `specs.DTYPES`. The head keeps the wide dtype.
+      dtype: dtype of the target's weights, one of `settings.DTYPES`. The head keeps the wide dtype.
       context: tokens in each row before its first step, and in the prompt.
       options: options of `transformer.language_model`.
     """
@@ -159,7 +159,7 @@ def measure(
 
     Args:
       config: config of the target.
-      dtype: dtype of the target's weights, one of `specs.DTYPES`. The EAGLE-3 head of its size keeps the wide dtype.
+      dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of its size keeps the wide dtype.
       rows: B of the batch.
       context: tokens in each row before its first step, and in the prompt.
       tick: called with the name of each part before it runs.
