@@ -1,4 +1,4 @@
-"""A copy of the package with a new rule and a new drafter, made only in the files that CONTRIBUTING names."""
+"""A copy of the package with a new rule, drafter and setting of requests, made only in the files that CONTRIBUTING names."""
 
 from __future__ import annotations
 
@@ -90,6 +90,13 @@ def load_repeat(asked: Asked) -> LoadedDrafter:
 register("repeat", Repeat, load_repeat)
 '''
 
+SETTING = """    heat: float = setting(
+        default=1.0,
+        ranges=Range("a number above 0", 0, above=True),
+        help="multiply the temperature by X (default: 1)",
+    )
+"""
+
 
 def insert(path: Path, text: str, *, before: str) -> None:
     """Insert a text before the first line that begins with `before`."""
@@ -108,6 +115,11 @@ def copy(tmp_path_factory):
     (package / "contrib/rules/within.py").write_text(RULE)
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
+    insert(package / "utils/settings.py", SETTING, before="    top_k: int = setting(")
+    insert(package / "serve/options.py", "    heat: Each[float]\n", before="    top_k: Each[int]")
+    insert(package / "serve/generation.py", "        heat,\n", before="        top_k, top_p, min_p")
+    prepared = package / "serve/prepared.py"
+    prepared.write_text(prepared.read_text().replace("[r.temperature for", "[r.temperature * r.heat for"))
     return folder
 
 
@@ -132,8 +144,29 @@ def test_the_command_line_has_both(copy):
 
 
 @pytest.mark.slow
+def test_a_setting_of_requests_is_a_flag_a_key_and_an_argument(copy):
+    def tokens(*words: str) -> list[list[int]]:
+        flags = ["--json", "--max-new-tokens", "8", "--verify", "exact", *words]
+        output = run(copy, "-m", "mars_jax.generate", *flags)
+        return [json.loads(line)["tokens"] for line in output.splitlines()]
+
+    assert "--heat X" in run(copy, "-m", "mars_jax.generate", "--help-all")
+    rows = [
+        {"prompt": "the sea"} | options
+        for options in ({"temperature": 1.5}, {"temperature": 0.5, "heat": 3.0})
+    ]
+    file = copy / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row | {"seed": 4}) + "\n" for row in rows))
+    [hot] = tokens("--temperature", "0.5", "--heat", "3", "--seed", "4", "the sea")
+    assert tokens("--prompts-file", str(file)) == [hot, hot]
+    code = "import mars_jax as mj; print(mj.generate('tiny/target', 'none', 'the sea', max_new_tokens=8, "
+    code += "temperature=0.5, heat=3.0, seed=4).tokens)"
+    assert json.loads(run(copy, "-c", code)) == [hot]
+
+
+@pytest.mark.slow
 def test_the_suite_of_all_rules_the_tables_the_documents_and_what_is_public(copy):
     files = ("verify/test_rules", "test_tables", "test_public", "test_docs", "test_features", "test_architecture",
-             "cli/test_commands", "cli/test_arguments")  # fmt: skip
+             "cli/test_commands", "cli/test_arguments", "serve/test_options")  # fmt: skip
     said = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
     assert " passed" in said and "failed" not in said

@@ -17,6 +17,7 @@ import pytest
 
 from mars_jax.cli.commands import COMMANDS
 from mars_jax.drafters.registry import definitions
+from mars_jax.utils.settings import BATCH, REQUEST
 from mars_jax.verify import rules
 from scripts import results_page
 from tests.helpers import slow_but
@@ -137,15 +138,17 @@ def test_flags_that_documents_name_exist():
     # Flags of other tools, since blocks of code are searched too.
     foreign = {"--quiet", "--model", "--model_args", "--tasks", "--check", "--no-deps", "--no-compile"}
     foreign |= {"--rm", "--network", "--problem_file"}
-    of_rules = {name for row in rules().values() for name, s in row.settings.items() if s.flag}
+    settings = {name for row in rules().values() for name, s in row.settings.items() if s.flag}
+    settings |= {*REQUEST, *BATCH}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
     for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))) - foreign
         for flag in sorted(named):
-            # The source has the flag, its name in the table of settings, or its opposite.
-            setting = flag[2:].replace("-", "_")
-            forms = (f'"{flag}"', f'name="{setting}"', f'"--{flag.removeprefix("--no-")}"')
-            assert setting in of_rules or any(form in source for form in forms), f"{path.name}: {flag}"
+            # It is a setting, or the source has the flag or its opposite.
+            is_setting = flag[2:].replace("-", "_") in settings
+            forms = (f'"{flag}"', f'"--{flag.removeprefix("--no-")}"')
+            assert is_setting or any(form in source for form in forms), f"{path.name}: {flag}"
+            )
 
 
 def test_every_command_has_its_section():

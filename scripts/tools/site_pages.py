@@ -322,7 +322,8 @@ class Field(NamedTuple):
 def fields(home: str) -> list[Field]:
     """Return the fields of a class and of its bases in this repository, with those of the bases first.
 
-    The meaning of a field is a comment after it or on the lines before it, or a docstring after it.
+    The meaning of a field is a comment after it or on the lines before it, a docstring after it, or the help of its
+    setting.
 
     >>> fields("mars_jax.verify.mars.Mars")[-1].name, fields("mars_jax.core.types.Verdict")[1]
     ('margin', Field(name='num_accepted', annotation='Array', meaning='i32[B]; edges walked'))
@@ -359,7 +360,11 @@ def _beside(node: ast.stmt, after: ast.stmt | None, lines: list[str]) -> str:
     first = node.lineno - 1
     while lines[first - 1].lstrip().startswith("#"):
         first -= 1
-    return " ".join(line.strip().lstrip("# ") for line in lines[first : node.lineno - 1])
+    comment = " ".join(line.strip().lstrip("# ") for line in lines[first : node.lineno - 1])
+    declared = getattr(node, "value", None)
+    if comment or not isinstance(declared, ast.Call):
+        return comment
+    return next((str(ast.literal_eval(word.value)) for word in declared.keywords if word.arg == "help"), "")
 
 
 def told(docstring: str, home: str) -> str:
