@@ -1,4 +1,4 @@
-"""A copy of the package with a new rule, drafter and setting of requests, made only in the files that CONTRIBUTING names."""
+"""A copy of the package with a new rule, drafter and setting, made only in the files that CONTRIBUTING names."""
 
 from __future__ import annotations
 

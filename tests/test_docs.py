@@ -148,7 +148,6 @@ def test_flags_that_documents_name_exist():
             is_setting = flag[2:].replace("-", "_") in settings
             forms = (f'"{flag}"', f'"--{flag.removeprefix("--no-")}"')
             assert is_setting or any(form in source for form in forms), f"{path.name}: {flag}"
-            )
 
 
 def test_every_command_has_its_section():
