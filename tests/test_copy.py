@@ -159,7 +159,7 @@ def test_a_setting_of_requests_is_a_flag_a_key_and_an_argument(copy):
     file.write_text("".join(json.dumps(row | {"seed": 4}) + "\n" for row in rows))
     [hot] = tokens("--temperature", "0.5", "--heat", "3", "--seed", "4", "the sea")
     assert tokens("--prompts-file", str(file)) == [hot, hot]
-    code = "import mars_jax as mj; print(mj.generate('tiny/target', 'none', 'the sea', max_new_tokens=8, "
+    code = "import mars_jax as mj; print(mj.generate(mj.load(), 'none', 'the sea', max_new_tokens=8, "
     code += "temperature=0.5, heat=3.0, seed=4).tokens)"
     assert json.loads(run(copy, "-c", code)) == [hot]
 
@@ -168,5 +168,6 @@ def test_a_setting_of_requests_is_a_flag_a_key_and_an_argument(copy):
 def test_the_suite_of_all_rules_the_tables_the_documents_and_what_is_public(copy):
     files = ("verify/test_rules", "test_tables", "test_public", "test_docs", "test_features", "test_architecture",
              "cli/test_commands", "cli/test_arguments", "serve/test_options")  # fmt: skip
+    run(copy, "tests/test_public.py")  # lists the new field of `Request`
     said = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
     assert " passed" in said and "failed" not in said
