@@ -16,12 +16,13 @@ from mars_jax.constraints.vocabulary import Vocabulary, vocabulary
 
 if TYPE_CHECKING:
     from mars_jax.constraints.batch_tables import compiled
-    from mars_jax.core.types import Guides
+    from mars_jax.core.types import GuideRows, GuideTables
 
 __all__ = [
     "KINDS",
     "Constraint",
-    "Guides",
+    "GuideRows",
+    "GuideTables",
     "Vocabulary",
     "choice",
     "compiled",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 # Imported on first access, because their modules import jax, which checking a flag does not need.
-_HOME = {"Guides": "core.types", "compiled": "constraints.batch_tables"}
+_HOME = {"GuideRows": "core.types", "GuideTables": "core.types", "compiled": "constraints.batch_tables"}
 
 if not TYPE_CHECKING:  # with a module `__getattr__` a type checker accepts any name
 

@@ -18,8 +18,8 @@ from mars_jax.constraints.constraint import Constraint, without_relax
 from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.token_table import TokenTable
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.guide import BITS, DEAD, FREE, Tables, Tracked
-from mars_jax.core.types import NO_TOKEN
+from mars_jax.core.guide import BITS, DEAD, FREE
+from mars_jax.core.types import NO_TOKEN, Tables, Tracked
 
 MOST_BYTES = 1 << 30
 """Maximum bytes of the token masks of a batch's constraints on a device."""
@@ -123,9 +123,17 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
         rows[states_slice] = numbers[of_state.reshape(-1)]
         starts[key] = (offset - 1 + FIRST, group)
         offset += count - 1
-    state = {"rows": rows, "forced": forced, "accepting": accepting, "closed": closed, "strict": strict}
-    arrays = {"next": next, "classes": classes, "bits": bits.padded(), **state}
-    return Compiled(Tables(**{name: jnp.asarray(value) for name, value in arrays.items()}), starts)
+    tables = Tables(
+        next=jnp.asarray(next),
+        classes=jnp.asarray(classes),
+        bits=jnp.asarray(bits.padded()),
+        rows=jnp.asarray(rows),
+        forced=jnp.asarray(forced),
+        accepting=jnp.asarray(accepting),
+        closed=jnp.asarray(closed),
+        strict=jnp.asarray(strict),
+    )
+    return Compiled(tables, starts)
 
 
 def _bucket(count: int, least: int) -> int:

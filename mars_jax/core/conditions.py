@@ -13,7 +13,7 @@ from jax import Array
 from mars_jax.core.edits import edited
 from mars_jax.core.guide import Followed, Guide, guide_of
 from mars_jax.core.pick import in_rows
-from mars_jax.core.types import DecodeState, DraftTree, Edits, Guides, Params, Verdict
+from mars_jax.core.types import DecodeState, DraftTree, Edits, GuideStates, Params, Verdict
 
 
 class Conditions(NamedTuple):
@@ -72,12 +72,12 @@ class Nodes(NamedTuple):
         """bool[B]: the constraint allows no token after the accepted path; None without a constraint."""
         return None if self.constraint is None else self.constraint.ended(verdict)
 
-    def after(self, verdict: Verdict, state: DecodeState) -> Guides | None:
+    def after(self, verdict: Verdict, state: DecodeState) -> GuideStates | None:
         """Advance the automata of live rows by the tokens of a step; None without automata."""
         if state.guides is None:
             return None
         # Each automaton reads the accepted path and `next_token`; rows that are done keep their state.
-        moved = Guides(
+        moved = GuideStates(
             constraint=None if self.constraint is None else self.constraint.after(verdict),
             span=None if self.span is None else self.span.after(verdict),
         )

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,14 @@ def _extend(
     return decoder.extend(params, state, prompts)
 
 
+class _Decoding(NamedTuple):
+    """Loop carry of `run`."""
+
+    state: DecodeState
+    stats: DecodeStats
+    steps_left: Array | None  # i32[]; None: no bound
+
+
 @donating(2, check=check_given, static_argnames="record")
 def run(
     decoder: Decoder,
@@ -148,20 +156,21 @@ def run(
     def loop(inputs: tuple[Params, Any], state: DecodeState) -> tuple[DecodeState, DecodeStats]:
         params, max_steps = inputs
 
-        def body(carry: tuple[DecodeState, DecodeStats, Any]) -> tuple[DecodeState, DecodeStats, Any]:
-            state, stats, steps_left = carry
-            state, info = decoder.step(params, state)
+        def body(carry: _Decoding) -> _Decoding:
+            state, info = decoder.step(params, carry.state)
             with jax.named_scope("emit"):
-                stats = accumulate(stats, info, state.length)
-                return state, stats, None if steps_left is None else steps_left - 1
+                stats = accumulate(carry.stats, info, state.length)
+                steps_left = None if carry.steps_left is None else carry.steps_left - 1
+                return _Decoding(state, stats, steps_left)
 
-        def keep_going(carry: tuple[DecodeState, DecodeStats, Any]) -> Array:
-            live = ~jnp.all(carry[0].done)
-            return live if carry[2] is None else live & (carry[2] > 0)
+        def keep_going(carry: _Decoding) -> Array:
+            live = ~jnp.all(carry.state.done)
+            return live if carry.steps_left is None else live & (carry.steps_left > 0)
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
         stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)
-        return lax.while_loop(keep_going, body, (state, stats, max_steps))[:2]
+        end = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
+        return end.state, end.stats
 
     return by_rows(loop)((params, None if max_steps is None else jnp.asarray(max_steps, jnp.int32)), state)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,44 +25,24 @@ from jax.sharding import PartitionSpec as P
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.pick import pick
-from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Guides, Params, Verdict
+from mars_jax.core.types import (
+    NO_TOKEN,
+    Controls,
+    DecodeState,
+    DraftTree,
+    GuideStates,
+    Narrow,
+    Params,
+    Tables,
+    Tracked,
+    Verdict,
+)
 from mars_jax.mesh.axes import map_devices, vocabulary_axes
 from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1
 BITS = 32
 """Bits of a word. Bit k of word j is token k W + j, so shift k of all words unpacks W consecutive tokens."""
-
-
-@struct.dataclass(kw_only=True)
-class Tables:
-    """Automata over tokens, built by `constraints.compiled`. Tables of equal shapes share compiled programs."""
-
-    next: Array  # u16[S, C]; the next state
-    classes: Array  # u16[G, V]; class of each token; class 0 has no transitions
-    bits: Array  # u32[R, W]; bit masks of the tokens that may follow
-    rows: Array  # i32[S]; the row of `bits` of each state
-    forced: Array  # i32[S]; the token to write if the continuation is forced, else NO_TOKEN
-    accepting: Array  # bool[S]; the text may end here
-    closed: Array  # bool[S]; the text may end here, and no token may follow
-    strict: Array  # bool[S]; for spans: rules must not relax here
-    narrow: Any = None  # `Narrow`, if the drafter has its own vocabulary; see `narrowed`
-
-
-@struct.dataclass(kw_only=True)
-class Narrow:
-    """Bit masks over a drafter's reduced vocabulary of U tokens."""
-
-    ids: Array  # i32[U]; the target's id of each draft token
-    bits: Array  # u32[R, ceil(U / 32)]; as `Tables.bits`
-
-
-@struct.dataclass(kw_only=True)
-class Tracked:
-    """The initial states of the rows of a batch, and their groups of token classes."""
-
-    start: Array  # i32[B]; initial state; FREE for an unconstrained row
-    group: Array  # i32[B]
 
 
 @struct.dataclass(kw_only=True)
@@ -282,11 +262,13 @@ def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
     return Guide(tables=tables, group=rows.group, state=getattr(state.guides, what), stop_tokens=stops)
 
 
-def first_states(controls: Controls) -> Guides | None:
+def first_states(controls: Controls) -> GuideStates | None:
     """Return the initial automaton states of new rows, copied so that no buffer is shared."""
 
     def begun(rows: Tracked | None) -> Array | None:
         return None if rows is None else jnp.copy(rows.start)
 
     guides = controls.guides
-    return None if guides is None else Guides(constraint=begun(guides.constraint), span=begun(guides.span))
+    return (
+        None if guides is None else GuideStates(constraint=begun(guides.constraint), span=begun(guides.span))
+    )

@@ -7,6 +7,7 @@ buffer, S slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,14 @@ def chunk_of(buffer: int = 0, rows: int = 1) -> int:
     return CHUNK if buffer < LONG else LONG_CHUNK
 
 
+class _Reading(NamedTuple):
+    """Loop carry of `prefill`."""
+
+    next_start: Array  # i32[B]; the cache holds the tokens before it
+    cache: PyTree
+    state: PyTree  # of the fold
+
+
 def prefill(
     model: LanguageModel,
     params: PyTree,
@@ -78,19 +87,19 @@ def prefill(
     buffer = tokens.shape[1]
     size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
-    def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
-        next_start, cache, state = carry
+    def body(carry: _Reading) -> _Reading:
         # Slide the last window back to stay inside the buffer. Tokens fed twice give the same keys, since a key depends
         # only on its own and earlier tokens. Later steps overwrite the slots past a text.
-        start = jnp.minimum(next_start, buffer - size)
+        start = jnp.minimum(carry.next_start, buffer - size)
         # i32[B, size]; each row has its own start.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
-        output = model.forward(params, window, Visible.causal(start, size), cache)
-        return start + size, output.cache, state if observe is None else observe(state, start, output)
+        output = model.forward(params, window, Visible.causal(start, size), carry.cache)
+        state = carry.state if observe is None else observe(carry.state, start, output)
+        return _Reading(start + size, output.cache, state)
 
     # Complete rows keep running until all are: their windows write garbage past their text.
-    _, cache, state = lax.while_loop(lambda c: jnp.any(c[0] < count), body, (first, cache, state))
-    return cache, state
+    end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
+    return end.cache, end.state
 
 
 def observing(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,15 @@ from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
 from mars_jax.mesh.axes import by_rows, over_rows
 from mars_jax.utils.errors import MarsError, check_type
+
+
+class _Advancing(NamedTuple):
+    """Loop carry of `advance`."""
+
+    state: DecodeState
+    stats: DecodeStats
+    steps: Array  # i32[]; taken so far
+    num_done: Array  # i32[]; rows that were done after the last step, on all devices
 
 
 def _check(decoder: Any, params: Any, state: Any, stats: Any, ended: Any = 1, most: Any = 1) -> None:
@@ -67,20 +76,18 @@ def advance(
         # Rows that are already done, such as padding rows, do not count towards `ended`.
         goal = jnp.minimum(count_done(state) + ended, rows)
 
-        def keep_going(carry: Any) -> Array:
-            _, _, steps, count = carry  # `count` rows were done after the last step
-            return (count < goal) & (steps < max_steps)
+        def keep_going(carry: _Advancing) -> Array:
+            return (carry.num_done < goal) & (carry.steps < max_steps) & (start.num_done < rows)
 
-        def body(carry: Any) -> Any:
-            state, stats, steps, _ = carry
-            state, info = decoder.step(params, state)
+        def body(carry: _Advancing) -> _Advancing:
+            state, info = decoder.step(params, carry.state)
             with jax.named_scope("emit"):
-                return state, accumulate(stats, info, state.length), steps + 1, count_done(state)
+                stats = accumulate(carry.stats, info, state.length)
+                return _Advancing(state, stats, carry.steps + 1, count_done(state))
 
-        count = count_done(state)
-        start = (state, stats, jnp.int32(0), count)
-        state, stats, steps, _ = lax.while_loop(lambda c: keep_going(c) & (count < rows), body, start)
-        return state, stats, jnp.broadcast_to(steps, (batch,))
+        start = _Advancing(state, stats, jnp.int32(0), count_done(state))
+        end = lax.while_loop(keep_going, body, start)
+        return end.state, end.stats, jnp.broadcast_to(end.steps, (batch,))
 
     inputs = (params, jnp.asarray(ended, jnp.int32), jnp.asarray(most, jnp.int32))
     return by_rows(loop)(inputs, state, stats)

@@ -90,11 +90,61 @@ class Edits:
 
 
 @struct.dataclass(kw_only=True)
-class Guides:
-    """Automata of rows: `Controls.guides`, with tables in `Params.guides` and states in `DecodeState.guides`."""
+class Narrow:
+    """Bit masks over a drafter's reduced vocabulary of U tokens."""
 
-    constraint: Any = None
-    span: Any = None
+    ids: Array  # i32[U]; the target's id of each draft token
+    bits: Array  # u32[R, ceil(U / 32)]; as `Tables.bits`
+
+
+@struct.dataclass(kw_only=True)
+class Tables:
+    """Automata over tokens, built by `constraints.compiled`. Tables of equal shapes share compiled programs.
+
+    S states, C classes of tokens, G groups, R rows of bits, W words of a row.
+    """
+
+    next: Array  # u16[S, C]; the next state
+    classes: Array  # u16[G, V]; class of each token; class 0 has no transitions
+    bits: Array  # u32[R, W]; bit masks of the tokens that may follow
+    rows: Array  # i32[S]; the row of `bits` of each state
+    forced: Array  # i32[S]; the token to write if the continuation is forced, else NO_TOKEN
+    accepting: Array  # bool[S]; the text may end here
+    closed: Array  # bool[S]; the text may end here, and no token may follow
+    strict: Array  # bool[S]; for spans: rules must not relax here
+    narrow: Narrow | None = None  # if the drafter has its own vocabulary; see `guide.narrowed`
+
+
+@struct.dataclass(kw_only=True)
+class Tracked:
+    """The initial states of the rows of a batch, and their groups of token classes."""
+
+    start: Array  # i32[B]; initial state; FREE for an unconstrained row
+    group: Array  # i32[B]
+
+
+@struct.dataclass(kw_only=True)
+class GuideTables:
+    """The tables of the constraints and of the spans of a batch: `Params.guides`. None: no row has any."""
+
+    constraint: Tables | None = None
+    span: Tables | None = None
+
+
+@struct.dataclass(kw_only=True)
+class GuideRows:
+    """Where each row begins in the tables: `Controls.guides`. None compiles none."""
+
+    constraint: Tracked | None = None
+    span: Tracked | None = None
+
+
+@struct.dataclass(kw_only=True)
+class GuideStates:
+    """The states that the rows have reached: `DecodeState.guides`."""
+
+    constraint: Array | None = None  # i32[B]
+    span: Array | None = None  # i32[B]
 
 
 @struct.dataclass(kw_only=True)
@@ -117,8 +167,7 @@ class Controls:
     limit: Array  # i32[B]; maximum tokens of prompt and output together
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
     edits: Edits | None = None  # of the target's logits, see `edits.make_edits`; None compiles none
-    # Initial automaton states of constraints and spans, `guide.Tracked` in `Guides`; None compiles none.
-    guides: Guides | None = None
+    guides: GuideRows | None = None  # constraints and spans; None compiles none
 
 
 @struct.dataclass(kw_only=True)
@@ -187,7 +236,7 @@ class DecodeState:
     controls: Controls  # of the rows
     rule: PyTree  # the rule; its parameters and state are [B, ...]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
-    guides: Guides | None = None  # i32[B] each: the states of the automata of `Controls.guides`
+    guides: GuideStates | None = None  # of the automata of `Controls.guides`
 
 
 @struct.dataclass(kw_only=True)
@@ -234,7 +283,7 @@ class Params(NamedTuple):
     target: PyTree  # weights of the target
     draft: PyTree = ()  # weights of the drafter, in its own format
     verify: PyTree = ()  # weights of the rule, which it reads as `Evidence.params`
-    guides: PyTree = None  # tables of the automata of `Controls.guides`: `Guides` of `guide.Tables`
+    guides: GuideTables | None = None  # of the automata of `Controls.guides`
 
 
 class ForwardOutput(NamedTuple):

@@ -104,6 +104,14 @@ def stops_at(logits: Array, controls: Controls) -> Array:
     return lax.cond(is_enabled, unsure, lambda: jnp.zeros(logits.shape[:2], bool))
 
 
+class _ChainLevel(NamedTuple):
+    """Scan carry of `_chain`: one level of the chain."""
+
+    tokens: Array  # i32[B, 1]
+    states: Array | None  # i32[B, 1]; of the constraint, after the tokens
+    carry: Any  # of the growth
+
+
 def _chain(
     shape: Static,
     sample: bool,
@@ -131,23 +139,22 @@ def _chain(
     tokens, processed = draft_next(1, growth.logits, growth.carry, first)
 
     # All levels have the same shapes, so the scan compiles one extension for any chain length.
-    def body(carry, depth):
-        tokens, states, carry = carry
+    def body(level: _ChainLevel, depth: Array) -> tuple[_ChainLevel, tuple[Array, Array | None]]:
         # The node at depth d has slot and position `first + d - 1`; its parent is the only node of the level before.
         slot = growth.first + depth - 1
-        level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(slot, 1))
+        nodes = Level(level.tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(slot, 1))
         with jax.named_scope("level"):
-            logits, carry = growth.extend(carry, level)
-        following, q = draft_next(depth + 1, logits, carry, states)
+            logits, carry = growth.extend(level.carry, nodes)
+        following, q = draft_next(depth + 1, logits, carry, level.states)
         # A row that has stopped stays stopped.
-        following = jnp.where(tokens == NO_TOKEN, NO_TOKEN, following)
-        states = steering.moved(states, following)
-        return (following, states, carry), (following[:, 0], None if q is None else q[:, 0])
+        following = jnp.where(level.tokens == NO_TOKEN, NO_TOKEN, following)
+        next_level = _ChainLevel(following, steering.moved(level.states, following), carry)
+        return next_level, (following[:, 0], None if q is None else q[:, 0])
 
     # Extend depths 1 .. D - 1. The leaf at depth D is drafted and never fed.
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
-    initial = (tokens, steering.moved(first, tokens), growth.carry)
-    (_, _, carry), (later_tokens, later_processed) = lax.scan(body, initial, depths)
+    initial = _ChainLevel(tokens, steering.moved(first, tokens), growth.carry)
+    last, (later_tokens, later_processed) = lax.scan(body, initial, depths)
     draft_logits = None
     if processed is not None and later_processed is not None:
         # f32[B, N, V]: row i is the q that node i + 1 was drawn from. Row 0 belongs to the root, and the scan's
@@ -156,7 +163,7 @@ def _chain(
             [processed, jnp.moveaxis(later_processed, 0, 1), jnp.zeros_like(processed)], axis=1
         )
     tree = chain(jnp.concatenate([root, tokens, later_tokens.T], axis=1), draft_logits)
-    return tree, jnp.maximum(tree.depths, 0), carry
+    return tree, jnp.maximum(tree.depths, 0), last.carry
 
 
 @jax.named_scope("mask")
@@ -257,6 +264,17 @@ class _Children(NamedTuple):
     path: Array  # f32; log-probability of the path, the base of its children's ranks; -inf: has no children
 
 
+class _TreeLevel(NamedTuple):
+    """Scan carry of `_dynamic`: the k nodes of one level."""
+
+    carry: Any  # of the growth
+    nodes: _Children  # [B, k]
+    states: Array | None  # i32[B, k]; of the constraint, after the nodes
+    ids: Array  # i32[B, k]; candidate numbers of the nodes
+    parents: Array  # i32[B, k]; indices of their parents in the level before
+    seen: Array  # bool[B, k, R]; rows that the parents attend to
+
+
 class _Extended(NamedTuple):
     """The new candidates of one extended level, and its nodes."""
 
@@ -322,28 +340,35 @@ def _dynamic(
     row_depths = 1 + np.arange(max(shape.rows, 1)) // k
 
     # All levels have the same shapes, so the scan compiles one extension.
-    def body(carry, depth):
-        carry, nodes, states, ids, level_parents, seen_rows = carry
+    def body(level: _TreeLevel, depth: Array) -> tuple[_TreeLevel, _Extended]:
         row = (depth - 1) * k
-        level_seen = _seen(seen_rows, level_parents, row)
-        level = Level(nodes.tokens, level_parents, _visible(growth, level_seen, depth, row, row_depths))
+        seen = _seen(level.seen, level.parents, row)
+        nodes = Level(level.nodes.tokens, level.parents, _visible(growth, seen, depth, row, row_depths))
         with jax.named_scope("level"):
-            logits, carry = growth.extend(carry, level)
-        new_children, new_q = children(logits, nodes.rank, nodes.path, depth, carry, states)
+            logits, carry = growth.extend(level.carry, nodes)
+        new_children, new_q = children(logits, level.nodes.rank, level.nodes.path, depth, carry, level.states)
         # i32[B, k * k]: new candidates i * k .. i * k + k - 1 are children of node i of the level.
-        parents = jnp.repeat(ids, k, axis=1)
+        parents = jnp.repeat(level.ids, k, axis=1)
         best_ranks, best = lax.top_k(new_children.rank, k)
         best_children = _Children(pick(new_children.tokens, best), best_ranks, pick(new_children.path, best))
-        parent_states = None if states is None else pick(states, best // k)
-        states = steering.moved(parent_states, best_children.tokens)
-        # Level 1 has k candidates and each later level k * k, so the numbers of the new ones start at
-        # k + (depth - 1) * k * k = k + row * k.
-        following = (carry, best_children, states, k + row * k + best, best // k, level_seen)
-        return following, _Extended(new_children.tokens, new_children.rank, parents, ids, new_q)
+        parent_states = None if level.states is None else pick(level.states, best // k)
+        next_level = _TreeLevel(
+            carry=carry,
+            nodes=best_children,
+            states=steering.moved(parent_states, best_children.tokens),
+            # Level 1 has k candidates and each later level k * k, so the numbers of the new ones start at
+            # k + (depth - 1) * k * k = k + row * k.
+            ids=k + row * k + best,
+            parents=best // k,
+            seen=seen,
+        )
+        return next_level, _Extended(new_children.tokens, new_children.rank, parents, level.ids, new_q)
 
-    carry = (growth.carry, top, steering.moved(steering.first, top.tokens), ids, no_parents, seen_rows)
+    first_level = _TreeLevel(
+        growth.carry, top, steering.moved(steering.first, top.tokens), ids, no_parents, seen_rows
+    )
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
-    (carry, *_), levels = lax.scan(body, carry, depths)
+    last_level, levels = lax.scan(body, first_level, depths)
 
     # The scan stacks over depths. Append its [D - 1, B, k * k] as [B, (D - 1) * k * k] to the k of level 1.
     def joined(first: Array, later: Array) -> Array:
@@ -366,7 +391,7 @@ def _dynamic(
     if q is not None:
         # Row 0 is the root's. Nodes that were not extended have no children, so their logits are never read.
         tree = dataclasses.replace(tree, draft_logits=pick(_stack_q(q, levels.logits), node_rows))
-    return tree, node_rows, carry
+    return tree, node_rows, last_level.carry
 
 
 class Candidates(NamedTuple):

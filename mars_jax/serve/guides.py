@@ -15,8 +15,7 @@ from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, joined
 from mars_jax.constraints.spans import state_after
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.guide import Guides
-from mars_jax.core.types import PyTree
+from mars_jax.core.types import GuideRows, GuideTables
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh.hosts import put
 from mars_jax.serve.requests import Request
@@ -31,15 +30,15 @@ class RequestGuides(NamedTuple):
     words: Vocabulary | None = None
 
     @property
-    def tables(self) -> Guides | None:
+    def tables(self) -> GuideTables | None:
         """The tables for `Params.guides`."""
         if self.constraint is None and self.span is None:
             return None
-        return Guides(
+        return GuideTables(
             constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
         )
 
-    def rows(self, own: Sequence[Request]) -> Guides | None:
+    def rows(self, own: Sequence[Request]) -> GuideRows | None:
         """Return `Controls.guides` for the requests of a batch."""
         if self.constraint is None and self.span is None:
             return None
@@ -50,7 +49,7 @@ class RequestGuides(NamedTuple):
             else state_after(span, self.words, request.prompt_tokens)
             for request, span in zip(own, spans, strict=True)
         ]
-        return Guides(
+        return GuideRows(
             constraint=self.constraint and self.constraint.rows([r.constraint for r in own]),
             span=self.span and self.span.rows(spans, start_states),
         )
@@ -74,7 +73,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
     )
 
 
-def placed(tables: Guides | None, target: Pretrained) -> PyTree:
+def placed(tables: GuideTables | None, target: Pretrained) -> GuideTables | None:
     """Put tables on every device of the target's mesh."""
     if tables is None or target.mesh is None:
         return tables

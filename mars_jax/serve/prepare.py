@@ -67,15 +67,10 @@ def prepared(
                 f"leave it out, or draft with {drafters_that('stops')}."
             )
     guides = guides_of(target, requests)
-    params = Params(
-        target=target.params,
-        draft=drafter.params,
-        verify=rule.params,
-        guides=placed(guides.tables, target),
-    )
-    if drafter.draft_ids is not None and guides.constraint is not None:
-        draft_constraint = narrowed(params.guides.constraint, drafter.draft_ids)
-        params = params._replace(guides=dataclasses.replace(params.guides, constraint=draft_constraint))
+    tables = placed(guides.tables, target)
+    if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
+        tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))
+    params = Params(target=target.params, draft=drafter.params, verify=rule.params, guides=tables)
     return Prepared(
         target=target,
         requests=requests,

@@ -10,11 +10,10 @@ from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode, struct
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
-from mars_jax.core.guide import Guides
 from mars_jax.core.rule import Rule, evidence
 from mars_jax.core.step import cut
 from mars_jax.core.tree import walk
-from mars_jax.core.types import Params, Verdict
+from mars_jax.core.types import GuideRows, GuideTables, Params, Verdict
 from tests.helpers import begin, committed, ragged
 from tests.helpers.constrained import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
 from tests.helpers.random_trees import B, D, N, V, random_tree
@@ -80,10 +79,10 @@ def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
     tokens, lengths = ragged([1, 6, 12, 4, 3] * 2, 40, VOCAB)
     controls = make_controls(rows, limit=40, stop_tokens=[STOP], temperature=1.0).replace(
         edits=make_edits(rows, logit_bias=[dict.fromkeys(BANNED, -np.inf), {}] * len(RULES)),
-        guides=Guides(constraint=tables.rows(chosen)),
+        guides=GuideRows(constraint=tables.rows(chosen)),
     )
     drafter = Unconstrained(DRAFT, 5, sample=True)
-    params = Params(target=(), draft=(), guides=Guides(constraint=tables.tables))
+    params = Params(target=(), draft=(), guides=GuideTables(constraint=tables.tables))
     decoder, state = begin(TARGET, drafter, rule, tokens, lengths, controls=controls, params=params)
     state, stats = decode.run(decoder, params, state)
     for row, (tokens, start) in enumerate(zip(committed(state), lengths.tolist(), strict=True)):

@@ -13,9 +13,9 @@ from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
-from mars_jax.core.guide import DEAD, Guide, Guides, _mask, _mask_by_words, narrowed
+from mars_jax.core.guide import DEAD, Guide, _mask, _mask_by_words, narrowed
 from mars_jax.core.tree import chain
-from mars_jax.core.types import Params
+from mars_jax.core.types import GuideRows, GuideTables, Params
 from tests.helpers import begin, broken_after, logits_after, ragged, rule_oracles, slow_but
 from tests.helpers.constrained import DRAFTERS, PIECES, STOP, TARGET, VOCAB, VOCABULARY, text_of
 
@@ -37,8 +37,8 @@ def start(drafter, rule, chosen, *, limit=40, prompts=None, stops=(STOP,), **set
     found = compiled(made, VOCABULARY)
     tokens, lengths = prompts or ragged([1, 6, 12, 4][: len(chosen)], limit, VOCAB)
     controls = make_controls(len(chosen), limit=limit, stop_tokens=stops, **settings)
-    controls = controls.replace(guides=Guides(constraint=found.rows(made)))
-    params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
+    controls = controls.replace(guides=GuideRows(constraint=found.rows(made)))
+    params = Params(target=(), draft=(), guides=GuideTables(constraint=found.tables))
     decoder, state = begin(TARGET, drafter, rule, tokens, lengths, controls=controls, params=params)
     return decoder, params, state
 

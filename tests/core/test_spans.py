@@ -8,8 +8,7 @@ from mars_jax.constraints.batch_tables import joined
 from mars_jax.constraints.spans import Spans, state_after
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.guide import Guides
-from mars_jax.core.types import RELAXED, Params
+from mars_jax.core.types import RELAXED, GuideRows, GuideTables, Params
 from tests.helpers import begin, ragged, slow_but
 from tests.helpers.constrained import DRAFTERS, TARGET, VOCAB, VOCABULARY, text_of
 
@@ -24,8 +23,8 @@ def decoded(drafter, rule, spans, **settings):
     if spans is not None:
         found = joined({spans: spans.table(VOCABULARY)}, VOCAB)
         after = [state_after(spans, VOCABULARY, prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
-        controls = controls.replace(guides=Guides(span=found.rows([spans] * 4, after)))
-        params = params._replace(guides=Guides(span=found.tables))
+        controls = controls.replace(guides=GuideRows(span=found.rows([spans] * 4, after)))
+        params = params._replace(guides=GuideTables(span=found.tables))
     decoder, state = begin(TARGET, drafter, rule, prompts, lengths, controls=controls, params=params)
     state, stats = decode.run(decoder, params, state, record=True)
     return state, np.asarray(stats.tokens.kind)
