@@ -123,7 +123,7 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
         rows[states_slice] = numbers[of_state.reshape(-1)]
         starts[key] = (offset - 1 + FIRST, group)
         offset += count - 1
-    tables = Tables(
+    batch_tables = Tables(
         next=jnp.asarray(next),
         classes=jnp.asarray(classes),
         bits=jnp.asarray(bits.padded()),
@@ -133,7 +133,7 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
         closed=jnp.asarray(closed),
         strict=jnp.asarray(strict),
     )
-    return Compiled(tables, starts)
+    return Compiled(batch_tables, starts)
 
 
 def _bucket(count: int, least: int) -> int:
