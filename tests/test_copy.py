@@ -116,9 +116,9 @@ def copy(tmp_path_factory):
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
     insert(package / "utils/settings.py", SETTING, before="    top_k: int = setting(")
-    insert(package / "serve/options.py", "    heat: Each[float]\n", before="    top_k: Each[int]")
+    insert(package / "serve/requests.py", "    heat: Each[float]\n", before="    top_k: Each[int]")
     insert(package / "serve/generation.py", "        heat,\n", before="        top_k, top_p, min_p")
-    prepared = package / "serve/prepared.py"
+    prepared = package / "serve/prepare.py"
     prepared.write_text(prepared.read_text().replace("[r.temperature for", "[r.temperature * r.heat for"))
     return folder
 

@@ -18,7 +18,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import fake, refill
 from mars_jax.core.metrics import zero_stats
-from mars_jax.serve.options import Options
+from mars_jax.serve.requests import Options
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message

@@ -38,10 +38,10 @@ from mars_jax.mesh.axes import name_axes
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.config import Rope
 from mars_jax.models.shardings import params_shardings
-from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, bucket, loaded_rule, prepared
 from mars_jax.serve.queue import Queue, Shares
 from mars_jax.serve.requests import Request, total
+from mars_jax.serve.session import default_rows
 from mars_jax.utils.errors import MarsError
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     if texts := [Path(path) for path in data]:
         report["data"] = {path.name: _digest_of(path) for path in texts}
     if weights:
-        from mars_jax.serve.fingerprint import fingerprint
+        from mars_jax.serve.rows import fingerprint
 
         report["weights"] = {name: fingerprint(params) for name, params in weights.items()}
     return report

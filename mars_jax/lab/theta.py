@@ -125,7 +125,7 @@ def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
     """
     from jax.tree import leaves
 
-    from mars_jax.serve.fingerprint import fingerprint
+    from mars_jax.serve.rows import fingerprint
 
     digests = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
     return digests | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})

@@ -10,10 +10,9 @@ from typing import Any, Unpack
 
 from mars_jax import drafters
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.serve.options import CallOptions, Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
 from mars_jax.serve.queue import Finished, Said, longest_first
-from mars_jax.serve.requests import AnyPrompts, Request, Result, make_requests
+from mars_jax.serve.requests import AnyPrompts, CallOptions, Options, Request, Result, make_requests
 from mars_jax.serve.session import Session, rule_of
 
 

@@ -1,4 +1,4 @@
-"""The decoder of a pair of models, and checks that requests fit it; `prepared` makes the arrays.
+"""From requests to arrays: checks that requests fit a pair, its decoder and params, and the prompts of a batch.
 
 B batch, T token buffer.
 """
@@ -8,24 +8,193 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from mars_jax import drafters
+from mars_jax.constraints import vocabulary
+from mars_jax.constraints.automaton import FIRST
+from mars_jax.constraints.batch_tables import Compiled, compiled, joined
+from mars_jax.constraints.spans import state_after
+from mars_jax.constraints.vocabulary import Vocabulary
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
+from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.guide import narrowed
-from mars_jax.core.rule import LoadedRule, Rule, structure, user_errors
-from mars_jax.core.types import DecodeState, Params
+from mars_jax.core.rule import LoadedRule, Rule, for_rows, structure, take_rows, user_errors
+from mars_jax.core.types import (
+    NO_TOKEN,
+    DecodeState,
+    GuideRows,
+    GuideTables,
+    Params,
+    Prompts,
+    keys_from_seeds,
+)
 from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh.axes import size_of
-from mars_jax.serve.guides import guides_of, placed
-from mars_jax.serve.prepared import Prepared
+from mars_jax.mesh.axes import size_of, state_shardings
+from mars_jax.mesh.hosts import put
 from mars_jax.serve.requests import Request, check_request
-from mars_jax.serve.sizes import with_costs
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
+
+
+class RequestGuides(NamedTuple):
+    """Tables with which a step follows the completions of requests; None if no request has a constraint or spans."""
+
+    constraint: Compiled | None = None
+    span: Compiled | None = None
+    words: Vocabulary | None = None
+
+    @property
+    def tables(self) -> GuideTables | None:
+        """The tables for `Params.guides`."""
+        if self.constraint is None and self.span is None:
+            return None
+        return GuideTables(
+            constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
+        )
+
+    def rows(self, own: Sequence[Request]) -> GuideRows | None:
+        """Return `Controls.guides` for the requests of a batch."""
+        if self.constraint is None and self.span is None:
+            return None
+        spans = [request.spans for request in own]
+        start_states = [
+            FIRST
+            if span is None or self.words is None
+            else state_after(span, self.words, request.prompt_tokens)
+            for request, span in zip(own, spans, strict=True)
+        ]
+        return GuideRows(
+            constraint=self.constraint and self.constraint.rows([r.constraint for r in own]),
+            span=self.span and self.span.rows(spans, start_states),
+        )
+
+
+def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
+    """Return the tables of the requests' constraints and spans, built once for equal ones.
+
+    Raises:
+      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or as `Constraint.table`.
+    """
+    constraints = [r.constraint for r in requests if r.constraint is not None]
+    spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
+    if not constraints and not spans:
+        return RequestGuides()
+    words = _vocabulary(target, any(c.kind != "tokens" for c in constraints) or bool(spans))
+    return RequestGuides(
+        constraint=compiled(constraints, words) if constraints else None,
+        span=joined({span: span.table(words) for span in spans}, len(words.tokens)) if spans else None,
+        words=words,
+    )
+
+
+def placed(tables: GuideTables | None, target: Pretrained) -> GuideTables | None:
+    """Put tables on every device of the target's mesh."""
+    if tables is None or target.mesh is None:
+        return tables
+    replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+    return put(tables, jax.tree.map(lambda _: replicated, tables))
+
+
+def _vocabulary(target: Pretrained, text: bool) -> Vocabulary:
+    size = target.config.vocab_size
+    if not text:
+        return Vocabulary(tokens=(None,) * size)
+    if not target.has_tokenizer:
+        raise MarsError(
+            f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens alone."
+        )
+    return vocabulary(target.tokenizer, size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Requests that one program decodes. Their shapes are the same for any choice of requests."""
+
+    target: Pretrained
+    requests: Sequence[Request]
+    decoder: Decoder
+    params: Params
+    drafter: drafters.LoadedDrafter
+    rule: LoadedRule  # each of its numbers is one value for all requests, or one per request
+    width: int  # T
+    guides: RequestGuides
+
+    @property
+    def draws(self) -> bool:
+        """True if any request samples; otherwise the compiled program does not contain sampling."""
+        return any(request.temperature != 0 for request in self.requests)
+
+    def prompts(self, entries: Sequence[int | None]) -> Prompts:
+        """Return the prompts of some requests, as `Decoder.init` takes them. On a mesh divide them over `data`.
+
+        Args:
+          entries: for each row the number of its request, or None for a row that only fills the batch. Such a row
+            starts at its limit, so it is done before the first step.
+        """
+        requests = [self.requests[i] if i is not None else _FILL for i in entries]
+        lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
+        context = self.target.config.max_positions
+        limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)
+        tokens = np.zeros((len(requests), self.width), np.int32)
+        for row, request in enumerate(requests):
+            tokens[row, : lengths[row]] = request.prompt_tokens
+        # Round up to a multiple of four, so that one more stop token rarely changes a shape.
+        num_stop_tokens = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
+        controls = make_controls(
+            len(requests),
+            limit=limits,
+            temperature=[r.temperature for r in requests] if self.draws else None,
+            top_k=[r.top_k for r in requests],
+            top_p=[r.top_p for r in requests],
+            min_p=[r.min_p for r in requests],
+            strict=[r.strict or (r.constraint is not None and not r.constraint.relax) for r in requests],
+            draft_stop=[r.draft_stop for r in requests],
+            stop_tokens=[
+                [*r.stop_tokens, *[NO_TOKEN] * (num_stop_tokens - len(r.stop_tokens))] for r in requests
+            ],
+        )
+        if any(r.edits for r in self.requests):
+            controls = dataclasses.replace(controls, edits=self._edits(requests))
+        controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
+        keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
+        numbers = take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
+        row_prompts = Prompts(
+            jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
+        )
+        mesh = self.target.mesh
+        return row_prompts if mesh is None else put(row_prompts, state_shardings(row_prompts, mesh))
+
+    def _edits(self, own: Sequence[Request]) -> Edits:
+        # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
+        # rarely changes it.
+        max_biases = max(len(r.logit_bias) for r in self.requests)
+        return make_edits(
+            len(own),
+            logit_bias=[r.logit_bias for r in own],
+            repetition_penalty=[r.repetition_penalty for r in own],
+            presence_penalty=[r.presence_penalty for r in own],
+            frequency_penalty=[r.frequency_penalty for r in own],
+            width=max(8, -(-max_biases // 8) * 8),
+        )
+
+    def start(self, entries: Sequence[int | None]) -> DecodeState:
+        """Return the state after prefill of some requests; `entries` as for `prompts`."""
+        prompts = self.prompts(entries)
+        with self.target.on_mesh():
+            return decode.start(self.decoder, self.params, prompts)
+
+
+_FILL = Request(prompt_tokens=(0,), max_new_tokens=0)
+
 
 AnyRule = Rule | LoadedRule
 """A rule as `mars_jax.generate` takes it: without weights, or loaded with them."""
@@ -81,27 +250,6 @@ def prepared(
         width=buffer_width(target, requests),
         guides=guides,
     )
-
-
-def prepare(
-    target: Pretrained,
-    drafter: drafters.AnyDrafter,
-    requests: Sequence[Request],
-    *,
-    verify: AnyRule | None = None,
-) -> tuple[Decoder, Params, DecodeState]:
-    """Return the decoder, its params, and the state after prefill of one batch, for a loop of the caller's own.
-
-    If the draft length adapts to its cost, measure that cost first. On the target's mesh the rows are divided over
-    `data`, and their number is rounded up to a multiple of it.
-
-    Args:
-      target, drafter, requests, verify: as for `prepared`.
-    """
-    batch = of_mesh(target, len(requests))
-    prepared_requests = with_costs(prepared(target, drafter, requests, verify=verify), batch)
-    state = prepared_requests.start([*range(len(requests)), *[None] * (batch - len(requests))])
-    return prepared_requests.decoder, prepared_requests.params, state
 
 
 def of_mesh(target: Pretrained, rows: int) -> int:

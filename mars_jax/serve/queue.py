@@ -25,8 +25,7 @@ from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
 from mars_jax.core.types import DecodeState, PyTree, StepInfo
 from mars_jax.mesh.axes import size_of, state_shardings
 from mars_jax.mesh.hosts import fetch, put
-from mars_jax.serve.prepare import of_mesh
-from mars_jax.serve.prepared import Prepared
+from mars_jax.serve.prepare import Prepared, of_mesh
 from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import RowText, complete, token_log_probs

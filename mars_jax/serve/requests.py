@@ -1,11 +1,15 @@
-"""Requests, each a prompt with its controls, and completions, each with its metrics."""
+"""Requests, each a prompt with its settings, the options that make them, and completions with their metrics.
+
+Oracle: the fields of `Request` and the docstring of `generate` (tests/serve/test_options.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -16,7 +20,6 @@ from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.edits import bias_of
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
-from mars_jax.serve.options import Options
 from mars_jax.utils.errors import (
     MarsError,
     check_count,
@@ -29,6 +32,58 @@ from mars_jax.utils.errors import (
 from mars_jax.utils.limits import SAMPLES
 from mars_jax.utils.settings import REQUEST, RequestSettings
 from mars_jax.verify import rules
+
+T = TypeVar("T")
+AnyArray = np.ndarray | np.generic | jax.Array
+Each = T | Sequence[T] | AnyArray
+"""One value for all prompts, or one per prompt."""
+TokenIds = int | Sequence[int] | Sequence[Sequence[int]] | AnyArray
+"""One id or several for all prompts, or a sequence of them per prompt."""
+Schema = Mapping[str, Any] | str | os.PathLike[str]
+
+
+class Options(TypedDict, total=False):
+    """Options of a request, each one value for all prompts or one per prompt; see `generate`.
+
+    >>> chosen: Options = {"temperature": 0.7, "seed": [3, 4]}
+    >>> sorted(Options.__optional_keys__)[:2]
+    ['allowed_tokens', 'banned_tokens']
+    """
+
+    temperature: Each[float]
+    top_k: Each[int]
+    top_p: Each[float]
+    min_p: Each[float]
+    strict: Each[bool]
+    draft_stop: Each[float]
+    seed: Each[int]
+    max_new_tokens: Each[int]
+    stop_tokens: TokenIds
+    stop_strings: str | Sequence[str] | Sequence[Sequence[str]]
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
+    banned_tokens: TokenIds | None
+    repetition_penalty: Each[float]
+    presence_penalty: Each[float]
+    frequency_penalty: Each[float]
+    regex: str | Sequence[str | None] | None
+    json_schema: Schema | Sequence[Schema | None] | None
+    choice: Sequence[str] | Sequence[Sequence[str] | None] | None
+    allowed_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None
+    constraint: Constraint | Sequence[Constraint | None] | None
+    relax_constrained: bool | Sequence[bool]
+    relax_in: str | Sequence[str]
+    strict_in: str | Sequence[str]
+
+
+class CallOptions(Options, total=False):
+    """`Options`, and the arguments of `generate` that control how prompts are read."""
+
+    chat: bool
+    system: str | None
+    template_args: Mapping[str, Any] | None
+    ignore_eos: bool
+    samples: int
+
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A string, strings, token ids, a conversation or conversations."""

@@ -18,7 +18,7 @@ from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.sized import needs_costs, with_size, with_step_costs
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import state_shardings
-from mars_jax.serve.prepared import Prepared
+from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 
 STEPS, ROUNDS = 4, 3

@@ -48,7 +48,7 @@ def worker(case: str) -> None:
     import jax
 
     import mars_jax as mj
-    from mars_jax.serve.prepare import prepare
+    from mars_jax.serve.session import prepare
 
     draft, name = case.split(", ")
     target = mj.load()

@@ -113,7 +113,7 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
     import jax
 
     import mars_jax as mj
-    from mars_jax.serve.prepare import prepare
+    from mars_jax.serve.session import prepare
 
     target = mj.load(dtype="float32")
     texts, found = prompts(target), {}

@@ -16,9 +16,8 @@ from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.output_file import missing_rows, sampling
 from mars_jax.drafters.registry import definitions, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
-from mars_jax.serve.fingerprint import digest
 from mars_jax.serve.requests import Request
-from mars_jax.serve.rows import RowFile
+from mars_jax.serve.rows import RowFile, digest
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice, is_own, rules
 from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, damaged_json, to_text

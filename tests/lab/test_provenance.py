@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mars_jax.lab import provenance
-from mars_jax.serve.fingerprint import fingerprint
+from mars_jax.serve.rows import fingerprint
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import constraints, drafters
 from mars_jax.cli.generate.command import main
-from mars_jax.serve.guides import guides_of
+from mars_jax.serve.prepare import guides_of
 
 TEXT = "Once upon a time"
 SCHEMA = {

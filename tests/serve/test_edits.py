@@ -10,7 +10,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.cli.generate.command import main
-from mars_jax.serve.prepare import prepare
+from mars_jax.serve.session import prepare
 
 TEXT = "Once upon a time"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mars_jax.serve.fingerprint import fingerprint
+from mars_jax.serve.rows import fingerprint
 
 WEIGHTS = {"bias": np.arange(8.0, dtype=np.float32), "experts": np.ones((4, 6, 8), np.float32)}
 

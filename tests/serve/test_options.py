@@ -6,8 +6,7 @@ import re
 
 import mars_jax as mj
 from mars_jax.serve.generation import generate, generate_iter, generate_stream
-from mars_jax.serve.options import CallOptions, Options
-from mars_jax.serve.requests import make_requests
+from mars_jax.serve.requests import CallOptions, Options, make_requests
 
 GIVEN = {"prompt", "messages", "prompt_tokens", "id"}
 """Fields of `Request` that hold its input and are not options."""

@@ -12,7 +12,7 @@ import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.models import language_model
-from mars_jax.serve import memory
+from mars_jax.serve import session as memory
 from mars_jax.serve.prepare import prepared
 from mars_jax.serve.queue import Queue, Shares
 from mars_jax.serve.requests import make_requests

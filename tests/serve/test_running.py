@@ -16,10 +16,10 @@ from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
 from mars_jax.core.decode import _extend
 from mars_jax.core.rule import LoadedRule
-from mars_jax.serve import running as runnings
+from mars_jax.serve import chat as runnings
+from mars_jax.serve.chat import Running
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import make_requests
-from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but

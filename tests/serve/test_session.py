@@ -10,8 +10,8 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets, drafters
+from mars_jax.serve.chat import Running
 from mars_jax.serve.requests import make_requests
-from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsWarning
 from tests.helpers import slow_but

@@ -16,9 +16,8 @@ from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.rule_flags import FLAGS
 from mars_jax.drafters.registry import DraftSpec
 from mars_jax.hub.files import resolve
-from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.requests import Completion, Request
-from mars_jax.serve.rows import RowFile, plain, to_line
+from mars_jax.serve.rows import RowFile, digest, fingerprint, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import REQUEST

@@ -1,7 +1,7 @@
 """Interactive mode of `generate`, for a terminal without prompts: read lines, and stream an answer to each.
 
 With --chat the lines are turns of one conversation, otherwise each is a separate prompt. One running row decodes all of
-them (`serve.running`), so that only the new tokens of a line are prefilled.
+them (`serve.chat.Running`), so that only the new tokens of a line are prefilled.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS
 from mars_jax.drafters.registry import definitions
 from mars_jax.hub.pretrained import Turn
-from mars_jax.serve.chat import Chat
+from mars_jax.serve.chat import Chat, Running
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request
-from mars_jax.serve.running import Running
 from mars_jax.serve.session import check_finite
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.verify import rules

@@ -193,7 +193,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     from mars_jax.lab.folder import check_writable, open_rows, write_json
     from mars_jax.lab.studies import calibration
     from mars_jax.mesh import hosts
-    from mars_jax.serve.fingerprint import digest, fingerprint
+    from mars_jax.serve.rows import digest, fingerprint
     from mars_jax.serve.session import Session
     from mars_jax.verify import load
 

@@ -18,8 +18,8 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.folder import SETTINGS, check_folder, claim
 from mars_jax.lab.training import data, eagle_training, features
 from mars_jax.models.transformer import language_model
-from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.generation import generate
+from mars_jax.serve.rows import digest, fingerprint
 from mars_jax.utils.errors import MarsError, say
 
 SHARD = 128

@@ -47,9 +47,8 @@ from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit, refuse_vers
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
-from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.generation import generate
-from mars_jax.serve.rows import RowFile, plain
+from mars_jax.serve.rows import RowFile, digest, fingerprint, plain
 from mars_jax.utils.errors import MarsError, say
 from mars_jax.utils.paths import expanded
 

@@ -13,7 +13,7 @@ from mars_jax.core import decode
 from mars_jax.lab.training import online
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.serve.prepare import prepare
+from mars_jax.serve.session import prepare
 from mars_jax.utils.errors import MarsError
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)

@@ -24,7 +24,7 @@ from mars_jax.lab.folder import open_rows
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.training.online import Refiner
 from mars_jax.mesh import hosts
-from mars_jax.serve.fingerprint import digest, fingerprint
+from mars_jax.serve.rows import digest, fingerprint
 from mars_jax.serve.session import Session
 from mars_jax.utils import activity
 from mars_jax.verify import RuleChoice, source_digest
