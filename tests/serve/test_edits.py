@@ -51,6 +51,6 @@ def test_batches_with_9_to_16_biases_share_their_shapes():
         requests = mj.make_requests(
             target, TEXT, max_new_tokens=2, banned_tokens=list(range(100, 100 + count))
         )
-        state = prepare(target, mj.drafters.load("none"), requests)[2]
+        state = prepare(target, mj.drafters.load("none", target), requests)[2]
         shapes.append(jax.tree.map(jnp.shape, state))
     assert shapes[0] == shapes[1]
