@@ -145,8 +145,8 @@ def _attend(
         k, v = xla.write(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None
     if operands.positions is None:
-        steps = jnp.arange(operands.q.shape[1], dtype=jnp.int32)
-        operands = operands._replace(positions=operands.first[:, None] + steps[None])
+        positions = operands.first[:, None] + jnp.arange(operands.q.shape[1], dtype=jnp.int32)[None]
+        operands = operands._replace(positions=positions)
     if operands.scale is None:
         operands = operands._replace(scale=operands.q.shape[-1] ** -0.5)
     if implementation == "pallas_tpu":
