@@ -1,13 +1,19 @@
 """Kernels for margin-aware acceptance and for attention over drafted trees. The package depends only on jax."""
 
-from kernels_pallas.api import margin_accept, margin_stats
-from kernels_pallas.attend_tree import tree_attention, write_and_attend
-from kernels_pallas.blocks import AttentionBlocks, BlockError, TpuBlocks
-from kernels_pallas.largest import TopK, sharded_top_k, top_k
-from kernels_pallas.margin_rule import MARGINS, Acceptance, AcceptControls
-from kernels_pallas.new_rows import NewRows
-from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
-from kernels_pallas.stats import MarginStats, empty, merge
+from kernels_pallas.common import BlockError
+from kernels_pallas.margin.api import (
+    margin_accept,
+    margin_stats,
+    merge_over,
+    sharded_margin_accept,
+    sharded_margin_stats,
+)
+from kernels_pallas.margin.rule import MARGINS, Acceptance, AcceptControls, MarginStats, empty, merge
+from kernels_pallas.margin.shapes import TpuBlocks
+from kernels_pallas.top_k.api import TopK, sharded_top_k, top_k
+from kernels_pallas.tree_attention.api import tree_attention, write_and_attend
+from kernels_pallas.tree_attention.operands import NewRows
+from kernels_pallas.tree_attention.shapes import AttentionBlocks
 
 __all__ = [
     "MARGINS",

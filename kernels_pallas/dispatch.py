@@ -1,59 +1,277 @@
-"""Choice of an implementation: made while the program is lowered, unless the caller names one."""
+"""Choice of an implementation while a program is lowered, for every operation, unless the caller names one.
+
+Kernels are compiled as part of a program, so one that does not compile would make the whole program fail. So each
+kernel is first compiled separately, on the local chip. Without a chip, as when a program is compiled ahead of time for
+a TPU, there is no trial, and a failure is an error that the user sees.
+
+XLA cannot partition a Mosaic call. Whether it will partition a program is known only during lowering, and jax exposes
+it only in private attributes; `is_partitioned` is the only function of this package that depends on them.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+from jax._src import xla_bridge
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
 
-from kernels_pallas.trial import kernel_or
-from kernels_pallas.whole import whole_or_partitioned
-
-IMPLEMENTATIONS = ("reference", "xla", "partitioned", "pallas_tpu")
-"""Valid values of `implementation`."""
+Form = Callable[..., Any]
+"""An implementation of an operation: a function of arrays."""
 KERNELS = {"tpu": "pallas_tpu"}
 """The default kernel of each platform."""
 GPUS = ("cuda", "rocm")
 """Platforms whose fastest form is "partitioned", even on a single device (docs/kernels.md)."""
+SWITCH = "MARS_JAX_PALLAS"
+"""Environment variable that disables default kernels if it is 0. It is read while a program is traced, so set it
+before the process starts."""
+
+_log = logging.getLogger("kernels_pallas")
+_logged: set[str] = set()
 
 
 def dispatch(
     implementation: str | None,
-    blocks: Any,
     interpret: Any,
-    operands: Any,
-    forms: dict[str, Callable[..., Any]],
+    operands: tuple[Any, ...],
+    forms: dict[str, Form],
+    *,
+    blocks: Any = None,
+    platform: str | None = None,
+    differentiable: bool = False,
 ) -> Any:
     """Call the named one of `forms` on `operands`, or by default the best one for the lowering platform.
 
     The default is "partitioned" on GPUs and if XLA partitions the program over devices. Otherwise it is the platform's
-    kernel if `KERNELS` has one, `trial.SWITCH` allows it and it compiles (`trial.kernel_or`), else "xla".
+    kernel if `KERNELS` has one, `SWITCH` allows it and it compiles (`kernel_or`), else "xla".
+
+    Args:
+      implementation, interpret, blocks: arguments of the operation; the last two belong to a named kernel.
+      operands: arrays, or pytrees of arrays.
+      forms: by name; without "partitioned", "xla" runs in its place.
+      platform: the platform that the program is lowered for, if the caller has already branched on it.
+      differentiable: the result has the gradient of "xla"; otherwise it has none.
 
     Raises:
       ValueError: an unknown name; blocks or interpret without a named kernel; the switch is neither 0 nor 1.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}: expected None or one of {', '.join(IMPLEMENTATIONS)}."
-        )
-    kernel = implementation == "pallas_tpu"
-    if not kernel and (blocks is not None or interpret):
+    check_options(implementation, forms, blocks, interpret)
+    if not differentiable:
+        # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
+        operands = jax.tree.map(lax.stop_gradient, operands)
+    if implementation == "pallas_tpu":
+        options = {} if blocks is None else {"blocks": blocks}
+        return forms["pallas_tpu"](*operands, interpret=interpret, **options)
+    if implementation is not None:
+        return forms[implementation](*operands)
+    xla = forms["xla"]
+    partitioned = forms.get("partitioned", xla)
+    choices = {on: kernel_on(on, forms[name], xla, partitioned) for on, name in KERNELS.items()}
+    if differentiable:
+        choices = {on: with_gradient_of(xla, form) for on, form in choices.items()}
+    if platform is not None:
+        return choices[platform](*operands)
+    # Platforms without an entry get the default: a CPU, and any other.
+    choices |= dict.fromkeys(GPUS, partitioned)
+    # `whole_or_partitioned` has no gradient.
+    default = xla if differentiable else whole_or_partitioned(xla, partitioned)
+    return lax.platform_dependent(*operands, **choices, default=default)
+
+
+def check_options(implementation: str | None, names: Any, blocks: Any, interpret: Any) -> None:
+    """Raise ValueError if an operation has no such implementation, or if it is not the kernel and has its options."""
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(names)}.")
+    if implementation != "pallas_tpu" and (blocks is not None or interpret):
         raise ValueError(
             f"blocks and interpret belong to a kernel, and implementation is {implementation!r}: "
             "name 'pallas_tpu' as well."
         )
-    # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
-    operands = jax.tree.map(lax.stop_gradient, operands)
-    if kernel:
-        return forms["pallas_tpu"](*operands, blocks=blocks, interpret=interpret)
-    if implementation is not None:
-        return forms[implementation](*operands)
-    xla, partitioned = forms["xla"], forms["partitioned"]
-    choices = {
-        platform: whole_or_partitioned(kernel_or(forms[name], xla, platform=platform), partitioned)
-        for platform, name in KERNELS.items()
-    }
-    choices |= dict.fromkeys(GPUS, partitioned)
-    return lax.platform_dependent(*operands, **choices, default=whole_or_partitioned(xla, partitioned))
+
+
+def kernel_on(platform: str, kernel: Form, xla: Form, partitioned: Form | None = None) -> Form:
+    """Return the form for programs that are lowered for `platform`.
+
+    It is `kernel` on one device or inside `shard_map` if it is enabled and compiles there, else `xla`. If XLA
+    partitions the program, it is `partitioned`, or `xla` if that is None. All three support vmap.
+    """
+    return whole_or_partitioned(kernel_or(kernel, xla, platform=platform), partitioned or xla)
+
+
+def with_gradient_of(plain: Form, form: Form) -> Form:
+    """Return `form` with the gradient of `plain`, which has the same value: kernels have no gradient."""
+    differentiable = jax.custom_jvp(form)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return differentiable
+
+
+def switched_on() -> bool:
+    """Return whether default kernels are enabled.
+
+    Raises:
+      ValueError: the variable is neither 0 nor 1.
+
+    >>> switched_on()
+    True
+    """
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH} is {value!r}: expected 0, which turns Pallas kernels off, or 1.")
+    return value == "1"
+
+
+def kernel_or(kernel: Form, plain: Form, *, platform: str) -> Form:
+    """Return a function that calls `kernel` if it is enabled and compiles, and `plain` otherwise.
+
+    The trial uses the actual shapes. It runs once per process for each of them, and only if the process has a device of
+    `platform`. A failure is logged once per kernel, by the logger "kernels_pallas". Processes that decode together
+    compile the same kernels, and so make the same choice.
+
+    Args:
+      kernel: a function of arrays, or `functools.partial` of one with keywords that can be hashed. An attribute `trial`
+        is such a function to try instead, for a kernel that compiles only inside `shard_map`.
+      plain: of the same arrays, with results of the same shapes and dtypes.
+      platform: of `jax.default_backend()`, that the kernel is for.
+    """
+    if kernel is plain or not switched_on():
+        return plain
+
+    def call(*operands: Any) -> Any:
+        if not runs_here(platform) or _compiles(getattr(kernel, "trial", kernel), operands):
+            return kernel(*operands)
+        return plain(*operands)
+
+    return call
+
+
+def runs_here(platform: str) -> bool:
+    """Return whether this process has started JAX on a device of the platform.
+
+    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another.
+    Uses private jax, because no public name gives this. Without it, a later jax starts the default backend, as the
+    first array would.
+    """
+    started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
+    return started() and jax.default_backend() == platform
+
+
+def _compiles(kernel: Form, operands: Any) -> bool:
+    leaves, structure = jax.tree.flatten(operands)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    function, options = kernel, ()
+    if isinstance(kernel, functools.partial):
+        function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
+    failure = _failure(function, options, structure, shapes)
+    name = function.__name__.strip("_")
+    if failure is not None and name not in _logged:
+        _logged.add(name)
+        operand_text = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes[:1])
+        _log.warning(
+            "the kernel %s does not compile for %s on %s (%s): the XLA form runs in its place; %s=0 leaves all kernels "
+            "out.",
+            *(name, operand_text, jax.local_devices()[0].device_kind, failure, SWITCH),
+        )
+    return failure is None
+
+
+@functools.cache
+def _failure(function: Form, options: tuple[Any, ...], structure: Any, shapes: tuple[Any, ...]) -> str | None:
+    """Return the first line of the error if the kernel does not compile for such operands, else None."""
+    operands = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    errors: list[str] = []
+
+    def attempt() -> None:
+        try:
+            jax.jit(functools.partial(function, **dict(options))).lower(*operands).compile()
+        # Any error of Pallas, Mosaic, XLA or the driver selects the fallback.
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            errors.append(f"{type(error).__name__}: {lines[0][:200].rstrip('.')}")
+
+    # JAX's meshes and traces are thread-local. This runs while a program is lowered, possibly inside shard_map, so use
+    # a new thread, which has neither.
+    thread = threading.Thread(target=attempt, name="trial of a kernel")
+    thread.start()
+    thread.join()
+    return errors[0] if errors else None
+
+
+_whole_p = Primitive("whole_or_partitioned")
+_whole_p.multiple_results = True
+
+
+def whole_or_partitioned(whole: Form, partitioned: Form) -> Form:
+    """Return a function that runs `partitioned` if XLA partitions its operands, and `whole` otherwise.
+
+    Both take the same arrays, return results of the same structure, shapes and dtypes, and support vmap.
+    """
+
+    def call(*operands: Any) -> Any:
+        leaves, structure = jax.tree.flatten(operands)
+        result = jax.eval_shape(partitioned, *operands)
+
+        def on_leaves(form: Form) -> Form:
+            return lambda *leaves: jax.tree.leaves(form(*structure.unflatten(leaves)))
+
+        out = _whole_p.bind(*leaves, whole=on_leaves(whole), partitioned=on_leaves(partitioned))
+        return jax.tree.unflatten(jax.tree.structure(result), out)
+
+    return call
+
+
+@_whole_p.def_impl
+def _impl(*leaves: Any, **forms: Any) -> list[Any]:
+    # Lowering chooses the form, so this compiles even under `jax.disable_jit`, which would call `_impl` again.
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_whole_p.bind, **forms))(*leaves)
+
+
+@_whole_p.def_abstract_eval
+def _abstract_eval(*leaves: Any, whole: Form, partitioned: Form) -> list[Any]:
+    """Return the types of the results of `partitioned`, which inside `shard_map` include the axes they vary over."""
+    del whole
+    return [x.update(weak_type=False) for x in jax.make_jaxpr(partitioned)(*leaves).out_avals]
+
+
+def _batch(leaves: Any, axes: Any, *, whole: Form, partitioned: Form) -> tuple[list[Any], list[int]]:
+    forms = {"whole": jax.vmap(whole, axes), "partitioned": jax.vmap(partitioned, axes)}
+    out = _whole_p.bind(*leaves, **forms)
+    return out, [0] * len(out)
+
+
+def _lower(ctx: Any, *leaves: Any, whole: Form, partitioned: Form) -> Any:
+    form = partitioned if is_partitioned(ctx) else whole
+    if form is whole and jax.sharding.get_abstract_mesh().manual_axes:
+        # With check_vma, `shard_map` requires a kernel to declare the axes that each result varies over.
+        # `_abstract_eval` has declared them, so wrap the kernel in a `shard_map` without the check, which maps no
+        # further axis.
+        form = jax.shard_map(whole, in_specs=P(), out_specs=P(), check_vma=False)
+    return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Return whether XLA will partition the operations that a lowering rule emits.
+
+    Uses private jax: no public name gives a lowering rule its number of devices. jax's own rule for Mosaic calls also
+    reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from 0.10 to 0.12), but a later jax
+    may move it. An unknown context counts as partitioned, because that form is correct everywhere and only slower;
+    tests/kernels/test_whole.py then fails.
+    """
+    context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
+    if hasattr(context, "manual_axes"):
+        # Inside shard_map, possibly nested. If all axes of the mesh are manual, no axis is left to partition over.
+        manual = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
+        return manual != set(context.mesh.axis_names)
+    return getattr(context, "num_devices", None) != 1
+
+
+batching.primitive_batchers[_whole_p] = _batch
+mlir.register_lowering(_whole_p, _lower)

@@ -224,7 +224,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
 
 
 def _check_switch() -> None:
-    """Check MARS_JAX_PALLAS early: `kernels_pallas.trial.switched_on` only checks it after loading the weights."""
+    """Check MARS_JAX_PALLAS early: `kernels_pallas.dispatch.switched_on` only checks it after loading the weights."""
     value = os.environ.get("MARS_JAX_PALLAS") or "1"
     if value not in ("0", "1"):
         raise MarsError(f"MARS_JAX_PALLAS is {value!r}: expected 0, which turns Pallas kernels off, or 1.")

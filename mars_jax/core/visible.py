@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import mask
+from kernels_pallas.tree_attention.operands import dense_mask, region
 from mars_jax.core import struct
 
 
@@ -51,5 +51,5 @@ class Visible:
         >>> Visible.causal(jnp.asarray([1], jnp.int32), 2).dense(4)[0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0]]
         """
-        inside, last_hidden = mask.region(self.seen, self.positions, self.seen_positions, window)
-        return mask.dense(self.first, self.positions.shape[1], slots, inside, last_hidden)
+        inside, last_hidden = region(self.seen, self.positions, self.seen_positions, window)
+        return dense_mask(self.first, self.positions.shape[1], slots, inside, last_hidden)

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from kernels_pallas import BlockError, NewRows, tree_attention, write_and_attend
-from kernels_pallas.blocks import TWO_CORES, attention_blocks
-from kernels_pallas.trial import kernel_or
-from kernels_pallas.whole import whole_or_partitioned
+from kernels_pallas.common import TWO_CORES
+from kernels_pallas.dispatch import kernel_on, kernel_or, whole_or_partitioned, with_gradient_of
+from kernels_pallas.tree_attention.shapes import attention_blocks
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.sums import total
@@ -151,14 +151,12 @@ def _attend_by_kernel(
         if form == "interpret":
             return kernel(q, k, v, new, visible)
         # The automatic choice falls back to XLA if the kernel does not compile.
-        unpartitioned = kernel_or(kernel, by_mask, platform="tpu") if form == "auto" else kernel
-        tpu = whole_or_partitioned(unpartitioned, by_mask)
+        choose = functools.partial(kernel_on, "tpu") if form == "auto" else whole_or_partitioned
+        tpu = choose(kernel, by_mask)
         return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)
 
     if form == "auto":
-        on_device = jax.custom_jvp(on_device)
-        # The kernel has no gradient, so differentiate the XLA form, which has the same value.
-        on_device.defjvp(lambda primals, tangents: jax.jvp(by_mask, primals, tangents))
+        on_device = with_gradient_of(by_mask, on_device)
     axes = axes_here("kv_heads", k.shape[2])
     if axes is None:
         return on_device(q, k, v, new, visible)
@@ -208,16 +206,7 @@ def _kernel(
 def _unreadable(q: Array, k: Rows) -> BlockError | None:
     """Return the reason why the kernel cannot read a cache on one device; None if it can."""
     try:
-        attention_blocks(
-            None,
-            n=q.shape[1],
-            heads=k.shape[2],
-            group=q.shape[3],
-            dim=q.shape[4],
-            slots=k.shape[1],
-            dtype=k.dtype,
-            scaled=isinstance(k, Int8Rows),
-        )
+        attention_blocks(None, q.shape, k.shape[1], k.dtype, scaled=isinstance(k, Int8Rows))
     except BlockError as error:
         return error
     return None
@@ -283,9 +272,8 @@ def _suits_flash(q: Array, k: Rows, cap: float | None) -> bool:
 
 def _flash_or(plain: Callable[..., Array], scale: float | None) -> Callable[..., Array]:
     """Return cuDNN's attention if it compiles, otherwise `plain`, which provides the gradient in both cases."""
-    form = jax.custom_jvp(kernel_or(functools.partial(_flash, scale=scale), plain, platform="gpu"))
-    form.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-    return form
+    flash = functools.partial(_flash, scale=scale)
+    return with_gradient_of(plain, kernel_or(flash, plain, platform="gpu"))
 
 
 def _flash(

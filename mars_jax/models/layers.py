@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas.mosaic import int4
-from kernels_pallas.trial import kernel_or
-from kernels_pallas.whole import whole_or_partitioned
+from kernels_pallas.dispatch import with_gradient_of
+from kernels_pallas.int4 import xla as int4_xla
+from kernels_pallas.int4.api import dense_int4
+from kernels_pallas.int4.mosaic import fits
 from mars_jax.core.sums import total
 from mars_jax.mesh import axes as mesh
 from mars_jax.models.quantize import Int4, Int8, Quantized
@@ -57,16 +58,13 @@ def dense_cpu(x: Array, w: Array) -> Array:
 
 
 def _dense_int8(x: Array, values: Array) -> Array:
-    return _dense(_eights(x), values.astype(x.dtype))[: x.shape[0]]
+    # A TPU would compute integer products with fewer than 8 rows outside its matrix units.
+    eights = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
+    return _dense(eights, values.astype(x.dtype))[: x.shape[0]]
 
 
 def _dense_int8_mesh(x: Array, values: Array, dtype: Any) -> Array:
     return _dense(x, values.astype(x.dtype), dtype)
-
-
-def _eights(x: Array) -> Array:
-    """Pad rows to a multiple of 8. A TPU would compute integer products with fewer rows outside its matrix units."""
-    return jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
 
 
 def _dense_int8_cpu(x: Array, values: Array) -> Array:
@@ -92,17 +90,7 @@ def _dense_int8_mesh_cpu(x: Array, values: Array, dtype: Any) -> Array:
 
 
 def _dense_int4(x: Array, w: Int4) -> Array:
-    """Multiply group by group and scale the sums; for many rows, such as a prompt's, dequantise the matrix first."""
-    rows, (count, size, _) = x.shape[0], w.values.shape
-    if rows > int4.ROWS:
-        return lax.dot_general(
-            x, w.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-    groups = _eights(x).reshape(-1, count, size)
-    y = jnp.einsum("bgk,gkn->gbn", groups, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
-    sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
-    scale, offset = (part.astype(jnp.float32)[:, None] for part in (w.scale, w.offset))
-    return jnp.sum(y * scale + sums * offset, axis=0)[:rows]
+    return int4_xla.dense_int4(x, w.values, w.scale, w.offset)
 
 
 def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype: Any) -> Array:
@@ -116,15 +104,11 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
         size // parts if dimension_things else size
         for size, dimension_things in zip(w.shape, (outputs, inputs), strict=True)
     )
-    fits = int4.fits(x.shape[0], inner, out, w.values.shape[1])
-    if not fits or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
+    if not fits(x.shape[0], inner, out, w.values.shape[1]):
         return _dense_int4(x, w)
-    kernel = functools.partial(int4.dense_int4, chip=mesh.device_kind())
-
-    def without_kernel(x: Array, values: Array, scale: Array, offset: Array) -> Array:
-        return _dense_int4(x, Int4(values, scale, offset, w.dtype))
-
-    on_device = whole_or_partitioned(kernel_or(kernel, without_kernel, platform="tpu"), without_kernel)
+    on_device = functools.partial(dense_int4, chip=mesh.device_kind(), platform="tpu")
+    if axes is None:
+        return on_device(x, w.values, w.scale, w.offset)
     by_out, by_in = (axes or None if dimension_things else None for dimension_things in (outputs, inputs))
 
     def part(*operands: Array) -> Array:
@@ -132,9 +116,7 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
         return lax.psum(y.astype(dtype), by_in).astype(y.dtype) if by_in else y
 
     specs = (P(None, by_in), P(by_in, None, by_out), *[P(by_in, by_out)] * 2)
-    tpu = jax.custom_jvp(on_device if axes is None else mesh.map_devices(part, specs, P(None, by_out)))
-    # The kernel has no gradient, so differentiate the plain form, which has the same value.
-    tpu.defjvp(lambda primals, tangents: jax.jvp(without_kernel, primals, tangents))
+    tpu = with_gradient_of(int4_xla.dense_int4, mesh.map_devices(part, specs, P(None, by_out)))
     return tpu(x, w.values, w.scale, w.offset)
 
 

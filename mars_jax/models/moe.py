@@ -18,7 +18,7 @@ experts that have rows, in their stored layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,14 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas.mosaic.experts import dense_by_expert_int8
-from kernels_pallas.trial import kernel_or
-from kernels_pallas.whole import whole_or_partitioned
+from kernels_pallas.common import block_width
+from kernels_pallas.dispatch import kernel_on, with_gradient_of
+from kernels_pallas.experts import xla as experts_xla
+from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
 from mars_jax.models.quantize import Int8
 
-_ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 _LARGEST = 32
 """Maximum rows of a block on CPU: larger blocks make no product faster and have more padding."""
 _TILE = 128
@@ -44,12 +42,6 @@ _WIDEST = 1024
 """Maximum inner and outer width of a tile: up to 2 MB of bfloat16 weights."""
 
 
-def _ragged(x: Array, w: Array, sizes: Array) -> Array:
-    # XLA converts int8 weights as it reads them; `astype` would copy all experts.
-    return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
-
-
-@jax.custom_jvp
 def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     """Loop over blocks of rows, each of one expert. An expert without rows costs nothing."""
     rows, experts = x.shape[0], w.shape[0]
@@ -71,48 +63,18 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     return lax.fori_loop(0, ends[-1], body, y)[:rows]
 
 
-def _divisor(size: int) -> int:
-    """Return the largest width of whole registers that divides `size`, which avoids masks."""
-    widths = range(_WIDEST, 0, -128)
-    return next((w for w in widths if size % w == 0), min(size, _WIDEST))
-
-
 def _gmm(x: Array, w: Array, sizes: Array) -> Array:
     rows, (outer, inner) = x.shape[0], w.shape[1:]
-    tiling = min(_TILE, -(-rows // 16) * 16), _divisor(inner), _divisor(outer)
+    tiling = min(_TILE, -(-rows // 16) * 16), block_width(inner, _WIDEST), block_width(outer, _WIDEST)
     x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
     # If no row belongs to an expert on this device, the kernel's grid would be empty.
     sizes = sizes.at[-1].max((jnp.sum(sizes, dtype=jnp.int32) == 0).astype(jnp.int32))
     return gmm(x, w, sizes, jnp.float32, tiling, transpose_rhs=True)[:rows]
 
 
-@jax.custom_jvp
 def _megablox(x: Array, w: Array, sizes: Array) -> Array:
-    return whole_or_partitioned(kernel_or(_gmm, _ragged, platform="tpu"), _ragged)(x, w, sizes)
-
-
-def _scaled(form: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a product of int8 weights: `form` multiplies the integers, and the result is scaled."""
-
-    def product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-        expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])
-        return form(x, values, sizes) * scale[expert]
-
-    return product
-
-
-_ragged_int8 = _scaled(_ragged)
-
-
-@jax.custom_jvp
-def _kernel_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-    kernel = kernel_or(dense_by_expert_int8, _ragged_int8, platform="tpu")
-    return whole_or_partitioned(kernel, _ragged_int8)(x, values, scale, sizes)
-
-
-# Loops of dynamic length and kernels have no derivative, so differentiate the plain form, which has the same value.
-for _form, _plain in ((_blocks, _ragged), (_megablox, _ragged), (_kernel_int8, _ragged_int8)):
-    _form.defjvp(lambda primals, tangents, without_kernel=_plain: jax.jvp(without_kernel, primals, tangents))
+    ragged = experts_xla.dense_by_expert
+    return with_gradient_of(ragged, kernel_on("tpu", _gmm, ragged))(x, w, sizes)
 
 
 def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
@@ -127,10 +89,14 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
     [[1.0], [3.0], [3.0]]
     """
+    ragged = experts_xla.dense_by_expert
+    # Loops of dynamic length and kernels have no derivative.
+    blocks = with_gradient_of(ragged, _blocks)
     if isinstance(w, Int8):
-        forms = {"cpu": _scaled(_blocks), "tpu": _kernel_int8, "default": _ragged_int8}
+        tpu = functools.partial(dense_by_expert_int8, platform="tpu")
+        forms = {"cpu": experts_xla.scaled(blocks), "tpu": tpu, "default": experts_xla.dense_by_expert_int8}
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
-    return lax.platform_dependent(x, w, sizes, cpu=_blocks, tpu=_megablox, default=_ragged)
+    return lax.platform_dependent(x, w, sizes, cpu=blocks, tpu=_megablox, default=ragged)
 
 
 def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from kernels_pallas.int4.xla import dequantised
 from mars_jax.core import struct
 from mars_jax.models.weights import Weight
 from mars_jax.utils.errors import MarsError
@@ -87,9 +88,7 @@ class Int4:
 
     def astype(self, dtype: Any) -> Array:
         """Return the dequantised matrix."""
-        scale, offset = (x.astype(jnp.float32)[:, None] for x in (self.scale, self.offset))
-        wide = self.values.astype(jnp.float32) * scale + offset
-        return wide.reshape(-1, wide.shape[-1]).T.astype(dtype)
+        return dequantised(self.values, self.scale, self.offset).astype(dtype)
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:

@@ -94,7 +94,7 @@ class Mars(Relaxed):
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )
         strict = self.strict_edges(evidence)
-        # The kernel compares the margin with theta: `kernels_pallas.margin_rule`.
+        # The kernel compares the margin with theta: `kernels_pallas.margin.rule`.
         rows = AcceptControls(self.theta, strict, self.max_relaxed_run, controls.stop_tokens)
         axes = vocabulary_axes(logits.shape[-1])
         accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept

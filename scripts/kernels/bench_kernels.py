@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import AcceptControls, margin_accept, margin_stats
-from kernels_pallas.shapes import DRAFTS
+from kernels_pallas.margin.shapes import DRAFTS
 from scripts import common
 
 STATS_SHAPES = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import AcceptControls, TpuBlocks, margin_accept
-from kernels_pallas.margin_rule import MARGINS
+from kernels_pallas.margin.rule import MARGINS
 from tests.helpers import slow_but
 from tests.helpers.accept_cases import accept_case
 from tests.helpers.implementations import assert_no_races, compiled

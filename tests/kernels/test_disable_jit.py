@@ -9,7 +9,7 @@ import pytest
 
 import kernels_pallas as kernels
 import mars_jax as mj
-from kernels_pallas.mosaic import int4
+from kernels_pallas.int4.mosaic import dense_int4
 from mars_jax.models.layers import dense
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import quantize_4
@@ -42,7 +42,7 @@ OPERATIONS = {
     "tree_attention": (kernels.tree_attention, QUERIES, KEYS, KEYS, FIRST),
     "write_and_attend": (kernels.write_and_attend, QUERIES, KEYS, KEYS, NEW, FIRST),
     "the kernel of int4": (
-        functools.partial(int4.dense_int4, chip="TPU v5 lite", interpret=True),
+        functools.partial(dense_int4, chip="TPU v5 lite", interpret=True),
         *(array(4, 256).astype(jnp.bfloat16), INT4.values.astype(jnp.int4), INT4.scale, INT4.offset),
     ),
     "a product in int4": (dense, array(4, 256), INT4),

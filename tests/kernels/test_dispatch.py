@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import BlockError, TpuBlocks, margin_stats
-from kernels_pallas.blocks import tpu_blocks
-from kernels_pallas.shapes import DRAFTS, VOCABULARIES
+from kernels_pallas.margin.shapes import DRAFTS, VOCABULARIES, tpu_blocks
 from mars_jax import drafters, verify
 from mars_jax.core import fake
 from mars_jax.core.controls import make_controls

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.mosaic import int4
+from kernels_pallas.int4 import mosaic
 from tests.helpers import slow_but
 from tests.helpers.implementations import RACES, assert_no_races
 
@@ -34,16 +34,16 @@ def matrix(rng, inputs, outputs, size):
     ),
 )  # fmt: skip
 def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size, chip, monkeypatch):
-    monkeypatch.setattr(int4, "_INNER", 256)  # several blocks in both dimensions
-    monkeypatch.setattr(int4, "_WEIGHTS", (128 * 256, 128 * 256))
+    monkeypatch.setattr(mosaic, "INNER", 256)  # several blocks in both dimensions
+    monkeypatch.setattr(mosaic, "WEIGHTS", (128 * 256, 128 * 256))
     rng = np.random.default_rng(rows + inputs)
     stored, wide = matrix(rng, inputs, outputs, size)
     x = jnp.asarray(rng.normal(size=(rows, inputs)) + 0.5, jnp.bfloat16)
-    assert int4.fits(rows, inputs, outputs, size)
-    made = int4.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
+    assert mosaic.fits(rows, inputs, outputs, size)
+    made = mosaic.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
     exact = np.asarray(x, np.float64) @ wide
     # With few rows, or groups as deep as a matrix unit, scales apply after the product; else weights round to bfloat16.
-    by_group = size == 128 or rows * 128 // size <= int4.ROWS
+    by_group = size == 128 or rows * 128 // size <= mosaic.ROWS
     rounded = 2.0**-14 if by_group else 2.0**-8
     size_of = np.abs(np.asarray(x, np.float64)) @ np.abs(wide)
     assert np.all(np.abs(np.asarray(made) - exact) <= rounded * size_of)
@@ -52,12 +52,12 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, size", [(3, 128), (3, 32), (24, 32)])
 def test_nothing_races(rows, size, monkeypatch):
-    monkeypatch.setattr(int4, "_INNER", 128)
-    monkeypatch.setattr(int4, "_WEIGHTS", (128 * 128, 128 * 128))
+    monkeypatch.setattr(mosaic, "INNER", 128)
+    monkeypatch.setattr(mosaic, "WEIGHTS", (128 * 128, 128 * 128))
     rng = np.random.default_rng(0)
     stored, wide = matrix(rng, 256, 256, size)
     x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
-    made = int4.dense_int4(x, *stored, chip="TPU v6 lite", interpret=RACES)
+    made = mosaic.dense_int4(x, *stored, chip="TPU v6 lite", interpret=RACES)
     np.testing.assert_allclose(made, np.asarray(x, np.float64) @ wide, atol=0.5)
     assert_no_races()
 
@@ -65,5 +65,5 @@ def test_nothing_races(rows, size, monkeypatch):
 def test_float16_numbers_are_decoded_to_the_bit():
     every = np.arange(1 << 16, dtype=np.uint16)
     every = every[np.isfinite(every.view(np.float16))]
-    made = jax.jit(int4._float32)(jnp.asarray(every))
+    made = jax.jit(mosaic._float32)(jnp.asarray(every))
     np.testing.assert_array_equal(made, every.view(np.float16).astype(np.float32))

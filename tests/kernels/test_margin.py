@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas import MarginStats, TpuBlocks, margin_stats, xla
+from kernels_pallas import MarginStats, TpuBlocks, margin_stats
+from kernels_pallas.margin import xla
 from tests.helpers import slow_but
 from tests.helpers.implementations import assert_no_races, compiled
 from tests.helpers.kernel_oracles import top_two

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import dispatch, margin_stats, sharded_top_k, top_k, trial
+from kernels_pallas import dispatch, margin_stats, sharded_top_k, top_k
 from tests.helpers.lowering import LOGITS, acceptance, lowered, statistics
 from tests.helpers.meshes import mesh_of
 
@@ -20,15 +20,15 @@ from tests.helpers.meshes import mesh_of
 def trials(monkeypatch):
     """Reset all trials; return (kernel, shape) of every later trial."""
     made = []
-    untried = trial._failure.__wrapped__
+    untried = dispatch._failure.__wrapped__
 
     @functools.cache
     def counting(function, options, structure, shapes):
         made.append((function.__name__, shapes[0][0]))
         return untried(function, options, structure, shapes)
 
-    monkeypatch.setattr(trial, "_failure", counting)
-    monkeypatch.setattr(trial, "_logged", set())
+    monkeypatch.setattr(dispatch, "_failure", counting)
+    monkeypatch.setattr(dispatch, "_logged", set())
     # Programs compiled with another choice of kernels must not reach other tests.
     jax.clear_caches()
     yield made
@@ -88,7 +88,7 @@ def test_a_kernel_that_raises_does_not_run(trials, caplog):
     def _kernel(x):
         raise NotImplementedError("no rule for this op.\nAnd a page of module text")
 
-    guarded = trial.kernel_or(_kernel, lambda x: -x, platform="cpu")
+    guarded = dispatch.kernel_or(_kernel, lambda x: -x, platform="cpu")
     assert [float(guarded(jnp.float32(3))) for _ in range(2)] == [-3.0, -3.0]
     (line,) = caplog.messages
     reason = "NotImplementedError: no rule for this op"
@@ -96,7 +96,7 @@ def test_a_kernel_that_raises_does_not_run(trials, caplog):
 
 
 def test_a_kernel_that_compiles_runs(trials, caplog):
-    guarded = trial.kernel_or(lambda x: x * 2, lambda x: x, platform="cpu")
+    guarded = dispatch.kernel_or(lambda x: x * 2, lambda x: x, platform="cpu")
     assert [float(guarded(jnp.float32(3))) for _ in range(2)] == [6.0, 6.0]
     assert len(trials) == 1 and not caplog.messages
 
@@ -112,10 +112,10 @@ def test_asking_for_the_platform_starts_no_device():
     code = """
 import jax.numpy as jnp
 from jax._src import xla_bridge
-from kernels_pallas import trial
-print(trial.runs_here("cpu"), xla_bridge.backends_are_initialized())
+from kernels_pallas import dispatch
+print(dispatch.runs_here("cpu"), xla_bridge.backends_are_initialized())
 jnp.zeros(3)
-print(trial.runs_here("cpu"), trial.runs_here("tpu"), xla_bridge.backends_are_initialized())
+print(dispatch.runs_here("cpu"), dispatch.runs_here("tpu"), xla_bridge.backends_are_initialized())
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False", "True", "False", "True"]

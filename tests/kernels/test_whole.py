@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import margin_stats
-from kernels_pallas.whole import is_partitioned, whole_or_partitioned
+from kernels_pallas.dispatch import is_partitioned, whole_or_partitioned
 from tests.helpers.meshes import mesh_of
 
 WHOLE, PARTITIONED = 1.0, 2.0

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import trial
+from kernels_pallas import dispatch
 from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -148,7 +148,7 @@ def test_a_kernel_that_is_switched_off_or_does_not_compile_gives_way(monkeypatch
     assert "tpu_custom_call" not in lowered("auto", "tpu", rows=8)
     monkeypatch.setenv("MARS_JAX_PALLAS", "1")
     # The trial compiles for a CPU, which has no Mosaic.
-    monkeypatch.setattr(trial, "runs_here", lambda platform: True)
+    monkeypatch.setattr(dispatch, "runs_here", lambda platform: True)
     jax.clear_caches()
     assert "tpu_custom_call" not in lowered("auto", "tpu", rows=8)
     assert "tpu_custom_call" in lowered("pallas", "tpu", rows=8)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.mosaic import int4
+from kernels_pallas.int4 import mosaic
 from mars_jax import hub
 from mars_jax.core.types import Visible
 from mars_jax.mesh.axes import by_rows, parse_mesh
@@ -202,8 +202,8 @@ def calls(monkeypatch):
         made.append(x.dtype.name)
         return add(x, axes)
 
-    dense_int4, add = int4.dense_int4, jax.lax.psum
-    monkeypatch.setattr(int4, "dense_int4", kernel)
+    dense_int4, add = mosaic.dense_int4, jax.lax.psum
+    monkeypatch.setattr(mosaic, "dense_int4", kernel)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, **others: tpu(*arrays))
     monkeypatch.setattr(jax.lax, "psum", psum)
     return made

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from kernels_pallas import AcceptControls, margin_accept, margin_stats
-from kernels_pallas.shapes import DRAFTS, VOCABULARIES, Draft
+from kernels_pallas.margin.shapes import DRAFTS, VOCABULARIES, Draft
 from tests.tpu import aot
 
 HIDDEN = 256

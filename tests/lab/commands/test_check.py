@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from kernels_pallas import api
+from kernels_pallas.margin import mosaic
 from mars_jax import hub
 from mars_jax.lab.commands.check import device_check, kernels, large, tokens
 from mars_jax.lab.commands.check.device_check import main, wrong_rows
@@ -26,13 +26,13 @@ def small(monkeypatch):
 
 @pytest.mark.slow
 def test_a_kernel_with_a_wrong_result_differs(small, monkeypatch):
-    correct = api.mosaic.margin_tpu.margin_accept
+    correct = mosaic.margin_accept
 
     def broken(*operands, **options):
         result = correct(*operands, **options)
         return result._replace(next_token=result.next_token + 1)
 
-    monkeypatch.setattr(api.mosaic.margin_tpu, "margin_accept", broken)
+    monkeypatch.setattr(mosaic, "margin_accept", broken)
     wrong = wrong_rows(kernels.check_kernels())
     assert len(wrong) == 2 and all("margin_accept as pallas_tpu" in sentence for sentence in wrong)
     assert all(sentence.endswith("differs (next_token (12 of 12))") for sentence in wrong)
@@ -43,7 +43,7 @@ def test_a_kernel_that_does_not_compile_fails_with_its_reason(small, monkeypatch
     def broken(*operands, **options):
         raise NotImplementedError("no rule for this op\nand more")
 
-    monkeypatch.setattr(api.mosaic.margin_tpu, "margin_stats", broken)
+    monkeypatch.setattr(mosaic, "margin_stats", broken)
     assert wrong_rows(kernels.check_kernels()) == [
         f"margin_stats as pallas_tpu, [12, 8, 300] {dtype}: failed (NotImplementedError: no rule for this op)"
         for dtype in ("float32", "bfloat16")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import AcceptControls, api, top_k, tree_attention, trial
+from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats, top_k, tree_attention
 from mars_jax.core.tree import ancestors, static_topology
 from mars_jax.lab.commands.check.large import failure, looped, seconds_of
 from mars_jax.models import moe
@@ -57,7 +57,7 @@ def forms(platform: str) -> dict[str, bool]:
     ({'xla': False, 'partitioned': False}, True)
     """
     interpreted_by_form = {"xla": False, "partitioned": False}
-    if platform == "cpu" or (platform == "tpu" and trial.switched_on()):
+    if platform == "cpu" or (platform == "tpu" and dispatch.switched_on()):
         interpreted_by_form["pallas_tpu"] = platform == "cpu"
     return interpreted_by_form
 
@@ -146,7 +146,7 @@ def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
 @functools.cache
 def cases(vocab: int) -> list[Case]:
     """Return the cases: chains and trees, greedy and sampled, with both margins and both dtypes."""
-    stats = functools.partial(api.margin_stats, logsumexp=True)
+    stats = functools.partial(margin_stats, logsumexp=True)
     chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
     logits_cases = []
     for dtype in ("float32", "bfloat16"):
@@ -203,7 +203,7 @@ def _accept(
     controls = AcceptControls(
         theta=theta, strict=row % 4 == 1, max_relaxed_run=max_relaxed_run, stop_tokens=stop_tokens
     )
-    call = functools.partial(api.margin_accept, max_depth=depth, margin=margin, logsumexp=True)
+    call = functools.partial(margin_accept, max_depth=depth, margin=margin, logsumexp=True)
     rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
     operands = (logits, tokens, rows_of_parents, y if sampled else None, controls)
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)

@@ -18,7 +18,7 @@ like those of a dequantised model.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.blocks import TWO_CORES
+from kernels_pallas.common import SUBLANES, TWO_CORES, block_width, round_up
 
 CHUNK = 128
 """Inputs that are unpacked at a time: the depth of a matrix unit."""
 ROWS = 64
 """Maximum rows of a product, after a row is split into one row per group of a chunk."""
-_INNER = 2048
+INNER = 2048
 """Maximum inputs of a block."""
-_WEIGHTS = 2**20, 2**21
+WEIGHTS = 2**20, 2**21
 """Maximum weights of a block, before v6e and from v6e on. No work hides the first copy of a product, so blocks are
 small. From v6e on a block's work takes about as long as its copy, and larger blocks leave fewer gaps."""
-_SCALES = 2**18
+SCALES = 2**18
 """Maximum groups of a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
 _BIAS = 24
+"""The number that an unpacked weight of 0 represents."""
 
 
 def fits(rows: int, inputs: int, outputs: int, size: int) -> bool:
@@ -51,13 +52,15 @@ def fits(rows: int, inputs: int, outputs: int, size: int) -> bool:
     return rows <= ROWS and inputs % CHUNK == 0 and outputs % 128 == 0 and size in (32, 64, CHUNK)
 
 
-def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor of `size`, up to `most`, that fills whole registers.
+def block_sizes(inputs: int, outputs: int, groups: int, *, narrow: bool) -> tuple[int, int]:
+    """Return the inputs and the outputs of a block. `narrow`: the chip scales weights in bfloat16, as from v6e on.
 
-    >>> _divisor(14336, 2048), _divisor(13824, 2048)
-    (2048, 1536)
+    >>> block_sizes(13824, 5120, 108, narrow=False)
+    (1536, 640)
     """
-    return next(part for part in range(most // 128 * 128, 0, -128) if size % part == 0)
+    inner = block_width(inputs, INNER)
+    # The scales and offsets of all groups are in fast memory with a block.
+    return inner, block_width(outputs, max(128, min(WEIGHTS[narrow] // inner, SCALES // groups)))
 
 
 def dense_int4(
@@ -80,12 +83,10 @@ def dense_int4(
         # Split each row into one row per group of a chunk, 0 in the other groups.
         k, group = (lax.broadcasted_iota(jnp.int32, (1, groups_per_chunk, inputs), axis) for axis in (2, 1))
         x = jnp.where(k // size % groups_per_chunk == group, x[:, None], 0).reshape(-1, inputs)
-    rows = -(-len(x) // 8) * 8
+    rows = round_up(len(x), SUBLANES)
     x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
-    inner = _divisor(inputs, _INNER)
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
-    # The scales and offsets of all groups are in fast memory with a block.
-    width = _divisor(outputs, max(128, min(_WEIGHTS[narrow] // inner, _SCALES // groups)))
+    inner, width = block_sizes(inputs, outputs, groups, narrow=narrow)
     steps, of_block = inputs // inner, inner // size
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
@@ -101,6 +102,7 @@ def dense_int4(
         ],
         out_specs=pl.BlockSpec((rows // parts, width), column),
         out_shape=jax.ShapeDtypeStruct((rows // parts, outputs), jnp.float32),
+        # In the order of `_Memory`, from `ordered` on. The rows are laid out once, for all blocks of outputs.
         scratch_shapes=[
             pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
             pltpu.VMEM((steps, rows, of_block), jnp.float32),
@@ -122,89 +124,43 @@ def dense_int4(
     return padded_product[:count]
 
 
-def _kernel(
-    x, values, bits, offset, out, ordered, added, sums, scales, total, *, by_group: bool, narrow: bool
-) -> None:
+class _Memory(NamedTuple):
+    """Memory of the kernel: the inputs, the output, and the scratch from `ordered` on."""
+
+    x: Any  # bf16[R, K]; `parts` rows of x make one row of results
+    values: Any  # i4[groups of the block, size, outputs]
+    bits: Any  # u16[G, outputs], the scales
+    offset: Any  # f32[G, outputs]
+    out: Any  # f32[R / parts, outputs]
+    ordered: Any  # by step, x in the order of the unpacked inputs
+    added: Any  # by step, the sums of x over groups
+    sums: Any  # `added`, split into bfloat16 parts
+    # f32; by step, the scales of these outputs if results are scaled. If rows are split, 8 rows per chunk.
+    scales: Any
+    total: Any  # the sums so far
+
+
+def _kernel(*refs, by_group: bool, narrow: bool) -> None:
     """Add the product of one block to its outputs.
 
     Args:
-      x: bf16[R, K]; `parts` rows of x make one row of results.
-      values: i4[groups of the block, size, outputs].
-      bits: u16[G, outputs], the scales.
-      offset: f32[G, outputs].
-      out: f32[R / parts, outputs].
-      ordered: scratch; by step, x in the order of the unpacked inputs.
-      added: scratch; by step, the sums of x over groups.
-      sums: scratch; `added`, split into bfloat16 parts.
-      scales: scratch, f32; by step, the scales of these outputs if results are scaled. If rows are split, 8 rows per
-        chunk.
-      total: scratch; the sums so far.
       by_group: scale the results, not the weights.
       narrow: scale weights in bfloat16.
     """
+    memory = _Memory(*refs)
+    out, total, rows = memory.out, memory.total, len(memory.x)
     turn, step = pl.program_id(1), pl.program_id(2)
-    rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
-    of_block, size, _ = values.shape
-    groups_per_chunk = CHUNK // size
-    pairs = by_group or narrow
-
-    @pl.when((turn == 0) & (step == 0))
-    def _():
-        order = _order(pairs)
-        members = _members(inner, size)
-
-        @pl.loop(0, steps)
-        def _(i: Array) -> None:
-            block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
-            for c in range(0, inner, CHUNK):
-                ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], order).astype(jnp.bfloat16)
-            added[i] = _product(block, members)
-
-        high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
-        sums[...] = jnp.concatenate([high, low, high], axis=1)
-
-    @pl.when(step == 0)
-    def _():
-        offsets = offset[...]
-        if by_group:
-            scale = _float32(bits[...])
-            offsets -= _BIAS * scale
-            for i in range(steps):
-                of_step = scale[i * of_block : (i + 1) * of_block]
-                if groups_per_chunk > 1:
-                    chunks = [
-                        of_step[first : first + groups_per_chunk]
-                        for first in range(0, of_block, groups_per_chunk)
-                    ]
-                    of_step = jnp.concatenate(
-                        [part for part in chunks for _ in range(8 // groups_per_chunk)], axis=0
-                    )
-                scales[i] = of_step
-        high, low = _split(offsets)
-        _put(total, _product(sums[...], jnp.concatenate([high, high, low], axis=0)))
-
+    # All blocks of outputs use the same ordered rows, so compute them once per core.
+    pl.when((turn == 0) & (step == 0))(functools.partial(_order_rows, memory, by_group or narrow))
+    pl.when(step == 0)(functools.partial(_start_total, memory, by_group))
     product = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
-        for c in range(inner // CHUNK):
-            w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
-            part = _product(ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
-            if groups_per_chunk == 1:
-                product += part * scales[step, c : c + 1]
-            else:
-                product += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
+        product = _add_groups(memory, product, step)
     else:
-        of_step = _float32(bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
-        scale = _of_words(of_step, narrow)
-        # Matrix units of `narrow` chips are two chunks deep.
-        deep = 2 * CHUNK if narrow else CHUNK
-        for first in range(0, inner, deep):
-            last = min(first + deep, inner)
-            chunks = range(first // CHUNK, last // CHUNK)
-            w = jnp.concatenate([part for c in chunks for part in _scaled(values, scale, c, narrow)], axis=0)
-            product += _product(ordered[step, :, first:last], w.astype(jnp.bfloat16))
+        product = _add_scaled_weights(memory, product, step, narrow)
     _put(total, product)
 
-    @pl.when(step == steps - 1)
+    @pl.when(step == len(memory.ordered) - 1)
     def _():
         parts = rows // len(out)
         for t in range(len(total) // rows):
@@ -212,11 +168,84 @@ def _kernel(
             out[:, 128 * t : 128 * (t + 1)] = sum(of_rows)
 
 
-def _put(total: Any, made: Array) -> None:
+def _order_rows(memory: _Memory, pairs: bool) -> None:
+    """Compute the rows in the order of the unpacked inputs, and their sums over groups."""
+    x, ordered, added = memory.x, memory.ordered, memory.added
+    steps, _, inner = ordered.shape
+    order = _order(pairs)
+    members = _members(inner, memory.values.shape[1])
+
+    @pl.loop(0, steps)
+    def _(i: Array) -> None:
+        block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
+        for c in range(0, inner, CHUNK):
+            ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], order).astype(jnp.bfloat16)
+        added[i] = _product(block, members)
+
+    high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
+    memory.sums[...] = jnp.concatenate([high, low, high], axis=1)
+
+
+def _start_total(memory: _Memory, by_group: bool) -> None:
+    """Set the total to the product of the sums with the offsets, and lay out the scales of the results."""
+    offsets = memory.offset[...]
+    if by_group:
+        scale = _float32(memory.bits[...])
+        # An unpacked weight is too large by `_BIAS`, so subtract that from every sum of a group.
+        offsets -= _BIAS * scale
+        of_block, size, _ = memory.values.shape
+        groups_per_chunk = CHUNK // size
+        for i in range(len(memory.scales)):
+            of_step = scale[i * of_block : (i + 1) * of_block]
+            if groups_per_chunk > 1:
+                chunks = [
+                    of_step[first : first + groups_per_chunk]
+                    for first in range(0, of_block, groups_per_chunk)
+                ]
+                of_step = jnp.concatenate(
+                    [part for part in chunks for _ in range(8 // groups_per_chunk)], axis=0
+                )
+            memory.scales[i] = of_step
+    # high * high + low * high + high * low: numbers of 16 bits, in one product of bfloat16 numbers.
+    high, low = _split(offsets)
+    _put(memory.total, _product(memory.sums[...], jnp.concatenate([high, high, low], axis=0)))
+
+
+def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
+    """Add the product with a block whose results are scaled by group."""
+    values, scales, (rows, _) = memory.values, memory.scales, product.shape
+    for c in range(memory.ordered.shape[2] // CHUNK):
+        w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
+        part = _product(memory.ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
+        if values.shape[1] == CHUNK:
+            product += part * scales[step, c : c + 1]
+        else:
+            product += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
+    return product
+
+
+def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bool) -> Array:
+    """Add the product with a block whose weights are scaled and rounded to bfloat16 before the product."""
+    of_block, inner = memory.values.shape[0], memory.ordered.shape[2]
+    of_step = _float32(memory.bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
+    scale = _of_words(of_step, narrow)
+    # Matrix units of `narrow` chips are two chunks deep.
+    deep = 2 * CHUNK if narrow else CHUNK
+    for first in range(0, inner, deep):
+        last = min(first + deep, inner)
+        chunks = range(first // CHUNK, last // CHUNK)
+        w = jnp.concatenate(
+            [part for c in chunks for part in _scaled(memory.values, scale, c, narrow)], axis=0
+        )
+        product += _product(memory.ordered[step, :, first:last], w.astype(jnp.bfloat16))
+    return product
+
+
+def _put(total: Any, product: Array) -> None:
     """Store f32[R, outputs] as successive columns of 128, whose rows can be read with a stride."""
-    rows = len(made)
+    rows = len(product)
     for t in range(len(total) // rows):
-        total[rows * t : rows * (t + 1)] = made[:, 128 * t : 128 * (t + 1)]
+        total[rows * t : rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
 
 
 def _product(x: Array, w: Array) -> Array:

@@ -1,6 +1,6 @@
-"""XLA forms of the operations: margin statistics in two levels, and attention over every slot.
+"""Margin statistics by XLA's operations: in two levels, and in reductions that XLA partitions over devices.
 
-V vocabulary. Oracle: `reference`.
+R rows, V vocabulary, C candidates. Oracle: `reference`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.mask import dense, region
-from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, close, empty
+from kernels_pallas.common import LAST_ID, LOWEST
+from kernels_pallas.margin.rule import MarginStats, close, empty
 
 BLOCK = 256
 """Tokens per block. Measured on a CPU at [8, 8, 128256] and [8, 8, 4096]: 64 to 256 take equal time, 512 is 1.2-1.7x
@@ -61,7 +61,7 @@ def _stats_by_chunks(rows: Array) -> MarginStats:
             lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), partial_stats, part
         )
 
-    return lax.fori_loop(0, -(-count // size), step, empty((count,), logsumexp=True))
+    return lax.fori_loop(0, math.ceil(count / size), step, empty((count,), logsumexp=True))
 
 
 def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
@@ -155,49 +155,3 @@ def _exp_of_negative(x: Array) -> Array:
     # Adding n to the exponent, which starts at bit 23, multiplies by 2**n.
     bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def tree_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    first: Array,
-    *,
-    seen: Array | None,
-    positions: Array,
-    seen_positions: Array | None,
-    window: int | None,
-    cap: float | None,
-    scale: float,
-    k_scale: Array | None,
-    v_scale: Array | None,
-) -> Array:
-    """Compute `kernels_pallas.tree_attention` over every slot of the cache at once, in the dtype of keys and values.
-
-    Scales multiply scores and weights, so that no wider copy of the cache is made.
-    """
-    mask = dense(first, q.shape[1], k.shape[1], *region(seen, positions, seen_positions, window))
-    dtype = k.dtype if k_scale is None else q.dtype
-
-    def per_slot(x: Array) -> Array:
-        return jnp.transpose(x, (0, 2, 1))[:, :, None, None]
-
-    scores = jnp.einsum(
-        "bnkgd,bskd->bkgns", q.astype(dtype), k.astype(dtype), preferred_element_type=jnp.float32
-    )
-    scores = scores * scale if k_scale is None else scores * scale * per_slot(k_scale)
-    if cap is not None:
-        scores = cap * jnp.tanh(scores / cap)
-    # f32[B, K, G, N, S]. A query that sees no slot has no finite maximum: LOWEST avoids NaN, and its total is 0.
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1)
-    if v_scale is not None:
-        weights = weights * per_slot(v_scale)
-    mixed = jnp.einsum(
-        "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
-    )
-    # Normalise after the sum over slots: N * D divisions instead of N * S.
-    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import BlockError, sharded_top_k, top_k
-from kernels_pallas.largest import join_top_k, packed_top_k
+from kernels_pallas.top_k.api import join_top_k, packed_top_k
 from tests.helpers import slow_but
 from tests.helpers.implementations import IMPLEMENTATIONS, RACES
 from tests.helpers.meshes import mesh_of

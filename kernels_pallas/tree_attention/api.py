@@ -8,15 +8,15 @@ region. Oracles: `reference.tree_attention`, and softmax in numpy float64 in tes
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import mosaic, reference, xla
-from kernels_pallas.blocks import AttentionBlocks
-from kernels_pallas.new_rows import NewRows, written
+from kernels_pallas.dispatch import check_options
+from kernels_pallas.tree_attention import reference, xla
+from kernels_pallas.tree_attention.operands import NewRows, Operands
+from kernels_pallas.tree_attention.shapes import AttentionBlocks, is_flat
 
 FORMS = ("reference", "xla", "pallas_tpu")
 """Accepted values of `implementation` other than None."""
@@ -77,19 +77,8 @@ def tree_attention(
     >>> tree_attention(q, k, v, jnp.asarray([2], jnp.int32))[0, :, 0, 0, 0].tolist()  # means of 0..2 and of 0..3
     [1.0, 1.5]
     """
-    _check(implementation, k, k_scale, v_scale, blocks, interpret)
-    options: dict[str, Any] = {
-        "seen": seen,
-        "positions": positions,
-        "seen_positions": seen_positions,
-        "window": window,
-        "cap": cap,
-        "scale": scale,
-    }
-    form = reference.tree_attention if implementation == "reference" else xla.tree_attention
-    if implementation == "pallas_tpu":
-        form = functools.partial(mosaic.tree_attention.tree_attention, blocks=blocks, interpret=interpret)
-    return form(q, k, v, first, k_scale=k_scale, v_scale=v_scale, **_filled(options, q, first))
+    options: tuple[Any, ...] = (seen, positions, seen_positions, window, cap, scale, k_scale, v_scale)
+    return _attend(Operands(q, k, v, first, *options), None, implementation, blocks, interpret)[0]
 
 
 def write_and_attend(
@@ -133,50 +122,37 @@ def write_and_attend(
     >>> k[0, :4, 0, 0].tolist()
     [0.0, 0.0, 1.0, 0.0]
     """
-    options: dict[str, Any] = {
-        "seen": seen,
-        "positions": positions,
-        "seen_positions": seen_positions,
-        "window": window,
-        "cap": cap,
-        "scale": scale,
-        "blocks": blocks,
-        "interpret": interpret,
-    }
-    if implementation != "pallas_tpu" or mosaic.tree_attention.is_flat(k):
-        k, v = written(k, v, new)
-        return tree_attention(q, k, v, first, implementation=implementation, **options), k, v
-    _check(implementation, k, None, None, blocks, interpret)
-    return mosaic.tree_attention.tree_attention(
-        q, k, v, first, k_scale=None, v_scale=None, new=new, **_filled(options, q, first)
-    )
+    options: tuple[Any, ...] = (seen, positions, seen_positions, window, cap, scale)
+    return _attend(Operands(q, k, v, first, *options), new, implementation, blocks, interpret)
 
 
-def _check(
+def _attend(
+    operands: Operands,
+    new: NewRows | None,
     implementation: str | None,
-    k: Array,
-    k_scale: Array | None,
-    v_scale: Array | None,
     blocks: AttentionBlocks | None,
     interpret: Any,
-) -> None:
-    if implementation is not None and implementation not in FORMS:
-        raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(FORMS)}.")
-    if implementation != "pallas_tpu" and (blocks is not None or interpret):
-        raise ValueError(
-            f"blocks and interpret belong to a kernel, and implementation is {implementation!r}: "
-            "name 'pallas_tpu' as well."
-        )
-    if (k_scale is None) != (v_scale is None):
+) -> tuple[Array, Array, Array]:
+    """Fill in the defaults and run an implementation; return its result and the caches, with any new rows."""
+    check_options(implementation, FORMS, blocks, interpret)
+    if (operands.k_scale is None) != (operands.v_scale is None):
         raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
-    if k_scale is None and not jnp.issubdtype(k.dtype, jnp.floating):
-        raise ValueError(f"keys are {k.dtype.name} without scales: give k_scale and v_scale.")
+    dtype = operands.k.dtype
+    if operands.k_scale is None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"keys are {dtype.name} without scales: give k_scale and v_scale.")
+    # A single narrow head shares 32-bit words with its neighbouring slots, and DMA copies whole words.
+    if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):
+        k, v = xla.write(operands.k, operands.v, new)
+        operands, new = operands._replace(k=k, v=v), None
+    if operands.positions is None:
+        positions = operands.first[:, None] + jnp.arange(operands.q.shape[1], dtype=jnp.int32)[None]
+        operands = operands._replace(positions=positions)
+    if operands.scale is None:
+        operands = operands._replace(scale=operands.q.shape[-1] ** -0.5)
+    if implementation == "pallas_tpu":
+        # Imported here, like every TPU kernel: most programs that import this package never run one.
+        from kernels_pallas.tree_attention import mosaic
 
-
-def _filled(given: dict[str, Any], q: Array, first: Array) -> dict[str, Any]:
-    """Fill in the defaults that depend on the queries."""
-    if given["positions"] is None:
-        given["positions"] = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-    if given["scale"] is None:
-        given["scale"] = q.shape[-1] ** -0.5
-    return given
+        return mosaic.attend(operands, new, blocks=blocks, interpret=interpret)
+    form = reference.tree_attention if implementation == "reference" else xla.tree_attention
+    return form(operands), operands.k, operands.v

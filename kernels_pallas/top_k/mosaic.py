@@ -1,6 +1,6 @@
-"""TPU kernels of `largest`: a block of rows with their whole vocabulary in fast memory, scanned k times.
+"""TPU kernels of `top_k`: a block of rows with their whole vocabulary in fast memory, scanned k times.
 
-R rows, V vocabulary, W parts of a vocabulary. Oracle: `jax.lax.top_k` (tests/kernels/test_largest.py).
+R rows, V vocabulary, W parts of a vocabulary. Oracle: `reference.top_k`.
 
 Each scan finds the entry that follows the previous one in the order (larger value, then smaller id). Scans write no
 intermediate state, and ties need no special case.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.blocks import LANES, SUBLANES, TOP_K_BYTES, BlockError, tile_rows, top_k_fits
-from kernels_pallas.stats import LAST_ID, LOWEST, bits
+from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, bits, round_up
+from kernels_pallas.top_k.shapes import block_rows
 
 CHAINS = 4
 """Independent chains that a scan folds side by side: in a single chain each vector would wait for the one before."""
@@ -26,42 +27,44 @@ STRIP = 16
 """Vectors along the vocabulary in the body of a scan's loop."""
 
 
-def top_k(logits: Array, k: int, *, interpret=False) -> Array:
-    """Return the k largest of logits [R, V] as i32[2, R, 128], packed as by `largest.pack`."""
+def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
+    """Return the k largest of logits [R, V] as i32[2, R, 128], packed as by `reference.pack`."""
     rows, vocab = logits.shape
-    if not top_k_fits(vocab, k):
-        raise BlockError(
-            f"the {k} largest of {vocab} tokens do not fit: at most {LANES - 1} of "
-            f"{TOP_K_BYTES // SUBLANES // 4} tokens, so name 'xla'."
-        )
-    tile = tile_rows(logits.dtype)
-    block = min(rows, max(tile, min(2 * SUBLANES, TOP_K_BYTES // (4 * vocab) // tile * tile)))
-    return pl.pallas_call(
-        functools.partial(_top_k_kernel, vocab=vocab, k=k),
-        grid=(pl.cdiv(rows, block),),
-        in_specs=[pl.BlockSpec((block, -(-vocab // LANES) * LANES), lambda i: (i, 0))],
-        out_specs=pl.BlockSpec((2, block, LANES), lambda i: (0, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((2, rows, LANES), jnp.int32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        interpret=interpret,
-        name="top_k",
-    )(logits)
+    block = block_rows(rows, vocab, k, logits.dtype)
+    in_spec = pl.BlockSpec((block, round_up(vocab, LANES)), lambda i: (i, 0))
+    kernel = functools.partial(_top_k_kernel, vocab=vocab, k=k)
+    return _call(kernel, logits, in_spec, rows, block, interpret, "top_k")
 
 
-def join(parts: Array, k: int, size: int, *, interpret=False) -> Array:
+def join(parts: Array, k: int, size: int, *, interpret: Any = False) -> Array:
     """Join the results i32[W, 2, R, 128] of parts of `size` tokens each into i32[2, R, 128]."""
     count, _, rows, _ = parts.shape
     block = min(rows, SUBLANES)
+    in_spec = pl.BlockSpec((count, 2, block, LANES), lambda i: (0, 0, i, 0))
+    kernel = functools.partial(_join_kernel, k=k, size=size)
+    return _call(kernel, parts, in_spec, rows, block, interpret, "join_top_k")
+
+
+def _call(
+    kernel: Callable[..., None],
+    operand: Array,
+    in_spec: pl.BlockSpec,
+    rows: int,
+    block: int,
+    interpret: Any,
+    name: str,
+) -> Array:
+    """Run a kernel on blocks of `block` rows; it writes i32[2, R, 128]."""
     return pl.pallas_call(
-        functools.partial(_join_kernel, k=k, size=size),
+        kernel,
         grid=(pl.cdiv(rows, block),),
-        in_specs=[pl.BlockSpec((count, 2, block, LANES), lambda i: (0, 0, i, 0))],
+        in_specs=[in_spec],
         out_specs=pl.BlockSpec((2, block, LANES), lambda i: (0, i, 0)),
         out_shape=jax.ShapeDtypeStruct((2, rows, LANES), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
-        name="join_top_k",
-    )(parts)
+        name=name,
+    )(operand)
 
 
 Carry = tuple[Array, ...]
@@ -74,7 +77,7 @@ chain."""
 def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
     rows = logits_ref.shape[0]
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-    chunks = -(-vocab // LANES)
+    chunks = pl.cdiv(vocab, LANES)
     # Few rows fill few registers, so run several independent chains of comparisons to hide their latency.
     side_by_side = max(CHAINS * SUBLANES // max(rows, SUBLANES), 1)
 
@@ -94,7 +97,8 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
                 chains[j] = chunk(i * STRIP + c, chains[j])
             return chains
 
-        strips = vocab // LANES // STRIP  # whole vectors only; the rest of the vocabulary is masked below
+        # The loop takes whole vectors only; the rest of the vocabulary is masked below.
+        strips = vocab // LANES // STRIP
         chains = lax.fori_loop(0, strips, strip, [start] * side_by_side)
         for c in range(strips * STRIP, chunks):
             j = c % side_by_side
@@ -122,7 +126,8 @@ def _join_kernel(parts_ref, packed_ref, *, k: int, size: int):
         return lax.bitcast_convert_type(parts_ref[part, 0], jnp.float32)
 
     def scan(body: Callable[..., Carry], carry: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
-        del merge  # one chain
+        # One chain. The parts are in the order of their ids, so ids ascend within each lane.
+        del merge
         for part in range(count):
             carry = body(carry, values(part), parts_ref[part, 1] + part * size, lane < k)
         return carry
@@ -137,6 +142,15 @@ def _join_kernel(parts_ref, packed_ref, *, k: int, size: int):
         return shift + jnp.log(functools.reduce(jnp.add, [jnp.exp(x - shift) for x in sums]))
 
     _write(packed_ref, scan, k, count * size, logsumexp)
+
+
+class _Entries(NamedTuple):
+    """Entries found so far: the last one, replicated over all lanes, and all of them, entry i in lane i."""
+
+    value: Array  # f32[rows, 128]
+    id: Array  # i32[rows, 128]
+    values: Array  # f32[rows, 128]
+    ids: Array  # i32[rows, 128]
 
 
 def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Array], Array]) -> None:
@@ -165,17 +179,16 @@ def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Arra
         first = jnp.min(jnp.where(best == top, best_id, LAST_ID), axis=1, keepdims=True)
         return top, jnp.broadcast_to(first, best.shape)
 
-    def body(i, carry):
-        value, id, values, ids = carry
-        value, id = following(value, id)
-        values = jnp.where(lane == i, value, values)
+    def add(i: Array, entries: _Entries) -> _Entries:
+        value, id = following(entries.value, entries.id)
+        values = jnp.where(lane == i, value, entries.values)
         # A row of NaN has no next entry; keep its ids valid.
-        return value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), ids)
+        return _Entries(value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), entries.ids))
 
     # Every entry comes after (inf, -1), so the first scan finds the largest. Lane i gets the i-th entry.
-    initial_entry = jnp.full((rows, LANES), jnp.inf, jnp.float32), jnp.full((rows, LANES), -1, jnp.int32)
+    before_first = jnp.full((rows, LANES), jnp.inf, jnp.float32), jnp.full((rows, LANES), -1, jnp.int32)
     nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.zeros((rows, LANES), jnp.int32)
-    _, _, values, ids = lax.fori_loop(0, k, body, (*initial_entry, *nothing))
+    _, _, values, ids = lax.fori_loop(0, k, add, _Entries(*before_first, *nothing))
     largest = jnp.max(jnp.where(lane == 0, values, -jnp.inf), axis=1, keepdims=True)
     packed_ref[0] = bits(jnp.where(lane == k, logsumexp(largest), values))
     packed_ref[1] = ids

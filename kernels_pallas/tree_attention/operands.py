@@ -1,13 +1,50 @@
-"""Masks of queries that attend to all slots before `first`, and to some rows of a region from there on.
+"""Operands of attention, and the masks of queries that see all slots before `first` and some rows of a region after it.
 
-B batch, N queries, R rows of the region, S slots. Oracle: masks built slot by slot in Python
-(tests/core/test_visible.py).
+B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
+region, W new rows. Oracle: masks built slot by slot in Python (tests/core/test_visible.py).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
+
+
+class NewRows(NamedTuple):
+    """Keys and values of W tokens for slots `slot[b] .. slot[b] + W - 1`."""
+
+    k: Array  # [B, W, K, D]; keys
+    v: Array  # [B, W, K, D]; values
+    slot: Array  # i32[B]; slot of the first token; all W slots are inside the cache
+
+
+class Operands(NamedTuple):
+    """The arguments of `kernels_pallas.tree_attention`. Implementations get them with all defaults filled in."""
+
+    q: Array  # [B, N, K, G, D]
+    k: Array  # [B, S, K, D]
+    v: Array  # [B, S, K, D]
+    first: Array  # i32[B]
+    seen: Array | None  # bool[B or 1, N, R]; None: R == N, causal
+    positions: Array  # i32[B, N]
+    seen_positions: Array | None  # i32[B, R]; None: the rows are the queries
+    window: int | None
+    cap: float | None
+    scale: float
+    k_scale: Array | None = None  # f32[B, S, K]
+    v_scale: Array | None = None  # f32[B, S, K]
+
+    @property
+    def product_dtype(self) -> DTypeLike:
+        """The dtype of both products: that of the cache, or of the queries if the cache is int8."""
+        return self.k.dtype if self.k_scale is None else self.q.dtype
+
+    def region(self) -> tuple[Array | None, Array | None]:
+        """Apply the window to the visibility of the region: the result of `region`."""
+        return region(self.seen, self.positions, self.seen_positions, self.window)
 
 
 def region(
@@ -38,7 +75,7 @@ def region(
     return seen, last_hidden
 
 
-def dense(first: Array, n: int, slots: int, inside: Array | None, after: Array | None) -> Array:
+def dense_mask(first: Array, n: int, slots: int, inside: Array | None, after: Array | None) -> Array:
     """Return the mask bool[B, N, S] over all slots from the results of `region`."""
     slot = jnp.arange(slots, dtype=jnp.int32)
     offset = slot[None] - first[:, None]  # i32[B, S]: the row that each slot holds
@@ -61,15 +98,15 @@ def dense(first: Array, n: int, slots: int, inside: Array | None, after: Array |
     return sees_prefix | sees_row
 
 
-def pack(seen: Array) -> Array:
+def pack_bits(seen: Array) -> Array:
     """Pack bool[..., R] into i32[..., ceil(R / 32)]: element r is bit r % 32 of word r // 32.
 
-    >>> pack(jnp.asarray([True, False, True])).tolist()
+    >>> pack_bits(jnp.asarray([True, False, True])).tolist()
     [5]
     """
     rows = seen.shape[-1]
     padded = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -rows % 32)])
     # [..., W, 32], each bit shifted to its place. The bits are distinct, so their sum is their union.
     words = padded.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32)
-    bits = words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
-    return jnp.sum(bits, axis=-1, dtype=jnp.uint32).astype(jnp.int32)
+    shifted = words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
+    return jnp.sum(shifted, axis=-1, dtype=jnp.uint32).astype(jnp.int32)

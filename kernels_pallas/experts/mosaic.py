@@ -19,6 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common import LANES, block_width, round_up
+
 ROWS = 128
 """Maximum rows of a tile."""
 WEIGHT_BYTES = 2**21
@@ -31,8 +33,7 @@ def outer_block(outer: int, inner: int) -> int:
     >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
     (512, 768, 96)
     """
-    limit = max(128, WEIGHT_BYTES // inner // 128 * 128)
-    return outer if outer <= limit else next((w for w in range(limit, 127, -128) if outer % w == 0), limit)
+    return block_width(outer, max(LANES, WEIGHT_BYTES // inner // LANES * LANES))
 
 
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
@@ -60,16 +61,11 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
 def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Any = False
 ) -> Array:
-    """Multiply x [R, K] by values i8[X, N, K], scaled by `scale` f32[X, N]: f32[R, N].
-
-    Args:
-      x: rows sorted by expert, bfloat16 or float32.
-      sizes: i32[X], rows of each expert. Results of rows beyond their sum are undefined.
-    """
+    """See `api.dense_by_expert_int8`."""
     count, inner = x.shape
     outer = scale.shape[1]
-    rows = min(ROWS, -(-count // 16) * 16)
-    tiles, width = -(-count // rows), outer_block(outer, inner)
+    rows = min(ROWS, round_up(count, 16))
+    tiles, width = pl.cdiv(count, rows), outer_block(outer, inner)
     x = jnp.pad(x, ((0, tiles * rows - count), (0, 0)))
     sizes = sizes.astype(jnp.int32)
     expert, tile, real = visits(sizes, tiles, rows)
@@ -83,6 +79,7 @@ def dense_by_expert_int8(
         functools.partial(_kernel, by_columns=by_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
+            # The visits of a tile follow each other, so its results stay in fast memory between them.
             grid=(pl.cdiv(outer, width), real),
             in_specs=[
                 pl.BlockSpec((rows, inner), lambda n, v, expert, tile, *_: (tile[v], 0)),

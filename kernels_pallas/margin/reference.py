@@ -1,17 +1,25 @@
-"""Reference implementations that specify every operation. They are short and slow; tests compare all forms to them.
+"""Specification of `margin_stats` and `margin_accept`, short and slow; tests compare all forms to it.
 
-B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: numpy and plain Python in
-tests/kernels/.
+B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: numpy and plain Python in tests/kernels/.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.margin_rule import MARGINS, Acceptance, AcceptControls
-from kernels_pallas.stats import NO_ID, MarginStats
+from kernels_pallas.margin.rule import MARGINS, NO_ID, Acceptance, AcceptControls, MarginStats
+
+
+class _Position(NamedTuple):
+    """The walk of one row: its node, the relaxed edges since the last exact one, and whether it has stopped."""
+
+    node: Array  # i32[]
+    run: Array  # i32[]
+    stopped: Array  # bool[]
 
 
 def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
@@ -57,17 +65,18 @@ def decide(
     relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
 
     def row(parents: Array, exact: Array, relaxable: Array, max_run: Array, strict: Array):
-        def step(carry, depth):
-            node, run, stopped = carry
-            child = (parents == node) & ~stopped
-            by_exact, by_relaxed = child & exact, child & relaxable & (run < max_run) & (depth >= strict)
+        def step(position: _Position, depth: Array):
+            child = (parents == position.node) & ~position.stopped
+            by_exact = child & exact
+            by_relaxed = child & relaxable & (position.run < max_run) & (depth >= strict)
             is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
             has_child = jnp.any(by_exact) | is_relaxed
             next_child = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
-            node = jnp.where(has_child, next_child, node)
-            return (node, jnp.where(is_relaxed, run + 1, 0), ~has_child), (node, has_child, is_relaxed)
+            node = jnp.where(has_child, next_child, position.node)
+            run = jnp.where(is_relaxed, position.run + 1, 0)
+            return _Position(node, run, ~has_child), (node, has_child, is_relaxed)
 
-        start = jnp.int32(0), jnp.int32(0), jnp.zeros((), bool)
+        start = _Position(jnp.int32(0), jnp.int32(0), jnp.zeros((), bool))
         _, (path, has_child, relaxed) = lax.scan(step, start, jnp.arange(max_depth, dtype=jnp.int32))
         return jnp.pad(path, (1, 0)), jnp.sum(has_child, dtype=jnp.int32), relaxed
 
@@ -76,48 +85,3 @@ def decide(
     )
     next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
     return Acceptance(path, num_accepted, next_token, relaxed, stats)
-
-
-def tree_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    first: Array,
-    *,
-    seen: Array | None,
-    positions: Array,
-    seen_positions: Array | None,
-    window: int | None,
-    cap: float | None,
-    scale: float,
-    k_scale: Array | None,
-    v_scale: Array | None,
-) -> Array:
-    """Compute `kernels_pallas.tree_attention` in float32, with a mask built slot by slot."""
-    n = q.shape[1]
-    if seen is None:
-        seen = jnp.tril(jnp.ones((n, n), bool))[None]
-    if seen_positions is None:
-        seen_positions = positions
-
-    def slot(b: Array, i: Array, s: Array) -> Array:
-        """Return whether query i of row b sees slot s."""
-        # Slot s holds row s - first of the region; earlier slots hold the token at position s.
-        row = s - first[b]
-        index = jnp.clip(row, 0, seen.shape[2] - 1)
-        inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, index]
-        position = jnp.where(row < 0, s, seen_positions[b, index])
-        recent = True if window is None else position > positions[b, i] - window
-        return ((row < 0) | inside) & recent
-
-    vmapped = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
-    mask = vmapped(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
-    keys, values = (
-        x.astype(jnp.float32) * (1 if by is None else by[..., None]) for x, by in ((k, k_scale), (v, v_scale))
-    )
-    scores = jnp.einsum("bnkgd,bskd->bnkgs", q.astype(jnp.float32), keys, precision="highest") * scale
-    if cap is not None:
-        scores = cap * jnp.tanh(scores / cap)
-    mask = mask[:, :, None, None]
-    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
-    return jnp.einsum("bnkgs,bskd->bnkgd", weights, values, precision="highest").astype(q.dtype)

@@ -1,0 +1,59 @@
+"""Values that kernels of several operations share: the registers and cores of a TPU, sentinels, and bits of floats.
+
+`...` stands for any dimensions.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+LANES = 128
+"""Vector lanes of every TPU so far."""
+SUBLANES = 8
+"""Rows of a float32 vector register; two bfloat16 rows share one, so bfloat16 blocks come in 16."""
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+"""Device kinds (jax's names) with two cores that share a kernel's work: v4 and v5p."""
+LAST_ID = 2**31 - 1
+"""Replaces a missing id in comparisons, so that a missing entry loses every tie."""
+LOWEST = -3.4028234663852886e38
+"""The lowest finite float32. Rows of -inf subtract it before exp, because subtracting -inf would give NaN."""
+Axis = str | tuple[str, ...]
+"""A mesh axis, or several."""
+
+
+class BlockError(ValueError):
+    """A block size that the hardware or this package does not support."""
+
+
+def tile_rows(dtype) -> int:
+    """Return the rows of one tile of a matrix: 8 for float32, 16 for bfloat16."""
+    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `size`.
+
+    >>> round_up(129, 128)
+    256
+    """
+    return -(-size // multiple) * multiple
+
+
+def block_width(size: int, most: int) -> int:
+    """Return the width of blocks of `size` numbers: all, or at most `most`, in whole registers that divide `size`.
+
+    >>> block_width(14336, 2048), block_width(13824, 2048), block_width(96, 1024)
+    (2048, 1536, 96)
+    """
+    if size <= most:
+        return size
+    return next((w for w in range(most // LANES * LANES, 0, -LANES) if size % w == 0), most)
+
+
+def bits(x: Array) -> Array:
+    """Reinterpret f32[...] or i32[...] as i32[...] with the same bits.
+
+    Floats are stored as integers because a small id stored as a float is denormal and may be flushed to 0.
+    """
+    return lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,38 @@
+"""Products with grouped 4-bit weights by XLA's operations.
+
+R rows, K inputs, N outputs, G groups of `size` inputs. Oracle: numpy in tests/kernels/test_int4.py.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.common import SUBLANES
+from kernels_pallas.int4.mosaic import ROWS
+
+
+def dequantised(values: Array, scale: Array, offset: Array) -> Array:
+    """Return the matrix f32[N, K] of values [G, size, N], and of scale and offset [G, N].
+
+    >>> dequantised(jnp.asarray([[[1], [2]]]), jnp.asarray([[2.0]]), jnp.asarray([[1.0]])).tolist()
+    [[3.0, 5.0]]
+    """
+    scale, offset = (x.astype(jnp.float32)[:, None] for x in (scale, offset))
+    wide = values.astype(jnp.float32) * scale + offset
+    return wide.reshape(-1, wide.shape[-1]).T
+
+
+def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
+    """Multiply group by group and scale the sums; for many rows, such as a prompt's, dequantise the matrix first."""
+    rows, (count, size, _) = x.shape[0], values.shape
+    if rows > ROWS:
+        wide = dequantised(values, scale, offset).astype(x.dtype)
+        return lax.dot_general(x, wide, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # A TPU would compute integer products with fewer than 8 rows outside its matrix units.
+    groups = jnp.pad(x, ((0, -rows % SUBLANES), (0, 0))).reshape(-1, count, size)
+    # The integers are exact in every float dtype, so scale the sums of a group instead of its weights.
+    y = jnp.einsum("bgk,gkn->gbn", groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
+    scale, offset = (part.astype(jnp.float32)[:, None] for part in (scale, offset))
+    return jnp.sum(y * scale + sums * offset, axis=0)[:rows]

@@ -1,0 +1,353 @@
+"""TPU kernels that pass over the vocabulary once; the last block decides acceptance and walks the tree.
+
+R rows = B batch * N nodes, V vocabulary, D depth, M stop tokens. A block is [rows, tokens], or [trees, N, tokens]; the
+state is [rows, 128] or [trees, N, 128]. Oracle: `reference`.
+
+The fold is lane-wise: each of the 128 lanes keeps the two largest logits of its tokens, and only the last block
+compares lanes. An element costs a few vector operations and no cross-lane reduction, so the kernel is bound by reading
+the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, bits, round_up, tile_rows
+from kernels_pallas.margin.rule import (
+    Acceptance,
+    AcceptControls,
+    MarginStats,
+    close,
+    decide,
+    dtypes,
+    from_bits,
+    walk,
+)
+from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, fits, tpu_blocks
+
+
+def margin_stats(
+    logits: Array, *, logsumexp: bool = False, blocks: TpuBlocks | None = None, interpret: Any = False
+) -> MarginStats:
+    """See `kernels_pallas.margin_stats`."""
+    lead = logits.shape[:-1]
+    nodes = lead[-1] if len(lead) > 1 and _grouped(lead[-1], math.prod(lead[:-1])) else 1
+    # Leading dimensions are not tiled: only the rows of a matrix come in groups.
+    group = tile_rows(logits.dtype) if nodes == 1 else 1
+    plan = _plan(logits, nodes, group, blocks, logsumexp)
+    kernel = functools.partial(_stats_kernel, vocab=logits.shape[-1])
+    (packed,) = _pass(kernel, plan, [], [], interpret, "margin_stats")
+    return _unpack(packed, lead, logsumexp)
+
+
+def margin_accept(
+    logits: Array,
+    tokens: Array,
+    parents: Array,
+    y: Array | None,
+    controls: AcceptControls,
+    *,
+    max_depth: int,
+    margin: str,
+    logsumexp: bool = False,
+    blocks: TpuBlocks | None = None,
+    interpret: Any = False,
+) -> Acceptance:
+    """See `kernels_pallas.margin_accept`."""
+    batch, nodes, vocab = logits.shape
+    group = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
+    if blocks is None and not fits(batch, nodes, group):
+        # The walk needs whole trees in a block; the fold does not.
+        stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
+        return decide(stats, tokens, parents, y, controls, max_depth, margin)
+    plan = _plan(logits, nodes, group, blocks, logsumexp)
+    # Pass the per-row settings as one integer array: theta's bits, strict, max_relaxed_run, then the stop tokens.
+    numbers = [
+        bits(controls.theta.astype(jnp.float32))[:, None],
+        controls.strict.astype(jnp.int32)[:, None],
+        controls.max_relaxed_run.astype(jnp.int32)[:, None],
+        controls.stop_tokens.astype(jnp.int32),
+    ]
+    per_row = jnp.concatenate(numbers, axis=1)
+    tree = [x.astype(jnp.int32) for x in (tokens, parents, y) if x is not None]
+    # A verdict has 2 D + 3 numbers, one per lane: D + 1 nodes of the path, D flags, the count and the next token.
+    width = round_up(2 * max_depth + 3, LANES)
+    kernel = functools.partial(_accept_kernel, vocab=vocab, nodes=nodes, max_depth=max_depth, margin=margin)
+    packed, verdict = _pass(kernel, plan, [per_row, *tree], [width], interpret, "margin_accept")
+    # The lane of the first flag, after the path.
+    edge = max_depth + 1
+    return Acceptance(
+        path=verdict[:, :edge],
+        num_accepted=verdict[:, 2 * max_depth + 1],
+        next_token=verdict[:, 2 * max_depth + 2],
+        relaxed=verdict[:, edge : edge + max_depth] > 0,
+        stats=_unpack(packed, (batch, nodes), logsumexp),
+    )
+
+
+class _Plan(NamedTuple):
+    """A pass over logits in blocks."""
+
+    logits: Array  # [trees, N, V] or [rows, V]
+    blocks: TpuBlocks
+    trees: int  # rows, if the rows of a matrix are independent
+    lead: tuple[int, ...]  # the dimensions of a block before the vocabulary
+    logsumexp: bool
+
+
+def _grouped(nodes: int, trees: int) -> bool:
+    """Return True if [trees, N, V] keeps its shape, because [trees * N, V] has another layout and needs a copy."""
+    # Memory pads the rows of each tree to whole registers of SUBLANES rows; a matrix pads only its last rows.
+    return trees > 1 and nodes > 1 and nodes % SUBLANES != 0 and nodes <= MAX_ROWS
+
+
+def _plan(logits: Array, nodes: int, group: int, blocks: TpuBlocks | None, logsumexp: bool) -> _Plan:
+    vocab = logits.shape[-1]
+    trees = math.prod(logits.shape[:-1]) // nodes
+    keeps_shape = _grouped(nodes, trees)
+    logits = logits.reshape((trees, nodes, vocab) if keeps_shape else (trees * nodes, vocab))
+    blocks = tpu_blocks(blocks, trees=trees, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
+    lead = (blocks.trees, nodes) if keeps_shape else (blocks.trees * nodes,)
+    return _Plan(logits, blocks, trees, lead, logsumexp)
+
+
+def _pass(
+    kernel: Callable[..., None],
+    plan: _Plan,
+    inputs: list[Array],
+    widths: list[int],
+    interpret: Any,
+    name: str,
+) -> list[Array]:
+    """Call a kernel on blocks of the logits, with `inputs` [trees, ...] of the same trees.
+
+    Returns:
+      The packed statistics i32[..., 128] of every row, and arrays i32[trees, width], one for each of `widths`.
+    """
+    logits, blocks, lead = plan.logits, plan.blocks, plan.lead
+    rows, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
+    zeros = (0,) * (len(lead) - 1)
+
+    def by_tree(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((blocks.trees, width), lambda i, j: (i, 0))
+
+    return pl.pallas_call(
+        kernel,
+        # The vocabulary is the inner dimension, so the state of a block of rows stays in fast memory.
+        grid=(pl.cdiv(plan.trees, blocks.trees), pl.cdiv(vocab, blocks.tokens)),
+        in_specs=[
+            pl.BlockSpec((*lead, blocks.tokens), lambda i, j: (i, *zeros, j)),
+            [by_tree(x.shape[1]) for x in inputs],
+        ],
+        out_specs=[
+            pl.BlockSpec((*lead, LANES), lambda i, j: (i, *zeros, 0)),
+            *(by_tree(width) for width in widths),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((*logits.shape[:-1], LANES), jnp.int32),
+            *(jax.ShapeDtypeStruct((plan.trees, width), jnp.int32) for width in widths),
+        ],
+        scratch_shapes=[pltpu.VMEM((*lead, LANES), dtype) for dtype in dtypes(logsumexp=plan.logsumexp)],
+        # Chips with two cores divide the rows; the blocks of a vocabulary follow each other on one core.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=rows * vocab * 8,
+            transcendentals=rows * vocab if plan.logsumexp else 0,
+            bytes_accessed=rows * vocab * logits.dtype.itemsize + rows * LANES * 4,
+        ),
+        interpret=interpret,
+        name=name,
+    )(logits, inputs)
+
+
+def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
+    """Unpack the result of `_finish` into statistics of shape `lead`."""
+    return from_bits([packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)])
+
+
+def _stats_kernel(logits_ref, _, packed_ref, *state, vocab: int):
+    block, last = pl.program_id(1), pl.num_programs(1) - 1
+    _fold(logits_ref, state, block, last, vocab)
+
+    @pl.when(block == last)
+    def _():
+        _finish(state, packed_ref, vocab)
+
+
+def _accept_kernel(
+    logits_ref,  # [rows, tokens] or [trees, N, tokens]
+    row_refs,  # i32[trees, 3 + M]; tokens, parents and perhaps y, i32[trees, N]
+    packed_ref,  # i32[..., 128]
+    verdict_ref,  # i32[trees, width]
+    *state,
+    vocab: int,
+    nodes: int,
+    max_depth: int,
+    margin: str,
+):
+    per_row_ref, *tree_refs = row_refs
+    block, last = pl.program_id(1), pl.num_programs(1) - 1
+    _fold(logits_ref, state, block, last, vocab)
+
+    @pl.when(block == last)
+    def _():
+        _finish(state, packed_ref, vocab)
+        stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
+        per_row = per_row_ref[...]
+        tokens, parents, *optional = (ref[...] for ref in tree_refs)
+        y = optional[0] if optional else None
+        theta = lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32)
+        controls = AcceptControls(theta, per_row[:, 1:2], per_row[:, 2:3], per_row[:, 3:])
+        walked = walk(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)
+        columns = [*walked.path, *walked.relaxed, walked.num_accepted, walked.next_token]
+        verdict_ref[...] = _in_lanes(columns, verdict_ref.shape)
+
+
+def _fold(logits_ref, state, block: int | Array, last: int | Array, vocab: int) -> None:
+    """Fold one block into the per-lane state: top1, id1, top2, id2 and, for the logsumexp, the sum of exp(z - top1).
+
+    `block` is the number of this block and `last` the number of the last block of the vocabulary.
+    """
+    tokens = logits_ref.shape[-1]
+
+    @pl.when(block == 0)
+    def _():
+        for ref, value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
+            ref[...] = jnp.full(ref.shape, value, ref.dtype)
+
+    def fold_block(partial: bool) -> None:
+        strip = functools.partial(_fold_strip, block=block, vocab=vocab, partial=partial)
+        _each_strip(strip, logits_ref, *state)
+
+    if vocab % tokens == 0:
+        fold_block(partial=False)
+    else:
+        # Only the last block compares ids with V, so that all others spend no instruction on it.
+        pl.when(block < last)(lambda: fold_block(partial=False))
+        pl.when(block == last)(lambda: fold_block(partial=True))
+
+
+def _fold_strip(
+    logits_ref,
+    top1_ref,
+    id1_ref,
+    top2_ref,
+    id2_ref,
+    sum_ref=None,
+    *,
+    block: int | Array,
+    vocab: int,
+    partial: bool,
+) -> None:
+    """Fold a strip of rows of block number `block`. Only a `partial` block has ids from V on."""
+    rows, tokens = logits_ref.shape
+    lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
+
+    def chunk(c: int) -> Array:
+        z = logits_ref[:, c * LANES : (c + 1) * LANES].astype(jnp.float32)
+        # Memory past the end of the vocabulary is uninitialised.
+        return jnp.where(lanes < vocab - c * LANES, z, -jnp.inf) if partial else z
+
+    # [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ...
+    state_refs = (top1_ref, id1_ref, top2_ref, id2_ref)
+    top1, id1, top2, id2 = (ref[...] for ref in state_refs)
+    old_shift = jnp.maximum(top1, LOWEST)
+    for c in range(tokens // LANES):
+        z, ids = chunk(c), lanes + c * LANES
+        # Strictly greater: a lane visits its ids in ascending order, so the smaller id wins ties.
+        leads, follows = z > top1, z > top2
+        top2 = jnp.where(leads, top1, jnp.where(follows, z, top2))
+        id2 = jnp.where(leads, id1, jnp.where(follows, ids, id2))
+        top1, id1 = jnp.where(leads, z, top1), jnp.where(leads, ids, id1)
+    for ref, value in zip(state_refs, (top1, id1, top2, id2), strict=True):
+        ref[...] = value
+    if sum_ref is not None:
+        shift = jnp.maximum(top1, LOWEST)
+        # Rescale the sum of exp(z - old maximum) to the new maximum, as flash attention does.
+        total = sum_ref[...] * jnp.exp(old_shift - shift)
+        for c in range(tokens // LANES):
+            total += jnp.exp(chunk(c) - shift)
+        sum_ref[...] = total
+
+
+def _finish(state, packed_ref, vocab: int) -> None:
+    """Join the lanes: write the bits of top1, id1, top2, id2 and logsumexp to the first lanes of i32[..., 128]."""
+
+    def largest(z: Array, ids: Array) -> tuple[Array, Array]:
+        top = jnp.max(z, axis=1, keepdims=True)
+        return top, jnp.min(jnp.where(z == top, ids, LAST_ID), axis=1, keepdims=True)
+
+    def one_strip(packed_ref, top1_ref, id1_ref, top2_ref, id2_ref, sum_ref=None):
+        top1, id1, top2, id2 = (ref[...] for ref in (top1_ref, id1_ref, top2_ref, id2_ref))
+        # The row's runner-up is the winning lane's second entry, or another lane's first. i32[rows, 1] each.
+        best, best_id = largest(top1, id1)
+        winner = id1 == best_id
+        second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
+        best_id, second_id = close(best, best_id, second, second_id, vocab)
+        columns = [bits(best), best_id, bits(second), second_id]
+        if sum_ref is not None:
+            shift = jnp.maximum(best, LOWEST)
+            # Each lane's sum is relative to its own maximum.
+            scale = jnp.exp(jnp.maximum(top1, LOWEST) - shift)
+            columns.append(bits(shift + jnp.log(jnp.sum(sum_ref[...] * scale, axis=1, keepdims=True))))
+        packed_ref[...] = _in_lanes(columns, packed_ref.shape)
+
+    _each_strip(one_strip, packed_ref, *state)
+
+
+def _each_strip(body: Callable[..., None], *refs) -> None:
+    """Call `body` on matching strips [rows, ...], with few enough rows to keep the state in vector registers."""
+    if refs[0].ndim == 2:
+        rows = refs[0].shape[0]
+        strip = next((s for s in (32, 16, 8) if rows % s == 0), rows)
+        if strip == rows:
+            body(*refs)
+        else:
+
+            @pl.loop(0, rows // strip)
+            def _(i):
+                strip_slice = pl.ds(pl.multiple_of(i * strip, strip), strip)
+                body(*(ref.at[strip_slice] for ref in refs))
+
+    else:
+        trees, nodes = refs[0].shape[:2]
+
+        @pl.loop(0, trees)
+        def _(tree):
+            for start in range(0, nodes, 32):
+                strip_slice = pl.ds(start, min(32, nodes - start))
+                body(*(ref.at[tree, strip_slice] for ref in refs))
+
+
+def _per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:
+    """Unpack the statistics to [trees, N] each: nodes move from sublanes to lanes."""
+    lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
+    out = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
+    for n in range(nodes):
+        if packed_ref.ndim == 3:
+            rows = packed_ref[:, n, :]
+        else:
+            rows = packed_ref[pl.ds(n, trees, stride=nodes), :] if nodes > 1 else packed_ref[...]
+        for k in range(4):
+            out[k] = jnp.where(lane == n, rows[:, k : k + 1], out[k])
+    # `_finish` writes values to columns 0 and 2, and ids to columns 1 and 3.
+    top1, top2 = (lax.bitcast_convert_type(out[k], jnp.float32) for k in (0, 2))
+    return MarginStats(top1, out[1], top2, out[3])
+
+
+def _in_lanes(columns: list[Array], shape: tuple[int, int]) -> Array:
+    """Return i32[rows, lanes]: lane k holds column k, i32[rows, 1]; the remaining lanes are 0."""
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    out = jnp.zeros(shape, jnp.int32)
+    for k, column in enumerate(columns):
+        out = jnp.where(lane == k, column, out)
+    return out

@@ -1,0 +1,105 @@
+"""Shapes of real models, shared by tests and benchmarks, and block sizes of the margin kernels.
+
+R rows = B trees * N nodes, D tree depth, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from kernels_pallas.common import LANES, SUBLANES, BlockError, round_up
+
+BLOCK_BYTES = 2 * 2**20
+"""Bytes of logits per block. Two blocks are in flight; with the state they stay far below the 16 MiB of VMEM that a
+kernel gets by default on every generation."""
+MAX_ROWS = 1024
+"""Maximum number of rows per block. The state takes 2.5 KiB per row."""
+VOCABULARIES = {
+    "llama-3.1-8b": 128256,
+    "llama-3.3-70b": 128256,
+    "qwen3-8b": 151936,
+    "qwen3-32b": 151936,
+    "qwen3-235b-a22b": 151936,
+    "vicuna-13b": 32000,
+}
+"""V of each target, as in its config."""
+
+
+class Draft(NamedTuple):
+    """A decoding setup: batch size and tree shape."""
+
+    batch: int  # B
+    nodes: int  # N
+    depth: int  # D
+
+
+DRAFTS = {
+    "autoregressive": Draft(batch=1, nodes=1, depth=0),
+    "autoregressive-batch": Draft(batch=64, nodes=1, depth=0),
+    "chain": Draft(batch=1, nodes=8, depth=7),
+    "chain-batch": Draft(batch=64, nodes=8, depth=7),
+    "tree": Draft(batch=1, nodes=60, depth=7),
+    "tree-batch": Draft(batch=16, nodes=60, depth=7),
+    "wide-tree-batch": Draft(batch=64, nodes=64, depth=8),
+}
+
+
+class TpuBlocks(NamedTuple):
+    """Block of the TPU kernels: `trees` whole trees (or rows, for plain logits) by `tokens` of the vocabulary."""
+
+    trees: int  # per block
+    tokens: int  # per block
+
+
+def tpu_blocks(
+    blocks: TpuBlocks | None, *, trees: int, nodes: int, vocab: int, dtype, group: int
+) -> TpuBlocks:
+    """Return `blocks` after validation, or the default if it is None.
+
+    Args:
+      group: a block must hold a multiple of this many trees, or all of them.
+
+    Raises:
+      BlockError: the blocks are not legal for these shapes.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    if itemsize not in (2, 4) or not jnp.issubdtype(dtype, jnp.floating):
+        raise BlockError(f"logits are {jnp.dtype(dtype).name}: the kernels take float32 or bfloat16.")
+    if trees == 0 or nodes == 0 or vocab == 0:
+        raise BlockError(f"logits have {trees} trees, {nodes} nodes and {vocab} tokens: expected 1 or more.")
+    if blocks is None:
+        blocks = _default(trees, nodes, vocab, itemsize, group)
+    if blocks.tokens <= 0 or blocks.tokens % LANES:
+        raise BlockError(f"blocks.tokens is {blocks.tokens}: expected a positive multiple of {LANES}.")
+    if blocks.trees != trees and (blocks.trees <= 0 or blocks.trees % group):
+        raise BlockError(
+            f"blocks.trees is {blocks.trees}: expected a positive multiple of {group} for "
+            f"{jnp.dtype(dtype).name} logits, or all {trees} of them."
+        )
+    rows = blocks.trees * nodes
+    if rows > MAX_ROWS or rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
+        raise BlockError(
+            f"a block of {blocks.trees} trees of {nodes} nodes by {blocks.tokens} tokens does not fit: at "
+            f"most {MAX_ROWS} rows and {2 * BLOCK_BYTES} bytes, so take fewer trees or tokens."
+        )
+    return blocks
+
+
+def fits(trees: int, nodes: int, group: int) -> bool:
+    """Return whether the smallest legal number of trees fits into a block."""
+    return min(trees, group) * nodes <= MAX_ROWS
+
+
+def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> TpuBlocks:
+    if trees <= group:
+        block_trees = trees
+    else:
+        # About 256 rows per block, and at least two blocks, which chips with two cores (v4, v5p) share.
+        target_trees = max(min(256 // nodes, trees // 2), 1)
+        block_trees = round_up(target_trees, group)
+    # Rows in memory: the nodes of each tree are padded to a multiple of SUBLANES rows.
+    padded_rows = block_trees * round_up(nodes, SUBLANES) if nodes > 1 else max(block_trees, SUBLANES)
+    tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
+    return TpuBlocks(block_trees, max(tokens // LANES, 1) * LANES)

@@ -1,0 +1,113 @@
+"""The operations `top_k` and `sharded_top_k`: the k largest logits and the logsumexp of each row in one read.
+
+V vocabulary, W parts of a vocabulary. Oracle: `reference.top_k`, and `jax.lax.top_k` in tests/kernels/test_top_k.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jax import Array, lax
+
+from kernels_pallas.common import LANES, Axis
+from kernels_pallas.dispatch import dispatch
+from kernels_pallas.top_k import reference, xla
+from kernels_pallas.top_k.reference import TopK, pack, unpack
+from kernels_pallas.top_k.shapes import fits
+
+
+def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret: Any = False) -> TopK:
+    """Return the k largest of logits [..., V], bfloat16 or float32, with their ids, and the logsumexp of the row.
+
+    Args:
+      logits: `-inf` for masked tokens, which are treated like any other entry.
+      k: 1 to V.
+      implementation: "pallas_tpu", "xla", "reference", or None, which selects the kernel on a TPU if it fits, and
+        otherwise "xla". Not differentiable.
+      interpret: as in `margin_stats`.
+
+    Raises:
+      ValueError: unknown implementation, or one that this operation does not have.
+
+    >>> import jax.numpy as jnp
+    >>> largest = top_k(jnp.asarray([1.0, 3.0, 2.0]), 2)
+    >>> largest.ids.tolist(), largest.values.tolist()
+    ([1, 2], [3.0, 2.0])
+    """
+    form = functools.partial(xla.top_k, k=k)
+    forms = {"reference": functools.partial(reference.top_k, k=k), "xla": form, "partitioned": form}
+    kernel = functools.partial(_top_k_kernel, k=k)
+    forms["pallas_tpu"] = kernel if _takes(logits, k, implementation) else form
+    return dispatch(implementation, interpret, (logits,), forms)
+
+
+def sharded_top_k(
+    part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Any = False
+) -> TopK:
+    """Compute `top_k` of a vocabulary sharded over `axis` in equal parts. Call it inside `shard_map`.
+
+    One collective sends the k largest entries of each part to all devices, and every device joins them.
+
+    Args:
+      part: [..., V / devices]; may have fewer than k tokens.
+      k: 1 to V.
+      axis: mesh axis, or axes, that shard the vocabulary.
+      implementation, interpret: as in `top_k`.
+    """
+
+    def form(part: Array, interpret: Any = None) -> TopK:
+        # One integer array holds values, ids and the logsumexp, so that one collective suffices.
+        parts = lax.all_gather(packed_top_k(part, k, interpret=interpret), axis)
+        return join_top_k(parts, k, part.shape[-1], interpret=interpret)
+
+    kernel: Any = functools.partial(form, interpret=False)
+    # A collective needs the mesh, which the trial's thread does not have.
+    kernel.trial = functools.partial(_top_k_of_parts, k=k)
+    forms = {"reference": form, "xla": form, "partitioned": form}
+    forms["pallas_tpu"] = kernel if _takes(part, k, implementation) else form
+    return dispatch(implementation, interpret, (part,), forms)
+
+
+def packed_top_k(logits: Array, k: int, *, interpret: Any = None) -> Array:
+    """Compute `top_k` packed into one array for a collective, see `reference.pack`.
+
+    If `interpret` is None, XLA computes i32[2, ..., k + 1]. Otherwise the kernel, with this `interpret` option,
+    computes i32[2, ..., 128].
+    """
+    if interpret is None:
+        return pack(xla.top_k(logits, min(k, logits.shape[-1])), k)
+    from kernels_pallas.top_k import mosaic
+
+    lead, vocab = logits.shape[:-1], logits.shape[-1]
+    return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
+
+
+def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> TopK:
+    """Compute the `top_k` of a vocabulary from the results of its parts.
+
+    Args:
+      parts: i32[W, 2, ..., lanes]; entry i is `packed_top_k` of tokens `[i * size, (i + 1) * size)`.
+      k, interpret: as for `packed_top_k`.
+      size: tokens of a part.
+    """
+    if interpret is None:
+        return xla.join(parts, k, size)
+    from kernels_pallas.top_k import mosaic
+
+    flat = parts.reshape(parts.shape[0], 2, -1, LANES)
+    return unpack(mosaic.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
+
+
+def _takes(logits: Array, k: int, implementation: str | None) -> bool:
+    """Return True if the kernel should run: it fits, or it was named explicitly, so that it raises if it does not."""
+    return implementation == "pallas_tpu" or fits(logits.shape[-1], k)
+
+
+def _top_k_kernel(logits: Array, interpret: Any = False, *, k: int) -> TopK:
+    return unpack(packed_top_k(logits, k, interpret=interpret), k)
+
+
+def _top_k_of_parts(part: Array, *, k: int) -> TopK:
+    """Run both kernels without the collective between them."""
+    return join_top_k(packed_top_k(part, k, interpret=False)[None], k, part.shape[-1], interpret=False)

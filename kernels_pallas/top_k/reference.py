@@ -1,0 +1,53 @@
+"""The result of `top_k`, its specification in `jax.lax.top_k`, and its packed form for a collective.
+
+V vocabulary. Oracle: `jax.lax.top_k` and `jax.nn.logsumexp`, called directly in tests/kernels/test_top_k.py.
+`jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.common import bits
+
+
+class TopK(NamedTuple):
+    """The k largest entries of a row, ordered by larger value, then smaller id, and the row's logsumexp."""
+
+    values: Array  # f32[..., k]; the largest first
+    ids: Array  # i32[..., k]; token ids of `values`
+    logsumexp: Array  # f32[...]; over the whole row
+
+
+def top_k(logits: Array, k: int) -> TopK:
+    """See `kernels_pallas.top_k`."""
+    z = logits.astype(jnp.float32)
+    return TopK(*lax.top_k(z, k), jax.nn.logsumexp(z, axis=-1))
+
+
+def pack(entries: TopK, k: int) -> Array:
+    """Pack into i32[2, ..., k + 1]: the bits of the k values followed by the logsumexp, and the ids.
+
+    Floats are sent as integers, so that no device alters their bits. If there are fewer than k tokens, the remaining
+    values are -inf.
+    """
+
+    def lanes(x: Array, fill: float) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, k - x.shape[-1])], constant_values=fill)
+
+    total = entries.logsumexp[..., None]
+    values = jnp.concatenate([lanes(entries.values, -jnp.inf), total], axis=-1)
+    return jnp.stack(
+        [bits(values), jnp.concatenate([lanes(entries.ids, 0), jnp.zeros_like(bits(total))], axis=-1)]
+    )
+
+
+def unpack(packed: Array, k: int, axis: int = 0) -> TopK:
+    """Invert `pack`. `axis` is the dimension of size two."""
+    values, ids = (lax.index_in_dim(packed, i, axis, keepdims=False) for i in (0, 1))
+    values = lax.bitcast_convert_type(values, jnp.float32)
+    return TopK(values[..., :k], ids[..., :k], values[..., k])

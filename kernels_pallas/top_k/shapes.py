@@ -1,0 +1,36 @@
+"""Block sizes of the `top_k` kernel.
+
+R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from kernels_pallas.common import LANES, SUBLANES, BlockError, tile_rows
+
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of logits per block, which holds whole rows. Two blocks are in flight."""
+
+
+def fits(vocab: int, k: int) -> bool:
+    """Return whether a block of rows of `vocab` tokens fits into VMEM, and k entries into a vector.
+
+    >>> fits(32000, 10), fits(262144, 10)
+    (True, False)
+    """
+    # One lane holds the logsumexp. The smallest block has a register's rows, in float32 after the conversion.
+    return k < LANES and SUBLANES * 4 * vocab <= BLOCK_BYTES
+
+
+def block_rows(rows: int, vocab: int, k: int, dtype) -> int:
+    """Return the rows of a block of logits [R, V].
+
+    Raises:
+      BlockError: not even the smallest block fits.
+    """
+    if not fits(vocab, k):
+        raise BlockError(
+            f"the {k} largest of {vocab} tokens do not fit: at most {LANES - 1} of "
+            f"{BLOCK_BYTES // SUBLANES // 4} tokens, so name 'xla'."
+        )
+    tile = tile_rows(dtype)
+    return min(rows, max(tile, min(2 * SUBLANES, BLOCK_BYTES // (4 * vocab) // tile * tile)))

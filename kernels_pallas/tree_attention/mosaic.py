@@ -1,0 +1,493 @@
+"""TPU attention over a key-value cache: DMA copies in the used slots of each row and reads nothing else.
+
+B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
+region, W new rows, M = N * G queries of a head in one tile, T tiles. Oracle: `reference.tree_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.common import LANES, LOWEST, tile_rows
+from kernels_pallas.tree_attention.operands import NewRows, Operands, pack_bits
+from kernels_pallas.tree_attention.shapes import AttentionBlocks, attention_blocks, is_flat
+
+LOG2_E = 1.4426950408889634
+"""Scores are scaled by this, so that 2 ** x, which a TPU computes natively, replaces e ** x and saves one product per
+score."""
+FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
+"""Table entries of a row's tile: the slot before which every query of the tile sees all slots, the first slot of its
+first block, its number of blocks, the last slot hidden by any window and, if there are new rows, the slot of the first
+of them."""
+UPPER, AFTER, WORDS = 0, 1, 2
+"""Columns of a query: the last slot that it sees if the mask is causal, the last slot that its window hides, and from
+column `WORDS` on a bitmask of the region's rows that it sees, 32 per word."""
+ITEM, BLOCK, ISSUED, USED, LANDED = range(5)
+"""State entries: the item and the block to copy in next, the numbers of blocks copied and used so far, and whether the
+new rows have been written."""
+
+
+class Shape(NamedTuple):
+    """Static parameters of a call."""
+
+    slots: int  # S
+    align: int  # the first slot of a block is a multiple of this
+    tiles: int
+    cores: int
+    items: int  # tiles of the rows of a core
+    cap: float | None
+    scale: float
+    causal: bool
+    writes: bool  # if True, write new rows first
+    blocks: AttentionBlocks
+    simulated: bool
+
+
+def attend(
+    operands: Operands,
+    new: NewRows | None = None,
+    *,
+    blocks: AttentionBlocks | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """Return the result of `kernels_pallas.tree_attention`, and the caches with the new rows, if there are any.
+
+    A cache with new rows must not be flat, see `is_flat`.
+    """
+    q, k, v = operands.q, operands.k, operands.v
+    batch, n, heads, group, dim = q.shape
+    scaled = operands.k_scale is not None
+    blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=scaled)
+    inside, hidden_until = operands.region()
+    tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
+    # Chips with two cores divide the rows. On other chips both halves run on the one core.
+    cores = 2 if batch % 2 == 0 else 1
+    shape = Shape(
+        slots=k.shape[1],
+        align=align,
+        tiles=tiles,
+        cores=cores,
+        items=batch // cores * tiles,
+        cap=operands.cap,
+        scale=operands.scale,
+        causal=inside is None,
+        writes=new is not None,
+        blocks=blocks,
+        simulated=isinstance(interpret, pltpu.InterpretParams),
+    )
+    queries = _tiled(q.astype(operands.product_dtype), tiles, per_tile)
+    columns = _columns(operands.first, inside, hidden_until, shape, n, group, queries.shape[3])
+    table = _table(operands.first, inside, hidden_until, shape, n)
+    if new is not None:
+        table = jnp.concatenate([table, jnp.repeat(new.slot.astype(jnp.int32), tiles)[None]])
+    out, *caches = _call(operands, new, shape, table, queries, columns, interpret)
+    out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
+    out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
+    k, v = caches or (k, v)
+    return out, k, v
+
+
+def _call(
+    operands: Operands,
+    new: NewRows | None,
+    shape: Shape,
+    table: Array,
+    queries: Array,
+    columns: Array,
+    interpret: Any,
+) -> list[Array]:
+    """Run the kernel; return its result [B, T, K, M, D] and, with new rows, the caches."""
+    heads, m, dim = queries.shape[2:]
+    rows_of_core = shape.items // shape.tiles
+
+    def query_block(c: Array, i: Array, _: Any) -> tuple[Array, Array, int, int, int]:
+        return (c * rows_of_core + lax.div(i, shape.tiles), lax.rem(i, shape.tiles), 0, 0, 0)
+
+    by_heads = pl.BlockSpec((1, 1, heads, m, dim), query_block)
+    in_memory = pl.BlockSpec(memory_space=pltpu.HBM)
+    sources, buffers = _sources(operands, shape, in_place=not interpret)
+    replicated = pltpu.VMEM((heads, m, LANES), jnp.float32)
+    new_rows, caches = [], []
+    if new is not None:
+        new_rows = [rows.astype(operands.k.dtype) for rows in (new.k, new.v)]
+        caches = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.k, operands.v)]
+    out, caches = pl.pallas_call(
+        functools.partial(_attend_rows, shape=shape),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(shape.cores, shape.items),
+            in_specs=[
+                by_heads,
+                pl.BlockSpec((1, 1, m, columns.shape[3]), lambda *index: query_block(*index)[:4]),
+                [in_memory for _ in sources],
+                [in_memory for _ in new_rows],
+            ],
+            out_specs=[by_heads, [in_memory for _ in caches]],
+            scratch_shapes=[
+                _Folded(replicated, replicated, pltpu.VMEM((heads, m, dim), jnp.float32)),
+                pltpu.SMEM((5,), jnp.int32),
+                tuple(buffers),
+                [pltpu.SemaphoreType.DMA((2,))] if new_rows else [],
+                pltpu.SemaphoreType.DMA((shape.blocks.buffers, len(sources))),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(queries.shape, operands.q.dtype), caches],
+        # Inputs 0 to 2 are the table, the queries and their columns; then come keys and values.
+        input_output_aliases={3 + i: 1 + i for i in range(len(caches))},
+        # The items of a core are in order, because a copy for the next item starts during the one before.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(queries, operands.k),
+        interpret=interpret,
+        # Block sizes identify the schedule in a profile.
+        name=f"tree_attention-bq{shape.blocks.queries}-bkv{shape.blocks.slots}",
+    )(table, queries, columns, sources, new_rows)
+    return [out, *caches]
+
+
+def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[Array], list[Any]]:
+    """Return the arrays that the kernel copies blocks of, keys and values first, and a buffer for each."""
+    k, dim, size = operands.k, operands.k.shape[3], shape.blocks.slots
+    sources = [k, operands.v]
+    if is_flat(k):
+        sources = [x.reshape(k.shape[0], shape.slots, dim) for x in sources]
+        buffer_shape = (size, dim)
+    else:
+        # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
+        width = LANES if dim % LANES == 0 else dim
+        buffer_shape = (dim // width, size, k.shape[2], width)
+    if in_place:
+        # Otherwise XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
+        sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
+    buffers = [pltpu.VMEM((shape.blocks.buffers, *buffer_shape), k.dtype) for _ in sources]
+    if operands.k_scale is not None and operands.v_scale is not None:
+        # Slots in the lanes, like the scores that they multiply.
+        sources += [jnp.swapaxes(x, 1, 2) for x in (operands.k_scale, operands.v_scale)]
+        scale_buffer = (shape.blocks.buffers, k.shape[2], size)
+        buffers += [pltpu.VMEM(scale_buffer, jnp.float32) for _ in range(2)]
+    return sources, buffers
+
+
+def _cost(queries: Array, k: Array) -> pl.CostEstimate:
+    """Return the cost of a call whose rows are all full. XLA uses it to decide on prefetches during the call."""
+    batch, tiles, heads, m, dim = queries.shape
+    scores = batch * tiles * heads * m * k.shape[1]
+    return pl.CostEstimate(
+        flops=4 * scores * dim,
+        transcendentals=scores,
+        bytes_accessed=2 * tiles * k.size * k.dtype.itemsize + 2 * queries.size * queries.dtype.itemsize,
+    )
+
+
+def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
+    """Return q [B, N, K, G, D] as [B, T, K, M, D], padded to whole tiles of memory."""
+    batch, n, heads, group, dim = q.shape
+    q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
+    q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
+    q = q.reshape(batch, tiles, heads, per_tile * group, dim)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -per_tile * group % tile_rows(q.dtype)), (0, 0)))
+
+
+def _columns(
+    first: Array, inside: Array | None, after: Array | None, shape: Shape, n: int, group: int, m: int
+) -> Array:
+    """Return the columns of the queries, i32[B, T, M, 2 + words]; padding after the first N sees no region rows."""
+    batch, tiles, per_tile = first.shape[0], shape.tiles, shape.blocks.queries
+    upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
+    columns = [upper[..., None], jnp.full_like(upper, -1)[..., None] if after is None else after[..., None]]
+    if inside is not None:
+        columns.append(pack_bits(jnp.broadcast_to(inside, (batch, *inside.shape[1:]))))
+    padded = jnp.pad(jnp.concatenate(columns, axis=2), ((0, 0), (0, tiles * per_tile - n), (0, 0)))
+    by_query = jnp.repeat(padded.reshape(batch, tiles, per_tile, -1), group, axis=2)
+    return jnp.pad(by_query, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
+
+
+def _table(first: Array, inside: Array | None, after: Array | None, shape: Shape, n: int) -> Array:
+    """Return the table of all tiles, i32[4, B * T]: the entries of `tile_table`, tiles of a row next to each other."""
+    per_tile = shape.blocks.queries
+    of_tiles = []
+    for begin in range(0, n, per_tile):
+        end = min(begin + per_tile, n)
+        # With a causal mask each tile reads up to its last query; with any other mask it reads the whole region.
+        of_tile = tile_table(
+            first + (begin if inside is None else 0),
+            end - begin if inside is None else inside.shape[2],
+            None if after is None else after[:, begin:end],
+            slots=shape.slots,
+            size=shape.blocks.slots,
+            align=shape.align,
+        )
+        of_tiles.append(of_tile[..., None])
+    return jnp.concatenate(of_tiles, axis=2).reshape(RECENT + 1, -1)
+
+
+def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
+    """Return the table entries of one tile of every row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
+
+    Args:
+      first: i32[B]; all queries of the tile see the slots before it.
+      rows: R, or the rows up to the tile's last query.
+      after: i32[B, N], the last position that each query's window hides, or None.
+      slots: S.
+      size: slots of a block.
+      align: the first slot of a block is a multiple of this.
+
+    >>> tile_table(jnp.asarray([3, 90]), 6, None, slots=96, size=16, align=1)[2].tolist()
+    [1, 6]
+    """
+    base, recent = jnp.zeros_like(first), jnp.full_like(first, -1)
+    if after is not None:
+        # In the region a position may differ from its slot, so always read the whole region.
+        base = jnp.clip(jnp.minimum(jnp.min(after, axis=1) + 1, first), 0, max(slots - size, 0))
+        base, recent = base // align * align, jnp.max(after, axis=1)
+    # Read blocks from `base` to the end of the region, clipped to the cache, and at least one.
+    count = pl.cdiv(jnp.minimum(first + rows, slots) - base, size)
+    return jnp.stack([first, base, jnp.maximum(count, 1), recent]).astype(jnp.int32)
+
+
+class _Folded(NamedTuple):
+    """Softmax of the blocks so far, by head."""
+
+    # In all lanes, where they are compared with scores: a single lane would need a permutation for every register of
+    # scores, which took nearly half the time of a tree's block.
+    top: Any  # f32[K, M, 128], lane-replicated
+    total: Any  # f32[K, M, 128], lane-replicated
+    mixed: Any  # f32[K, M, D]
+
+
+class _Core(NamedTuple):
+    """The copies of one core. They start in the order of use, across rows, so that no copy waits for a row to end."""
+
+    number: Array
+    shape: Shape
+    table: Any  # i32[4 or 5, B T] in scalar memory
+    # Keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] of both, if there are any.
+    sources: list[Any]
+    new_rows: list[Any]  # of keys and values [B, W, K, D] in HBM, if there are any
+    state: Any  # i32[5] in scalar memory
+    buffers: tuple[Any, ...]  # one for each source
+    landed: list[Any]  # semaphores [2] of the new rows, if there are any
+    arrived: Any  # semaphores [buffers, sources]
+
+    @property
+    def rows(self) -> int:
+        return self.shape.items // self.shape.tiles
+
+    def row_of(self, item: Array) -> Array:
+        return self.number * self.rows + lax.div(item, self.shape.tiles)
+
+    def entry(self, name: int, item: Array) -> Array:
+        return self.table[name, self.number * self.shape.items + item]
+
+    def start_of(self, item: Array, block: Array) -> Array:
+        """Return the first slot of a block."""
+        size = self.shape.blocks.slots
+        # The last block of the cache starts earlier, so that it is whole; it repeats slots of the block before.
+        start = jnp.minimum(self.entry(BASE, item) + block * size, self.shape.slots - size)
+        return pl.multiple_of(start, self.shape.align)
+
+    def row_copies(self, i: Array) -> Iterator[Any]:
+        """Yield the copies of the new rows of this core's row `i` into the caches."""
+        row = self.number * self.rows + i
+        for kind, (rows, cache) in enumerate(zip(self.new_rows, self.sources, strict=True)):
+            place = pl.ds(self.entry(WRITTEN, i * self.shape.tiles), rows.shape[1])
+            yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], self.landed[0].at[kind])
+
+    def block_copies(self, row: Array, start: Array, buffer: Array) -> Iterator[Any]:
+        """Yield the copies of a block of slots from `start` on into a buffer."""
+        slots = pl.ds(start, self.shape.blocks.slots)
+        for kind, (source, target) in enumerate(zip(self.sources, self.buffers, strict=True)):
+            signal = self.arrived.at[buffer, kind]
+            if kind >= 2:  # scales
+                yield pltpu.make_async_copy(source.at[row, :, slots], target.at[buffer], signal)
+            elif len(target.shape) == 3:
+                yield pltpu.make_async_copy(source.at[row, slots], target.at[buffer], signal)
+            else:
+                _, parts, _, _, width = target.shape
+                for part in range(parts):
+                    rows = source.at[row, slots, :, pl.ds(part * width, width)]
+                    yield pltpu.make_async_copy(rows, target.at[buffer, part], signal)
+
+    def begin(self) -> None:
+        """Start to write all new rows of this core, and to copy in the first blocks."""
+        for i in range(5):
+            self.state[i] = 0
+        if self.shape.writes:
+            # Write the rows of later items now as well, because blocks are copied in before their row's turn.
+            def start_row(i: Array, _: int) -> int:
+                for copy in self.row_copies(i):
+                    copy.start()
+                return 0
+
+            lax.fori_loop(0, self.rows, start_row, 0)
+        for _ in range(self.shape.blocks.buffers - 1):
+            self.copy_next()
+
+    def land(self) -> None:
+        """Wait until all new rows of this core are written."""
+
+        def wait_for_row(i: Array, _: int) -> int:
+            for copy in self.row_copies(i):
+                copy.wait()
+            return 0
+
+        lax.fori_loop(0, self.rows, wait_for_row, 0)
+        self.state[LANDED] = 1
+
+    def copy_next(self) -> None:
+        """Start the copy of the next block, of this row or of the next."""
+        state, blocks = self.state, self.shape.blocks
+        item, block = state[ITEM], state[BLOCK]
+
+        @pl.when(item < self.shape.items)
+        def _():
+            start = self.start_of(item, block)
+            if self.shape.writes:
+                # Only a block that contains new rows waits. It waits for those of all rows, which share semaphores.
+                unwritten = state[LANDED] == 0
+                pl.when(unwritten & (start + blocks.slots > self.entry(WRITTEN, item)))(self.land)
+
+            for copy in self.block_copies(self.row_of(item), start, lax.rem(state[ISSUED], blocks.buffers)):
+                copy.start()
+            row_done = block + 1 == self.entry(COUNT, item)
+            state[ITEM] = jnp.where(row_done, item + 1, item)
+            state[BLOCK] = jnp.where(row_done, 0, block + 1)
+            state[ISSUED] += 1
+
+
+def _attend_rows(
+    table,
+    q,  # [1, 1, K, M, D]
+    known,  # i32[1, 1, M, 2 + words]
+    sources,
+    new_rows,
+    out,  # [1, 1, K, M, D]
+    caches,
+    folded: _Folded,
+    *copying,  # scratch memory of `_Core`
+    shape: Shape,
+) -> None:
+    """Run the kernel: one item of the grid is a row's tile of queries, which loops over the row's blocks."""
+    # New rows are written to the output caches, so read those. On a TPU they alias the arguments; in an interpreter
+    # they are separate memory.
+    core = _Core(pl.program_id(0), shape, table, caches or sources, new_rows, *copying)
+    item = pl.program_id(1)
+    size = shape.blocks.slots
+    pl.when(item == 0)(core.begin)
+    row = core.row_of(item)
+    first, base, recent = core.entry(FIRST, item), core.entry(BASE, item), core.entry(RECENT, item)
+    folded.top[...] = jnp.full_like(folded.top, LOWEST)
+    folded.total[...] = jnp.zeros_like(folded.total)
+    folded.mixed[...] = jnp.zeros_like(folded.mixed)
+
+    def step(block: Array, _: int) -> int:
+        core.copy_next()
+        start, own_start = core.start_of(item, block), base + block * size
+        buffer = lax.rem(core.state[USED], shape.blocks.buffers)
+        for copy in core.block_copies(row, start, buffer):
+            copy.wait()
+        # A block needs no mask if all its slots are committed, none repeats and no window hides any.
+        needs_no_mask = (start + size <= first) & (start == own_start) & (start > recent)
+
+        @pl.when(needs_no_mask)
+        def _():
+            _attend_block(q, folded, core, buffer, None)
+
+        @pl.when(~needs_no_mask)
+        def _():
+            mask = _mask(known[0, 0], first, start, own_start, size, causal=shape.causal)
+            _attend_block(q, folded, core, buffer, mask)
+
+        core.state[USED] += 1
+        return 0
+
+    lax.fori_loop(0, core.entry(COUNT, item), step, 0)
+    for head in range(q.shape[2]):
+        total = folded.total[head]
+        result = folded.mixed[head] / _wide(jnp.where(total == 0, 1.0, total), out.shape[-1])
+        out[0, 0, head] = result.astype(out.dtype)
+
+
+def _attend_block(q, folded: _Folded, core: _Core, buffer: Array, mask: Array | None) -> None:
+    """Fold the slots in a buffer into the softmax and the weighted sum of every query."""
+    buffers, cap, scale = core.buffers, core.shape.cap, core.shape.scale
+    for head in range(q.shape[2]):
+        keys, values = (_of_head(ref, buffer, head, q.dtype, core.shape.simulated) for ref in buffers[:2])
+        scores = lax.dot_general(
+            q[0, 0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        scores = scores * (scale if cap is not None else scale * LOG2_E)
+        if len(buffers) > 2:
+            scores = scores * buffers[2][buffer, pl.ds(head, 1)]
+        if cap is not None:
+            scores = cap * LOG2_E * jnp.tanh(scores / cap)
+        if mask is not None:
+            scores = jnp.where(mask, scores, -jnp.inf)
+        # Fold the softmax over blocks: a higher maximum rescales the earlier sums.
+        previous_top = folded.top[head]
+        top = jnp.maximum(previous_top, jnp.max(scores, axis=1, keepdims=True))
+        weights, shrink = jnp.exp2(scores - _wide(top, scores.shape[1])), jnp.exp2(previous_top - top)
+        folded.top[head] = top
+        folded.total[head] = folded.total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        if len(buffers) > 2:
+            weights = weights * buffers[3][buffer, pl.ds(head, 1)]
+        folded.mixed[head] = folded.mixed[head] * _wide(shrink, values.shape[1]) + jnp.dot(
+            weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+
+
+def _wide(x: Array, width: int) -> Array:
+    """Widen a lane-replicated f32[M, 128] to f32[M, width]. Values stay replicated to avoid a cross-lane permute."""
+    return jnp.concatenate([x] * pl.cdiv(width, LANES), axis=1)[:, :width]
+
+
+def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, causal: bool) -> Array:
+    """Return bool[M, size], the slots of a block that the queries see, from their columns i32[M, 2 + words]."""
+    slot = start + lax.broadcasted_iota(jnp.int32, (known.shape[0], size), 1)
+    recent = slot > known[:, AFTER : AFTER + 1]
+    if causal:
+        visible = (slot <= known[:, UPPER : UPPER + 1]) & recent
+    else:
+        # Bit r % 32 of word r // 32 is set if row r of the region is seen. Slots before the region have row < 0.
+        row = slot - first
+        word = jnp.zeros_like(row)
+        for i in range(known.shape[1] - WORDS):
+            word = jnp.where(row >> 5 == i, known[:, WORDS + i : WORDS + i + 1], word)
+        inside = (word >> (row & 31)) & 1
+        visible = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
+    return visible & (slot >= own)  # the previous block covered slots before `own`
+
+
+def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:
+    """Return the rows [slots, D] of one head in a block [parts, slots, K, lanes], whose heads of a slot are adjacent.
+
+    Two or four heads of a narrow dtype share a 32-bit word: a strided load reads the words, and shifts extract the
+    head.
+    """
+    if len(ref.shape) == 3:
+        return ref[buffer].astype(dtype)
+    _, parts, size, heads, width = ref.shape
+    packing = 4 // jnp.dtype(ref.dtype).itemsize
+    words, place = heads // packing, head % packing
+    head_parts = []
+    for part in range(parts):
+        if simulated:  # JAX's simulation of TPU memory does not support reshaping references
+            head_parts.append(ref[buffer, part, :, head].astype(dtype))
+            continue
+        rows = ref.at[buffer, part]
+        rows = (rows if packing == 1 else rows.bitcast(jnp.uint32)).reshape(size * words, width)
+        rows = rows[pl.ds(head // packing, size, stride=words), :]
+        if packing == 2:
+            rows = rows << 16 if place == 0 else rows & jnp.uint32(0xFFFF0000)
+            rows = pltpu.bitcast(rows, jnp.float32)
+        elif packing == 4:
+            rows = (pltpu.bitcast(rows << (8 * (3 - place)), jnp.int32) >> 24).astype(jnp.float32)
+        head_parts.append(rows.astype(dtype))
+    return head_parts[0] if parts == 1 else jnp.concatenate(head_parts, axis=1)

@@ -1,0 +1,45 @@
+"""Specification of `tree_attention`, short and slow; tests compare all forms to it.
+
+B batch, N queries, S slots. Oracle: softmax in numpy float64 in tests/kernels/test_attention.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kernels_pallas.tree_attention.operands import Operands
+
+
+def tree_attention(operands: Operands) -> Array:
+    """Compute `kernels_pallas.tree_attention` in float32, with a mask built slot by slot."""
+    q, k, v, first, seen, positions, seen_positions, window, cap, scale, *scales = operands
+    n = q.shape[1]
+    if seen is None:
+        seen = jnp.tril(jnp.ones((n, n), bool))[None]
+    if seen_positions is None:
+        seen_positions = positions
+
+    def slot(b: Array, i: Array, s: Array) -> Array:
+        """Return whether query i of row b sees slot s."""
+        # Slot s holds row s - first of the region; earlier slots hold the token at position s.
+        row = s - first[b]
+        index = jnp.clip(row, 0, seen.shape[2] - 1)
+        inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, index]
+        position = jnp.where(row < 0, s, seen_positions[b, index])
+        recent = True if window is None else position > positions[b, i] - window
+        return ((row < 0) | inside) & recent
+
+    vmapped = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
+    mask = vmapped(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
+    keys, values = (
+        x.astype(jnp.float32) * (1 if by is None else by[..., None])
+        for x, by in zip((k, v), scales, strict=True)
+    )
+    scores = jnp.einsum("bnkgd,bskd->bnkgs", q.astype(jnp.float32), keys, precision="highest") * scale
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    mask = mask[:, :, None, None]
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
+    return jnp.einsum("bnkgs,bskd->bnkgd", weights, values, precision="highest").astype(q.dtype)

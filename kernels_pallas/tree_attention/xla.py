@@ -1,0 +1,66 @@
+"""Attention over every slot by XLA's operations, and the scatter of new rows into the cache.
+
+B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
+Oracle: `reference.tree_attention`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from kernels_pallas.common import LOWEST
+from kernels_pallas.tree_attention.operands import NewRows, Operands, dense_mask
+
+
+def tree_attention(operands: Operands) -> Array:
+    """Compute `kernels_pallas.tree_attention` over every slot of the cache at once, in the dtype of keys and values.
+
+    Scales multiply scores and weights, so that no wider copy of the cache is made.
+    """
+    q, k, v, cap = operands.q, operands.k, operands.v, operands.cap
+    mask = dense_mask(operands.first, q.shape[1], k.shape[1], *operands.region())
+    dtype = operands.product_dtype
+
+    def per_slot(x: Array) -> Array:
+        return jnp.transpose(x, (0, 2, 1))[:, :, None, None]
+
+    scores = jnp.einsum(
+        "bnkgd,bskd->bkgns", q.astype(dtype), k.astype(dtype), preferred_element_type=jnp.float32
+    )
+    scores = scores * operands.scale
+    if operands.k_scale is not None:
+        scores = scores * per_slot(operands.k_scale)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    # f32[B, K, G, N, S]. A query that sees no slot has no finite maximum: LOWEST avoids NaN, and its total is 0.
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1)
+    if operands.v_scale is not None:
+        weights = weights * per_slot(operands.v_scale)
+    mixed = jnp.einsum(
+        "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
+    )
+    # Normalise after the sum over slots: N * D divisions instead of N * S.
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)
+
+
+def write(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
+    """Return the caches [B, S, K, D] with the new rows written in the cache's dtype, with one scatter each.
+
+    >>> cache, rows = jnp.zeros((1, 4, 1, 1)), jnp.ones((1, 2, 1, 1))
+    >>> write(cache, cache, NewRows(rows, rows, jnp.asarray([1])))[0].ravel().tolist()
+    [0.0, 1.0, 1.0, 0.0]
+    """
+    row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+    slot = new.slot[:, None] + jnp.arange(new.k.shape[1], dtype=jnp.int32)[None]
+    caches = [
+        cache.at[row, slot].set(
+            rows.astype(cache.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
+        )
+        for cache, rows in ((k, new.k), (v, new.v))
+    ]
+    return caches[0], caches[1]
