@@ -209,40 +209,20 @@ def make_requests(
     check_type(
         "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
     )
-    if isinstance(prompts, np.ndarray | jax.Array):
-        prompts = prompts.tolist()
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise MarsError(
-            f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
-        )
-    prompt_list: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompt_list:
-        raise MarsError("there are no prompts: give at least one.")
-    if all(isinstance(turn, Mapping) for turn in prompt_list):  # one conversation
-        prompt_list = [prompt_list]
+    prompt_list = _as_list(prompts)
     if (system is not None or template_args) and not (chat or any(map(_is_conversation, prompt_list))):
         raise MarsError(
             "system and template_args do not apply to plain texts: give chat=True, or conversations."
         )
-    option_names = Options.__optional_keys__
-    for name in options.keys() - option_names:
-        for row in rules().values():
-            if name in row.settings:
-                raise MarsError(
-                    f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
-                )
-        raise TypeError(
-            f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, option_names)}"
-        )
+    _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    settings = _with_constraints(
-        _with_bans(target, {"seed": 0, **options}, len(prompt_list)), len(prompt_list)
-    )
-    spread = {name: _spread(name, value, len(prompt_list)) for name, value in settings.items()}
+    count = len(prompt_list)
+    settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, count), count)
+    by_prompt = {name: _spread(name, value, count) for name, value in settings.items()}
     requests = []
     for index, prompt in enumerate(prompt_list):
-        prompt_options = {name: _checked(target, name, values[index]) for name, values in spread.items()}
+        prompt_options = {name: _checked(target, name, values[index]) for name, values in by_prompt.items()}
         if "stop_tokens" not in prompt_options and not ignore_eos:
             in_chat = chat or _is_conversation(prompt)
             prompt_options["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
@@ -257,12 +237,48 @@ def make_requests(
         else:
             ids = target.check_tokens(token_ids(f"prompt {index}", prompt))
             requests.append(Request(prompt_tokens=ids, **prompt_options))
+    return _sampled(requests, samples, one_seed=not np.ndim(settings["seed"]))
+
+
+def _as_list(prompts: AnyPrompts) -> list[Any]:
+    """Return the prompts as a list: strings, token ids or conversations."""
+    if isinstance(prompts, np.ndarray | jax.Array):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise MarsError(
+            f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
+        )
+    prompt_list: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not prompt_list:
+        raise MarsError("there are no prompts: give at least one.")
+    is_one_conversation = all(isinstance(turn, Mapping) for turn in prompt_list)
+    return [prompt_list] if is_one_conversation else prompt_list
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise an error for options that do not exist."""
+    option_names = Options.__optional_keys__
+    for name in set(names) - option_names:
+        for row in rules().values():
+            if name in row.settings:
+                raise MarsError(
+                    f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
+                )
+        raise TypeError(
+            f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, option_names)}"
+        )
+
+
+def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[Request]:
+    """Repeat each request for its samples, and count the seeds up.
+
+    One seed for all prompts counts up over all requests; a seed of one prompt counts up over its samples.
+    """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
         )
-    # A seed for all prompts counts up over all requests; a seed of one prompt counts up over its samples.
-    stride = 0 if np.ndim(settings["seed"]) else samples
+    stride = samples if one_seed else 0
     return [
         dataclasses.replace(request, seed=(request.seed + index * stride + sample) % 2**32)
         for index, request in enumerate(requests)

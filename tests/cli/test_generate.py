@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.prompts import from_texts
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve import generation as serving
-from mars_jax.serve import session
+from mars_jax.serve import requests, session
 from tests.cli.conftest import rows_of, timeless
 from tests.helpers.checkpoint_files import edit_config, edit_weights
 
@@ -39,6 +41,26 @@ def test_json_is_one_object_a_prompt_and_nothing_else(run, target):
         assert sum(row["depth_histogram"]) == row["steps"]
         assert row["tau"] == pytest.approx(len(row["tokens"]) / row["steps"])
         assert row["tokens_per_second"] == pytest.approx(len(row["tokens"]) / row["seconds"])
+
+
+def test_each_prompt_is_tokenized_checked_and_prepared_once(run, target, monkeypatch):
+    calls = collections.Counter()
+
+    def count(owner, name, key):
+        function = getattr(owner, name)
+
+        def counted(*args, **options):
+            calls.update(key(*args))
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Pretrained, "encode_many", lambda target, texts: texts)
+    count(requests, "_checked", lambda target, name, value: [name])
+    count(session, "prepared", lambda target, drafter, requests: ["prepared"])
+    prompts = ["the sea", "a story of", "one"]
+    run("--target", target, *PLAIN, "--top-k", "3", "--temperature", "1", "--json", *prompts)
+    assert [calls[name] for name in (*prompts, "prepared", "top_k")] == [1, 1, 1, 1, 3]
 
 
 def test_chatter_of_libraries_stays_off_stdout(run, target, monkeypatch):
