@@ -133,7 +133,7 @@ class GuideTables:
 
 @struct.dataclass(kw_only=True)
 class GuideRows:
-    """Where each row begins in the tables: `Controls.guides`. None compiles none."""
+    """Starts of the rows in the tables: `Controls.guides`. None compiles none."""
 
     constraint: Tracked | None = None
     span: Tracked | None = None
