@@ -118,6 +118,7 @@ def _is_short(buffer: Array) -> bool:
 
 def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    # Every slot is written back: a select over the whole buffer, whose rows are short.
     is_target = _one_hot(buffer, slot)
     written = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
     return jnp.where(jnp.any(is_target, axis=1), written, buffer)

@@ -98,6 +98,7 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
         return jnp.broadcast_to(value.astype(dtype), (batch,))
     try:
         raw = np.asarray(value)
+        # A boolean is not a number here, although NumPy would convert it.
         kinds = (np.bool_,) if dtype == np.bool_ else (jnp.integer, jnp.floating)
         if not any(jnp.issubdtype(raw.dtype, kind) for kind in kinds):
             raise TypeError
@@ -183,6 +184,7 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
             )
 
     def padded(values: Array, like: Array, noun: str, fill: Any) -> Array:
+        # The state's width is part of its compiled program, so new rows adapt to it.
         room = like.shape[1] - values.shape[1]
         if room < 0:
             raise MarsError(

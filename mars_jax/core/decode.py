@@ -164,6 +164,7 @@ def run(
                 return _Decoding(state, stats, steps_left)
 
         def keep_going(carry: _Decoding) -> Array:
+            # Finished rows keep stepping, but change nothing; see `Decoder.step`.
             live = ~jnp.all(carry.state.done)
             return live if carry.steps_left is None else live & (carry.steps_left > 0)
 
@@ -217,6 +218,7 @@ def stream(
     if ahead is None:
         ahead = look_ahead(state)
     check_count("ahead", ahead, 0)
+    # `flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
     flags = collections.deque([_all_done(state)])
     while len(flags) <= ahead or not bool(flags.popleft()):
         state, info = jitted_step(decoder, params, state)

@@ -249,6 +249,7 @@ class Decoder:
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
+        # i32[B]: committed tokens that the new prompt repeats from its beginning.
         common = _common_prefix(state, tokens, length)
         # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
         # that one token.
@@ -290,6 +291,7 @@ class Decoder:
 
     def _check_cache(self, state: DecodeState) -> None:
         batch, buffer = state.tokens.shape
+        # Shapes only: nothing is allocated.
         expected = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
         check_same("cache", state.cache, expected)
 

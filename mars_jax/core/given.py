@@ -73,9 +73,11 @@ def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
         raise MarsError(
             f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width that prompts are given in."
         )
+    # Tokens may be traced, or on other hosts, although lengths are not.
     if not _is_seen(prompts):
         return
     tokens = np.asarray(prompts)
+    # Tokens past a prompt's length are padding and may hold anything.
     wrong = (np.arange(width)[None] < values[:, None]) & ((tokens < 0) | (tokens >= vocab_size))
     if np.any(wrong):
         raise MarsError(
@@ -129,6 +131,7 @@ def check_places(rows: Any, count: int, batch: int) -> None:
         raise MarsError(
             f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
+    # Prompts and rows are divided over `data` in equal parts: a device can only write its own rows.
     part = np.arange(count) // (count // parts)
     if np.any((ids != NO_ROW) & (ids // (batch // parts) != part)):
         raise MarsError(

@@ -64,10 +64,12 @@ class Guide:
         A forbidden token leads to DEAD. Padding (NO_TOKEN) leads to FREE, since no token below it is used.
         """
         tables = self.tables
+        # Padding reads the class of token 0; its result is replaced at the end.
         token_class = tables.classes.at[self.group[:, None], jnp.maximum(tokens, 0)].get(mode="clip")
         transitions = tables.next.at[states, token_class.astype(jnp.int32)]
         next_states = transitions.get(mode="promise_in_bounds").astype(jnp.int32)
         stops = is_stop(tokens, self.stop_tokens)
+        # A stop token without text (class 0) leaves the state unchanged; the text of any other one counts.
         ends = tables.accepting[jnp.where(token_class == 0, states, next_states)]
         next_states = jnp.where(stops, jnp.where(ends & (states != DEAD), FREE, DEAD), next_states)
         return jnp.where(tokens < 0, FREE, next_states)
@@ -75,18 +77,21 @@ class Guide:
     def along(self, tree: DraftTree) -> Array:
         """Return i32[B, N]: the state after each node of a tree; DEAD from the first forbidden token on."""
         if tree.is_chain:
+            # On a chain, node i follows node i - 1, so each move reads the state before it.
             states = [self.state[:, None]]
             for i in range(1, tree.tokens.shape[1]):
                 states.append(self.moved(states[-1], tree.tokens[:, i : i + 1]))
             return jnp.concatenate(states, axis=1)
         states = jnp.broadcast_to(self.state[:, None], tree.tokens.shape)
         parents = jnp.maximum(tree.parents, 0)
+        # Parents precede children, so one pass per depth reaches every node.
         for depth in range(1, tree.max_depth + 1):
             states = jnp.where(tree.depths == depth, self.moved(pick(states, parents), tree.tokens), states)
         return states
 
     def words(self, states: Array) -> Array:
         """Return u32[B, P, W]: bit masks of the tokens that may follow states i32[B, P], including stop tokens."""
+        # Many states allow the same tokens and share a row of bits.
         words = self.tables.bits[self.tables.rows[states]]
         width = words.shape[-1]
         place = jnp.arange(width, dtype=jnp.int32)[None, None]
@@ -126,6 +131,7 @@ class Guide:
             return lax.platform_dependent(words, logits, cpu=_mask_by_words, default=_mask)
 
         def local(part: Array, words: Array) -> Array:
+            # Each device masks its own shard of the vocabulary.
             size = part.shape[-1]
             first = lax.axis_index(axes) * size
             return jnp.where(lax.dynamic_slice_in_dim(_unpacked(words), first, size, axis=-1), part, -jnp.inf)
@@ -150,6 +156,7 @@ class Guide:
         """
         if tree.draft_logits is not None:
             return tree
+        # Below a forbidden node every state is DEAD, so this replaces whole subtrees.
         if not tree.is_chain:
             return dataclasses.replace(
                 tree, tokens=jnp.where(self.along(tree) == DEAD, NO_TOKEN, tree.tokens)
@@ -169,6 +176,7 @@ class Guide:
             state = jnp.where(is_valid, next_state, FREE)
             columns.append(jnp.where(is_valid, token, NO_TOKEN))
         tokens = jnp.concatenate(columns, axis=1)
+        # The drafter did not vouch for a token that was filled in.
         trusted = None if tree.trusted is None else tree.trusted & (tokens == tree.tokens)
         return dataclasses.replace(tree, tokens=tokens, trusted=trusted)
 

@@ -80,12 +80,15 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
       info: of the step.
       length: i32[B]; of the state after the step.
     """
+    # A live row emits a token in every step; a row that is done emits none.
     live = info.num_emitted > 0
+    # A stop token or the limit may cut the path before its end.
     accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
     edge = jnp.arange(depth, dtype=jnp.int32)[None]
     relaxed = jnp.sum(info.verdict.relaxed & (edge < accepted[:, None]), axis=1, dtype=jnp.int32)
     trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
+    # One-hot over 0 .. D accepted tokens; steps of finished rows count nowhere.
     histogram = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == accepted[:, None]) & live[:, None]
     return DecodeStats(
         steps=stats.steps + live.astype(jnp.int32),
@@ -153,6 +156,7 @@ def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
     try:
+        # Try the index on an array of as many rows, so that NumPy decides what is valid.
         np.empty(stats.steps.shape[0])[rows]
         usable = rows is not None and not isinstance(rows, bool)
     except (IndexError, TypeError, ValueError):

@@ -272,6 +272,7 @@ def user_errors(rule: Any) -> Iterator[None]:
         kind = type(rule)
         if not is_user_module(kind.__module__):
             raise
+        # The innermost frame of a method in the user's file names what failed.
         frames = frames_in({kind.__module__, *MODULES}, error)
         method = next((code.co_name for code, _ in frames if code.co_name in EXPECTED), "__call__")
         raise MarsError(
@@ -292,6 +293,7 @@ def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
         raise wrong_result(rule, "__call__", described(result))
     verdict, next_rule = result
     batch, depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
+    # Shapes are static, so these checks cost nothing in the compiled program.
     shapes = {
         "path": ("int32", (batch, depth + 1)),
         "num_accepted": ("int32", (batch,)),

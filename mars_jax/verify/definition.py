@@ -142,6 +142,7 @@ def rules() -> Mapping[str, Definition]:
     >>> [*rules()][:3], "fly" in rules()
     (['exact', 'rejection', 'mars'], True)
     """
+    # Plugins register when they are imported.
     load_plugins()
     return {name: _RULES[name] for name in ("exact", "rejection", "mars")} | _RULES
 

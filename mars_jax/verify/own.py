@@ -70,6 +70,7 @@ def find(spec: str) -> Definition:
         if ":" in spec and not (path and "weights" in found.needs):
             raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
         return found
+    # The signature is the definition: there is no class to read fields from.
     make = load_function(spec)
     settings = {s.name: s for s in _settings(spec, make)}
     name = spec.rpartition(":")[2]

@@ -112,9 +112,11 @@ class Relaxed(Lossy):
         """Return bool[B, N]: the `relaxable` edges that pass the guards."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
         # Guards test the edge into a node: its token x, and its parent, whose logits judge x.
+        # `strict` rows and the first `exact_prefix` tokens are those of the base.
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
+        # A relaxed stop token would end a text that the target continues, and the reverse.
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
