@@ -61,7 +61,7 @@ class Decoder:
 
     target: LanguageModel  # the model to sample from
     drafter: Drafter  # proposes the draft trees
-    rule: Any  # structure of the rule; its parameters are in the state
+    rule_structure: Any  # static part of the rule, see `rule.structure`; its parameters are in the state
     prefill_chunk: int | None = None  # prompt tokens per forward of the target; see `prefill.chunk_of`
 
     @property
@@ -167,7 +167,7 @@ class Decoder:
         """
         check_asked(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
-        if structure(prompts.rule) != self.rule:
+        if structure(prompts.rule) != self.rule_structure:
             raise MarsError(
                 f"the rule {prompts.rule.name} is not of the structure that this decoder was made for: give "
                 "speculative_decoder the same rule; only its numbers may differ."
@@ -286,7 +286,7 @@ class Decoder:
     def _check_state(self, state: DecodeState) -> None:
         """Raise MarsError unless `state` is a state under a rule of this decoder's structure."""
         rows_of(state)
-        if structure(state.rule) != self.rule:
+        if structure(state.rule) != self.rule_structure:
             raise other_decoder("rule")
 
     def _check_cache(self, state: DecodeState) -> None:

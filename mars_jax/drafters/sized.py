@@ -183,7 +183,9 @@ class Sizes:
                 "the drafter with any_rule=True."
             )
         decoder = speculative_decoder(target, longest, verify)
-        return SizedDecoder(decoder.target, longest, decoder.rule, decoder.prefill_chunk, sizes=self)
+        return SizedDecoder(
+            decoder.target, longest, decoder.rule_structure, decoder.prefill_chunk, sizes=self
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +203,7 @@ class SizedDecoder(Decoder):
             acceptance = self._expected_acceptance(params, state)
             index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
         steps = [
-            Decoder(self.target, drafter, self.rule, self.prefill_chunk)._step
+            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk)._step
             for drafter in self.sizes.drafters
         ]
         info_shapes = jax.eval_shape(steps[-1], params, state)[1]

@@ -166,7 +166,7 @@ class Chat:
 
         def ask(turns: Sequence[Turn]) -> Request:
             [request] = make_requests(target, [turns], **prompt_options, **options)
-            check_relaxes(session.rule, [request])
+            check_relaxes(session.loaded_rule, [request])
             turn = sum(turn["role"] == "user" for turn in turns) - 1
             return dataclasses.replace(request, seed=(request.seed + turn) % 2**32)
 

@@ -124,7 +124,7 @@ class Prepared:
     decoder: Decoder
     params: Params
     drafter: drafters.LoadedDrafter
-    rule: LoadedRule  # each of its numbers is one value for all requests, or one per request
+    loaded_rule: LoadedRule  # each of its numbers is one value for all requests, or one per request
     width: int  # T
     guides: RequestGuides
 
@@ -166,7 +166,7 @@ class Prepared:
             controls = dataclasses.replace(controls, edits=self._edits(requests))
         controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
-        numbers = take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
+        numbers = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
         row_prompts = Prompts(
             jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
         )
@@ -246,7 +246,7 @@ def prepared(
         decoder=drafter.decoder(target.model, rule.rule),
         params=params,
         drafter=drafter,
-        rule=rule,
+        loaded_rule=rule,
         width=buffer_width(target, requests),
         guides=guides,
     )

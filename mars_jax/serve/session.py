@@ -105,7 +105,7 @@ class Session:
     target: Pretrained
     drafter: drafters.LoadedDrafter
     # Each number is one value for all requests, or one per request.
-    rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
+    loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
     batch_size: int = 1  # rows side by side; 0: as many as fit in memory
     log_probs: bool = False  # record log-probabilities of each token
     _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # names of drafters
@@ -136,7 +136,7 @@ class Session:
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
-            rule=rule,
+            loaded_rule=rule,
             batch_size=batch_size or 0,
             log_probs=log_probs,
         )
@@ -144,17 +144,17 @@ class Session:
     @property
     def rule_name(self) -> str:
         """Name of the rule, for reports."""
-        return self.rule.rule.name
+        return self.loaded_rule.rule.name
 
     def using(self, rule: LoadedRule) -> Session:
         """Return a session of the same pair with another rule."""
-        return dataclasses.replace(self, rule=rule)
+        return dataclasses.replace(self, loaded_rule=rule)
 
     @functools.cached_property
     def autoregressive(self) -> Session:
         """A session of the target without a draft."""
         drafter = drafters.load("none", self.target)
-        return dataclasses.replace(self, drafter=drafter, rule=LoadedRule(exact()))
+        return dataclasses.replace(self, drafter=drafter, loaded_rule=LoadedRule(exact()))
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         """Warn, once per session, if a text may become longer than the drafter was trained for."""
@@ -170,7 +170,7 @@ class Session:
 
     def prepared(self, requests: Sequence[Request]) -> Prepared:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
-        prepared_requests = prepared(self.target, self.drafter, requests, verify=self.rule)
+        prepared_requests = prepared(self.target, self.drafter, requests, verify=self.loaded_rule)
         self._check_length(requests)
         return prepared_requests
 

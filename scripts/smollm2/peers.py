@@ -131,7 +131,7 @@ def ours(target: mj.Pretrained, draft: str, batch: int, new: int) -> dict[str, C
         made[f"chain of {length}, mars(0.9)"] = (chain, verify.mars(theta=0.9))
     made["n-gram, exact"] = (drafters.load("ngram", target), verify.exact())
     sessions = {
-        name: Session(target=target, drafter=drafter, rule=LoadedRule(rule), batch_size=batch)
+        name: Session(target=target, drafter=drafter, loaded_rule=LoadedRule(rule), batch_size=batch)
         for name, (drafter, rule) in made.items()
     }
 

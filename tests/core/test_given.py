@@ -220,4 +220,4 @@ def test_a_lossless_decoder_refuses_a_state_under_a_lossy_rule(function):
 def test_extend_gives_every_row_the_rule_of_its_new_prompt():
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], EXACT, prefill_chunk=8)
     extended, _ = jax.eval_shape(decoder.extend, NO_WEIGHTS, state(), prompts_of(ROWS, rule=EXACT))
-    assert structure(extended.rule) == decoder.rule
+    assert structure(extended.rule) == decoder.rule_structure

@@ -34,7 +34,7 @@ def session(vocab, rows=2):
     """Return a pair that no other test uses, so that none of its programs is compiled yet."""
     target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=vocab), (), max_positions=256)
     rule = LoadedRule(verify.mars())
-    return Session(target=target, drafter=drafters.load("ngram", target), rule=rule, batch_size=rows)
+    return Session(target=target, drafter=drafters.load("ngram", target), loaded_rule=rule, batch_size=rows)
 
 
 @pytest.mark.parametrize("way", slow_but(["decode", "stream", "queue"], "queue"))

@@ -64,7 +64,9 @@ def common(a, b):
 
 
 def session(target, draft="ngram"):
-    return Session(target=target, drafter=drafters.load(draft, target), rule=LoadedRule(verify.exact()))
+    return Session(
+        target=target, drafter=drafters.load(draft, target), loaded_rule=LoadedRule(verify.exact())
+    )
 
 
 @pytest.mark.parametrize("draft", slow_but(["model:tiny/draft", "eagle:tiny/eagle3"], "model:tiny/draft"))

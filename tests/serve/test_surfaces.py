@@ -214,7 +214,7 @@ def by_a_session() -> list[Any]:
     target, drafter, given = pair()
     prompts, options = asked()
     rule = verify.LoadedRule(given["verify"])
-    session = Session(target=target, drafter=drafter, rule=rule, batch_size=4, log_probs=True)
+    session = Session(target=target, drafter=drafter, loaded_rule=rule, batch_size=4, log_probs=True)
     requests = mj.make_requests(target, prompts, **options)
     order = [*range(1, len(prompts), 2), *range(0, len(prompts), 2)]
     found = dict(session.queue(requests, order=order))

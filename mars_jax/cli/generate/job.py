@@ -185,7 +185,7 @@ def open_job(
     session = Session(
         target=target,
         drafter=drafter,
-        rule=rule,
+        loaded_rule=rule,
         batch_size=size,
         log_probs=args.log_probs or args.refine is not None,
     )

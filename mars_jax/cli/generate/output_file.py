@@ -138,7 +138,7 @@ def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
       session: with the weights.
       draft: spec of the drafter.
     """
-    target, drafter, rule = session.target, session.drafter, session.rule
+    target, drafter, rule = session.target, session.drafter, session.loaded_rule
     by_component = {"target": fingerprint(target.params, target.path)}
     if draft.path:
         checkpoints = [resolve(draft.checkpoint, weights=False)] if draft.checkpoint else []

@@ -117,7 +117,7 @@ class Decoding:
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
         """Return the completions and the total seconds they took."""
-        pair = (self.session if arm.drafts else self.session.autoregressive).using(arm.rule)
+        pair = (self.session if arm.drafts else self.session.autoregressive).using(arm.loaded_rule)
         if arm.refines:
             return self._run_refined(pair, requests)
         return _decoded(pair, requests)

@@ -88,7 +88,7 @@ def calibrate(
         return None if numbers is None else numbers[0]
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
-        arm = Arm(name=name, rule=loaded_rule, drafts=True, meaning="")
+        arm = Arm(name=name, loaded_rule=loaded_rule, drafts=True, meaning="")
 
         def make(group: Sequence[Problem], seeds: Sequence[int]) -> list[Row]:
             answers = decoding.answer(arm, group, seeds, temperature=temperature)

@@ -100,7 +100,7 @@ def test_a_rule_with_weights_is_swept_as_mars_is(tmp_path):
     choice = RuleChoice(f"learned:{contrib.save(tmp_path / 'head', params)}", {})
     arms = make_arms(choice, [0.1, 0.3], temperature=0.0)
     assert [arm.name for arm in arms[1:]] == ["exact", "learned theta=0.1", "learned theta=0.3"]
-    assert all(np.array_equal(arm.rule.params["inner"], params["inner"]) for arm in arms[2:])
+    assert all(np.array_equal(arm.loaded_rule.params["inner"], params["inner"]) for arm in arms[2:])
 
 
 def test_a_lossless_rule_has_no_quality_to_control_for():
@@ -138,4 +138,4 @@ def test_the_exact_prefix_of_the_rule_is_its_controls_too():
     assert second == {(1, 1), (1, 2)}  # only the first token of this step is strict
     assert third == fourth == {(0, 1), (1, 1), (1, 2)}
     arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0)
-    assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2]
+    assert [int(arm.loaded_rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2]

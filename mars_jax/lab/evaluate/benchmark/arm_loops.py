@@ -100,7 +100,7 @@ class Evaluation:
         for arm in arms:
             for text in texts:
                 text["arms"][arm.name] = []
-            for event in decoding.session.using(arm.rule).stream(requests):
+            for event in decoding.session.using(arm.loaded_rule).stream(requests):
                 if isinstance(event, Said):
                     texts[event.index]["arms"][arm.name] += event.pieces
         self.texts[place] = texts

@@ -33,7 +33,7 @@ class Arm:
     """One way to decode the same prompts with the same seeds."""
 
     name: str
-    rule: LoadedRule
+    loaded_rule: LoadedRule
     role: str = ""  # "rule" for the measured rule; "alone", "strict", "control" or "refined" for the others
     drafts: bool  # False: one target forward per token
     refines: bool = False  # the draft is trained on its rejected tokens during the run
@@ -149,14 +149,14 @@ def make_arms(
     ['autoregressive', 'exact', 'mars theta=0.9', 'low-margin sampling']
     """
     measured = _measured(choice, thetas, target)
-    strict = base_of(measured[0].rule)
+    strict = base_of(measured[0].loaded_rule)
     name = strict.rule.name
     # If the measured rule is the strict rule itself, one arm serves as both.
     rules = [arm for arm in measured if arm.name != name]
     arms = [ALONE]
     if controls != "none" or not rules:
         meaning = "the strict rule, which is lossless"
-        arms.append(Arm(name=name, rule=strict, role="strict", drafts=True, meaning=meaning))
+        arms.append(Arm(name=name, loaded_rule=strict, role="strict", drafts=True, meaning=meaning))
     arms += rules
     if controls == "all" and rules and not choice.row.lossless:
         arms += _controls(choice, measured[0], temperature)
@@ -165,7 +165,7 @@ def make_arms(
         arms.append(
             Arm(
                 name=f"{name} refined",
-                rule=strict,
+                loaded_rule=strict,
                 role="refined",
                 drafts=True,
                 refines=True,
@@ -179,13 +179,15 @@ def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[
     """Return the rule at each threshold, or as one arm if it has none."""
     if not thetas:
         rule = verify.load(choice.spec, target, **choice.settings)
-        return [Arm(name=label(choice, rule), rule=rule, role="rule", drafts=True, meaning="the rule")]
+        return [Arm(name=label(choice, rule), loaded_rule=rule, role="rule", drafts=True, meaning="the rule")]
     arms = []
     for theta in thetas:
         rule = verify.load(choice.spec, target, **{**choice.settings, "theta": theta})
         name = f"{label(choice, rule)} theta={theta:g}"
         arms.append(
-            Arm(name=name, rule=rule, role="rule", drafts=True, theta=theta, meaning="the relaxed rule")
+            Arm(
+                name=name, loaded_rule=rule, role="rule", drafts=True, theta=theta, meaning="the relaxed rule"
+            )
         )
     return arms
 
@@ -208,7 +210,7 @@ def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
         arms.append(
             Arm(
                 name=f"{AUTOREGRESSIVE} top_k=2",
-                rule=_EXACT,
+                loaded_rule=_EXACT,
                 role="control",
                 drafts=False,
                 top_k=2,
@@ -217,11 +219,13 @@ def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
         )
     margin = margin_of(choice)
     if margin is not None and first.theta is not None:
-        control = low_margin_sampling(margin, theta=first.theta, exact_prefix=first.rule.rule.exact_prefix)
+        control = low_margin_sampling(
+            margin, theta=first.theta, exact_prefix=first.loaded_rule.rule.exact_prefix
+        )
         arms.append(
             Arm(
                 name=control.name,
-                rule=LoadedRule(control),
+                loaded_rule=LoadedRule(control),
                 role="control",
                 drafts=False,
                 theta=first.theta,
@@ -242,5 +246,5 @@ def base_of(rule: LoadedRule) -> LoadedRule:
 
 
 _EXACT = LoadedRule(verify.exact())
-ALONE = Arm(name=AUTOREGRESSIVE, rule=_EXACT, role="alone", drafts=False, meaning="the target alone")
+ALONE = Arm(name=AUTOREGRESSIVE, loaded_rule=_EXACT, role="alone", drafts=False, meaning="the target alone")
 """The target without a draft."""

@@ -72,7 +72,7 @@ def arms_at(
         own_thetas = thetas if choice.spec == rule.spec else ()
         choice_arms = make_arms(choice, own_thetas, temperature=temperature, target=target, controls="paper")
         arms |= {arm.name: arm for arm in choice_arms[1:]}
-    return sorted(arms.values(), key=lambda arm: not arm.rule.rule.lossless)
+    return sorted(arms.values(), key=lambda arm: not arm.loaded_rule.rule.lossless)
 
 
 def tuned(
@@ -162,7 +162,7 @@ class _Run:
             for key, rows_of_arm in rows.items()
         }
         lossless, length = max(
-            ((arm, n) for arm, n in best if arm.rule.rule.lossless),
+            ((arm, n) for arm, n in best if arm.loaded_rule.rule.lossless),
             key=lambda choice: rates[choice[0].name, choice[1]],
         )
         baseline, metric = rows[lossless.name, length], problems[0].metric
@@ -206,7 +206,7 @@ class _Run:
 
     def _decoding(self, arm: Arm, length: int) -> Decoding:
         """Return the decoding for drafts of a length. It is cached because it holds the compiled programs."""
-        key = (verify.needs_q(arm.rule.rule), length)
+        key = (verify.needs_q(arm.loaded_rule.rule), length)
         if key not in self.decodings:
             drafter = self.drafters[key[0]]
             resized = drafter._replace(drafter=drafter.drafter.resized(length))
