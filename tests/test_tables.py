@@ -29,7 +29,7 @@ def test_the_tables_do_not_load_jax():
 @pytest.mark.parametrize(("kind", "path"), [("none", ""), ("model", "a/b"), ("eagle", "C:/heads")])
 def test_drafts_are_named_by_kind_and_path(kind, path):
     draft = parse_draft(f"{kind}:{path}".removesuffix(":"))
-    assert draft == (kind, path) and draft.row.name == kind
+    assert draft == (kind, path) and draft.definition.name == kind
 
 
 @pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "Model:x"])
@@ -68,7 +68,7 @@ def test_every_draft_is_known_and_has_its_test_and_its_figure():
         small = models.MODELS.get(draft.path)
         assert (small is not None) == (draft.kind == "model")
         assert small is None or small.family.split("_")[0] == row.family.split("_")[0]
-        assert small is not None or draft.row.head
+        assert small is not None or draft.definition.head
         assert pair.loads in models.LOADS
         file, _, test = pair.test.partition("::")
         assert find_test(ROOT / "tests" / file, test), pair

@@ -261,19 +261,19 @@ class Present:
     def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
         """Raise MarsError for flags of draft sizes, trees and stops that the drafter or the rule does not support."""
         for names, trait, lacks in OF_DRAFT:
-            if not getattr(draft.row, trait):
+            if not getattr(draft.definition, trait):
                 cure = f"leave it out, or draft with {drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lacks}: {cure}")
         tree = self._args.tree
         dynamic = tree is not None and not isinstance(tree, tuple)
-        if dynamic and not draft.row.dynamic:
+        if dynamic and not draft.definition.dynamic:
             cure = "give the children per node at each depth, such as 4-2-2-1"
-            raise MarsError(f"--tree dynamic does not apply to --draft {draft.row.spec}: {cure}.")
+            raise MarsError(f"--tree dynamic does not apply to --draft {draft.definition.spec}: {cure}.")
         if "chain" in rule.needs and (dynamic or max(tree or [1]) > 1):
             by = " by blocks" if rule.settings.get("block") else ""
             cure = "use exact or rejection, or mars over either"
             self.refuse(["--tree"], f"to the rule {rule.name}{by}, which verifies chains: {cure}")
-        if rule.row.lossless:
+        if rule.definition.lossless:
             self.refuse(["--any-rule"], f"to the rule {rule.name}, which is lossless: leave it out")
         elif "--any-rule" not in self:
             depends = "which is lossy, so that a text would depend on what else is decoded"

@@ -61,8 +61,10 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
       MarsError: as `choose`, or weights are missing.
     """
     choice = choose(spec, given)
-    if "weights" in choice.row.needs and not split(spec)[1]:
-        raise MarsError(f"the rule {choice.row.name} needs weights: name them, as {choice.row.name}:PATH.")
+    if "weights" in choice.definition.needs and not split(spec)[1]:
+        raise MarsError(
+            f"the rule {choice.definition.name} needs weights: name them, as {choice.definition.name}:PATH."
+        )
     return choice
 
 

@@ -79,7 +79,7 @@ def load(
         check_switch(name, value)
     check_dtype(dtype)
     parsed = parse_draft(spec)
-    (kind, path), row = parsed, parsed.row
+    (kind, path), row = parsed, parsed.definition
     # A user's model may have a config of another type.
     mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):

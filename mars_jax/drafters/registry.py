@@ -174,14 +174,14 @@ class DraftSpec(NamedTuple):
     path: str  # its checkpoint or file; "" if it has none
 
     @property
-    def row(self) -> DraftDefinition:
+    def definition(self) -> DraftDefinition:
         """The definition of the drafter."""
         return definition(self.kind)
 
     @property
     def checkpoint(self) -> str:
         """Checkpoint in the spec; "" if there is none."""
-        return "" if self.row.path == "FILE" else self.path
+        return "" if self.definition.path == "FILE" else self.path
 
 
 def draft_words(names: Iterable[str] | None = None) -> str:

@@ -31,7 +31,7 @@ class RuleChoice:
     settings: Mapping[str, Any]  # given settings, as checked values
 
     @property
-    def row(self) -> Definition:
+    def definition(self) -> Definition:
         """The definition of the rule."""
         return find(self.spec)
 
@@ -43,7 +43,11 @@ class RuleChoice:
         'mars over rejection'
         """
         base = self._structure().get("base", "exact")
-        return self.row.name if base == "exact" or is_own(self.spec) else f"{self.row.name} over {base}"
+        return (
+            self.definition.name
+            if base == "exact" or is_own(self.spec)
+            else f"{self.definition.name} over {base}"
+        )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -55,16 +59,16 @@ class RuleChoice:
         base = self._structure().get("base")
         of_base = rules()[base].needs if base in ("exact", "rejection") and not is_own(self.spec) else ()
         of_block = ("chain",) if not is_own(self.spec) and self.settings.get("block") else ()
-        return frozenset((*self.row.needs, *of_base, *of_block))
+        return frozenset((*self.definition.needs, *of_base, *of_block))
 
     @property
     def options(self) -> dict[str, Setting]:
         """Settings that can be given, including those of its base."""
-        return self.row.options(**self._structure())
+        return self.definition.options(**self._structure())
 
     def settled(self) -> dict[str, Any]:
         """Return all settings, with defaults for those that were not given."""
-        return self.row.settle(self.settings)
+        return self.definition.settle(self.settings)
 
     def as_json(self, *, but: Collection[str] = ()) -> dict[str, Any]:
         """Return the record of a run: the spec and all settings except `but`, with infinities as strings.
@@ -95,10 +99,10 @@ class RuleChoice:
           MarsError: there is no setting of that name.
         """
         structure = self._structure()
-        return self.row.setting(name, **structure), structure
+        return self.definition.setting(name, **structure), structure
 
     def _structure(self) -> dict[str, Any]:
-        defaults = {name: s.default for name, s in self.row.settings.items() if s.choices}
+        defaults = {name: s.default for name, s in self.definition.settings.items() if s.choices}
         return defaults | {name: self.settings[name] for name in defaults.keys() & self.settings.keys()}
 
 
@@ -138,7 +142,9 @@ def not_in(choice: RuleChoice, name: str) -> str:
     option_names = ", ".join(choice.options)
     rules_with_it = [row.name for row in rules().values() if name in row.settings]
     based = [
-        b for b in rules_with_it if "base" in choice.row.settings and b in choice.row.settings["base"].choices
+        b
+        for b in rules_with_it
+        if "base" in choice.definition.settings and b in choice.definition.settings["base"].choices
     ]
     cure = f", or verify with {' or '.join(based or rules_with_it[:3])}" if rules_with_it else ""
     if based:

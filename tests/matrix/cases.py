@@ -37,22 +37,22 @@ def _shapes(row: DraftDefinition) -> list[str]:
 class Rule:
     """A row of the table with at most one structural choice: a base, a margin, whole blocks."""
 
-    row: Definition
+    definition: Definition
     chosen: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return " ".join([self.row.name, *(f"{name}={value}" for name, value in self.chosen)])
+        return " ".join([self.definition.name, *(f"{name}={value}" for name, value in self.chosen)])
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        return RuleChoice(self.row.name, dict(self.chosen)).needs
+        return RuleChoice(self.definition.name, dict(self.chosen)).needs
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that relax often: the loosest value in the grid of the first number, and fixed values."""
         settings = dict(self.chosen)
-        structure = {n: s.default for n, s in self.row.settings.items() if s.choices} | settings
-        for name, setting in self.row.settings.items():
+        structure = {n: s.default for n, s in self.definition.settings.items() if s.choices} | settings
+        for name, setting in self.definition.settings.items():
             if name == "window":
                 settings[name] = WINDOW
             elif setting.default is None:
@@ -104,7 +104,7 @@ class Case:
     stop_strings: bool
 
     @property
-    def row(self) -> DraftDefinition:
+    def definition(self) -> DraftDefinition:
         return definition(self.drafter)
 
     @property
@@ -125,7 +125,7 @@ def refusal(drafter: DraftDefinition, shape: str, rule: Rule) -> str | None:
         return "chain"
     if "long" in rule.needs and not drafter.stops:
         return "simulated does not apply"
-    if shape == "auto" and not rule.row.lossless:
+    if shape == "auto" and not rule.definition.lossless:
         return "lossy"
     return None
 

@@ -111,7 +111,7 @@ def options(case: Case) -> dict[str, Any]:
         chosen |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1}
     if case.stop_strings:
         chosen["stop_strings"] = ["nd", "qq"]
-    lossy = [not rule.row.lossless for rule, _ in kinds]
+    lossy = [not rule.definition.lossless for rule, _ in kinds]
     if case.constraint:
         value = CONSTRAINTS[case.constraint]
         chosen[case.constraint] = [value if "constrained" in kind else None for _, kind in kinds]
@@ -119,8 +119,8 @@ def options(case: Case) -> dict[str, Any]:
             chosen["relax_constrained"] = lossy
     if case.span and any(lossy):
         chosen[case.span] = "think" if case.span == "relax_in" else "code"
-    if any(lossy) or case.row.trusts:
-        can_be_strict = [case.row.trusts or is_lossy for is_lossy in lossy]
+    if any(lossy) or case.definition.trusts:
+        can_be_strict = [case.definition.trusts or is_lossy for is_lossy in lossy]
         chosen["strict"] = ["strict" in kinds[i][1] and can_be_strict[i] for i in range(len(kinds))]
     return chosen
 
@@ -146,14 +146,16 @@ def drafter_of(case: Case) -> Any:
     size = shape.pop("draft_size", "fixed")
     if "tree" in shape:
         shape["tree"] = parse_tree(shape["tree"])
-    drafter, sample = world().drafters[case.drafter], case.drawn and case.row.samples
+    drafter, sample = world().drafters[case.drafter], case.drawn and case.definition.samples
     loaded = mj.drafters.load(drafter, target_of(case), sample=sample, **shape)
     return mj.drafters.sized(loaded, costs=COSTS) if size == "auto" else loaded
 
 
 def rule_of(case: Case, prompt_numbers: list[int]) -> LoadedRule:
     """Return one rule that combines all rules of the case. The prompts of each rule have consecutive numbers."""
-    loaded = [verify.load(world().rules[r.row.name], target_of(case), **r.settings) for r in case.rules]
+    loaded = [
+        verify.load(world().rules[r.definition.name], target_of(case), **r.settings) for r in case.rules
+    ]
     if len(loaded) == 1:
         return loaded[0]
     which = np.asarray([number // len(KINDS) for number in prompt_numbers], np.int32)
@@ -239,7 +241,7 @@ def check(case: Case) -> None:
     for number, result in enumerate(results):
         rule = case.rules[number // len(KINDS)]
         check_allowed(case, result)
-        lossless = result.request.strict or (rule.row.lossless and not case.row.trusts)
+        lossless = result.request.strict or (rule.definition.lossless and not case.definition.trusts)
         if lossless and (result.request.temperature == 0 or "q" not in rule.needs):
             check_same(case, result, without_draft(case)[number], counted=False)
         if reference is not None:

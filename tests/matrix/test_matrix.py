@@ -38,7 +38,7 @@ def test_a_combination_does_what_the_documents_say(case):
 def flags_of(drafter, shape, rule):
     argv = ["--target", world().target, "--draft", world().drafters[drafter], "--max-new-tokens", "8"]
     argv += [f"--{k.replace('_', '-')}={v}" for k, v in SHAPES[shape].items()]
-    argv += ["--verify", world().rules[rule.row.name]]
+    argv += ["--verify", world().rules[rule.definition.name]]
     for name, value in rule.settings.items():
         argv += ["--rule-option", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
     return argv

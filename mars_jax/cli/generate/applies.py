@@ -39,7 +39,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     """
     draft, rule, present = parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
     present.refuse_alone()
-    if args.compare and rule.row.lossless:
+    if args.compare and rule.definition.lossless:
         why = "with --compare, which runs exact itself: leave it out, or name a rule that is lossy"
         present.refuse(["--verify"], why)
     _check_draft(present, draft, rule)
@@ -63,7 +63,7 @@ def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) ->
     if args.draft_size is not None:
         return args.draft_size
     shaped = args.tree is not None or args.refine is not None or args.draft_device is not None
-    usual = args.draft_is_default and draft.row.resizes and rule.name == "exact" and not shaped
+    usual = args.draft_is_default and draft.definition.resizes and rule.name == "exact" and not shaped
     return "usual" if usual else "fixed"
 
 
@@ -98,8 +98,8 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
 def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]) -> None:
     """Raise MarsError for flags that do not apply to the rule, and for missing settings."""
     if "long" in rule.needs:
-        verify = f"--verify {rule.row.name}"
-        if not draft.row.stops:
+        verify = f"--verify {rule.definition.name}"
+        if not draft.definition.stops:
             why = f"which often drafts nothing: draft with {drafters_that('stops')}"
             raise MarsError(f"{verify} does not apply to --draft {draft.kind}, {why}.")
         why = f"to {verify}, whose drafts must be long enough: leave it out"
@@ -107,7 +107,7 @@ def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequ
     if "q" in rule.needs:
         why = f"to --verify {rule.name}, which needs the draft's true probabilities: verify with exact, or mars over it"
         present.refuse(["--draft-device"], why)
-    if rule.row.lossless:
+    if rule.definition.lossless:
         names = [name for key in ("relax_constrained", *SPANS) for name in (flag_of(key), key)]
         cure = "leave it out, or verify with a rule that is lossy"
         present.refuse([*names, "strict"], f"to the rule {rule.name}, which relaxes nothing: {cure}")
@@ -120,7 +120,7 @@ def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequ
         # A setting that every row has needs no flag.
         if required and not (rows and all(name in row.numbers for row in rows)):
             flag = flag_of(name) if setting.flag else f"--rule-option {name}=VALUE"
-            raise MarsError(f"--verify {rule.row.name} needs a {flag}: give {setting.expected()}.")
+            raise MarsError(f"--verify {rule.definition.name} needs a {flag}: give {setting.expected()}.")
 
 
 def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:

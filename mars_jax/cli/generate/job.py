@@ -165,7 +165,7 @@ def open_job(
             args.draft,
             target,
             tree=args.tree,
-            sample=choices.draft.row.samples and verify.needs_q(rule.rule),
+            sample=choices.draft.definition.samples and verify.needs_q(rule.rule),
             draft_size="auto" if varies else "fixed",
             any_rule=bool(args.any_rule),
             head_embed=args.head_embed or "own",
@@ -176,10 +176,14 @@ def open_job(
         drafter = open_elsewhere(args.draft, target, args.draft_device, **options)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
-    if draft.row.copies and not (choices.rule.row.lossless or args.compare) and hosts.is_first():
+    if (
+        draft.definition.copies
+        and not (choices.rule.definition.lossless or args.compare)
+        and hosts.is_first()
+    ):
         why = f"which copies from the text: {choices.rule.name} accepts repetitions of it, and --verify exact does not"
         print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
-    simulated = choices.rule.row.name == "simulated"
+    simulated = choices.rule.definition.name == "simulated"
     if simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
     session = Session(

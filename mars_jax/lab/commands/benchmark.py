@@ -183,7 +183,7 @@ def _check_tuned(args: argparse.Namespace) -> None:
     Present(args).refuse(["--part"], why)
     why = "with --tune, which drafts chains of several lengths: leave one of them out"
     Present(args).refuse(_UNTUNED, why)
-    if not parse_draft(args.draft).row.resizes:
+    if not parse_draft(args.draft).definition.resizes:
         raise MarsError(
             f"--tune does not apply to --draft {args.draft}: draft with {drafters_that('resizes')}, which take "
             "chains of any length."
@@ -278,7 +278,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
 
     args.num_draft_tokens = args.tune[-1]
     problems, target, drafter = open_study(args, folder, scores.check_metrics)
-    samples = parse_draft(args.draft).row.samples
+    samples = parse_draft(args.draft).definition.samples
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
     if (samples and max(args.temperatures) > 0) or sampled:

@@ -59,7 +59,7 @@ def open_study(
             target,
             num_draft_tokens=args.num_draft_tokens,
             tree=args.tree,
-            sample=draft.row.samples and verify.needs_q(loaded_rule.rule),
+            sample=draft.definition.samples and verify.needs_q(loaded_rule.rule),
             dtype=args.dtype,
             draft_size=args.draft_size or "fixed",
             any_rule=bool(args.any_rule),

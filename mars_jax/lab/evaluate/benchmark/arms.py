@@ -158,7 +158,7 @@ def make_arms(
         meaning = "the strict rule, which is lossless"
         arms.append(Arm(name=name, loaded_rule=strict, role="strict", drafts=True, meaning=meaning))
     arms += rules
-    if controls == "all" and rules and not choice.row.lossless:
+    if controls == "all" and rules and not choice.definition.lossless:
         arms += _controls(choice, measured[0], temperature)
     if refined:
         meaning = "the strict rule with a draft that is trained on its rejected tokens; training time counts"
@@ -195,7 +195,7 @@ def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[
 def label(choice: RuleChoice, rule: LoadedRule) -> str:
     """Return the name of a rule with the settings that its own name omits, theta excepted."""
     is_users = is_own(choice.spec)
-    words = [choice.row.name if is_users else rule.rule.name]
+    words = [choice.definition.name if is_users else rule.rule.name]
     for name, value in choice.settings.items():
         is_number = type(value) in (int, float)
         if name != "theta" and (is_number or is_users):

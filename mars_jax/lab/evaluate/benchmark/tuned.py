@@ -65,7 +65,7 @@ def arms_at(
     rules = [RuleChoice("exact", {}), rule]
     if temperature > 0 and samples:
         rules += [RuleChoice("rejection", {}), RuleChoice("rejection", {"block": True})]
-        if "base" in rule.row.settings and rule.settled()["base"] == "exact":
+        if "base" in rule.definition.settings and rule.settled()["base"] == "exact":
             rules.append(rule.but(base="rejection"))
     arms: dict[str, Arm] = {}
     for choice in rules:
