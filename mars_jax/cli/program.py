@@ -52,6 +52,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, add_help=False, **options)
         self._short = short
+        # By default argparse takes -1e-3 and -inf for flags.
+        self._negative_number_matcher = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|-inf$")
         self._positionals.title = "arguments"
         if add_help:
             explained = "the flags" if short is None else "the flags that most people need"

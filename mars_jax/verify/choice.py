@@ -126,7 +126,9 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
         choice = RuleChoice(spec, settings)
         text, label = given[name]
         if name not in choice.options:
-            suggestion = did_you_mean(name, choice.options)
+            # The name of another rule's setting is no typing error.
+            is_known = any(name in other.settings for other in rules().values())
+            suggestion = "" if is_known else did_you_mean(name, choice.options)
             raise MarsError(f"{label}{suggestion} does not apply to {not_in(choice, name)}.")
         setting, structure = choice.setting(name)
         settings[name] = setting.from_text(text, shown=label, **structure)

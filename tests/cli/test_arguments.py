@@ -53,6 +53,11 @@ def test_an_unknown_flag_or_choice_is_one_sentence(refused, argv, message):
     assert message in refused("--target", "nowhere", *argv)
 
 
+def test_negative_numbers_are_values():
+    args = parse(["--presence-penalty", "-1e-3", "--frequency-penalty", "-2", "x"])
+    assert (args.presence_penalty, args.frequency_penalty, args.prompts) == (-1e-3, -2.0, ["x"])
+
+
 def test_what_must_be_given_is_asked_for(refused, tmp_path):
     assert "there are no prompts" in refused()
     file = tmp_path / "p.txt"

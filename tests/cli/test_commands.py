@@ -155,6 +155,8 @@ def test_a_misspelt_name_gets_a_hint(capsys, argv, meant):
     assert (code, out) == (2, "") and f"(did you mean {meant}?)" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--xyzzy"], ["--draft", "ngram:3"]])
+@pytest.mark.parametrize(
+    "flags", [["--xyzzy"], ["--draft", "ngram:3"], ["--verify", "typical", "--theta", "1"]]
+)
 def test_an_unknown_name_without_similar_ones_gets_no_hint(capsys, flags):
     assert "did you mean" not in call(capsys, "generate", *flags, "x")[2]
