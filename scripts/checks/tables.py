@@ -1,4 +1,4 @@
-"""Figures of the checks: cost of the fast tests, a step compared with an older commit, killed commands, mutants."""
+"""Figures of the checks: cost of the fast tests, steps and tokens compared with an older commit, kills, mutants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from scripts.common import RESULTS, load, span
 
 def figures() -> dict[str, Any]:
     """Return the variables of the page."""
-    return {"checks": checks(), "same_cost": same_cost(), "kills": kills(), "mutants": mutants()}
+    return {
+        "checks": checks(),
+        "same_cost": same_cost(),
+        "same_tokens": same_tokens(),
+        "kills": kills(),
+        "mutants": mutants(),
+    }
 
 
 def checks() -> dict[str, Any]:
@@ -46,6 +52,20 @@ def same_cost() -> dict[str, Any]:
             [name, span(*(found[key] for key in ("median", "lower_95", "upper_95")), show="{:.3f}")]
             for name, found in report["imports"].items()
         ],
+    }
+
+
+def same_tokens() -> dict[str, Any]:
+    """Return the cases of same_tokens.json: their number, drafters and rules."""
+    report = load("same_tokens.json")
+    pairs = dict.fromkeys(tuple(case.split(", ")[:2]) for case in report["texts_that_differ"])
+    return {
+        "old": report["old"],
+        "prompts": report["prompts"],
+        "different": report["different"],
+        "pairs": len(pairs),
+        "drafters": ", ".join(dict.fromkeys(drafter for drafter, _ in pairs)),
+        "rules": ", ".join(dict.fromkeys(rule for _, rule in pairs)),
     }
 
 
