@@ -120,7 +120,7 @@ class _Part(NamedTuple):
     width: int  # number of prefixes that the next part reads; 0: this is the last part
 
 
-class _Plan(NamedTuple):
+class _CandidatePlan(NamedTuple):
     parts: tuple[_Part, ...]
     # i32[candidates, 3]. Column 0: index of the node's token among D * k. Column 1: number of its parent; past the last
     # number if the parent is the root; -1 - index into the sorted prefixes of all parts if it is one of those.
@@ -129,7 +129,7 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache
-def _plan(m: int, depth: int, k: int) -> _Plan:
+def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
     """Return the candidates of trees of m nodes, `depth` levels and k children."""
     # Larger parts mean fewer sorts of more nodes.
     size = 3 if m <= 128 else 2 if m <= 512 else 1
@@ -160,7 +160,7 @@ def _plan(m: int, depth: int, k: int) -> _Plan:
         last = next(i for i, path in enumerate(paths) if len(path) == 1 + end - begin)
         parts.append(_Part(begin, end, places, first, last, width))
         first, carried = first + len(paths), carried + num_sources
-    return _Plan(tuple(parts), np.asarray(table, np.int32))
+    return _CandidatePlan(tuple(parts), np.asarray(table, np.int32))
 
 
 def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tuple[int, ...]]:
