@@ -289,13 +289,13 @@ def _devices(text: str) -> tuple[int, ...]:
 def _check_constraints(args: argparse.Namespace) -> None:
     """Check constraints and spans before a model is loaded. Replace the path of a JSON schema by the schema."""
     from mars_jax import constraints
-    from mars_jax.constraints.spans import names_of
+    from mars_jax.constraints.spans import checked_spans
 
     constraints.from_fields({"regex": args.regex, "choice": args.choice})
     if args.json_schema is not None:
         args.json_schema = json.loads(constraints.json_schema(Path(args.json_schema)).content)
     for spans in (args.relax_in, args.strict_in):
-        names_of(spans or ())
+        checked_spans(spans or ())
 
 
 def _template_args(given: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core.pick import pick
-from mars_jax.core.sampling import top_k
+from mars_jax.core.sampling import top_k_logits
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.drafters.tree_shapes import Dynamic
 
@@ -46,7 +46,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     batch, m = root.shape[0], shape.num_nodes - 1
     k = min(shape.top_k, m)
     plan = _plan(m, shape.depth, k)
-    top = top_k(logits, k)
+    top = top_k_logits(logits, k)
     # Rounding can make a log-probability positive. Clip it, so that no child is likelier than its parent.
     children = jnp.minimum(top.values - top.logsumexp[..., None], 0.0)
     children = jnp.where(alive[..., None], children, -jnp.inf)

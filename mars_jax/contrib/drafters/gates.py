@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.sampling import argmax, at_tokens, top_k
+from mars_jax.core.sampling import argmax, at_tokens, top_k_logits
 from mars_jax.core.types import NO_TOKEN
 
 
@@ -37,7 +37,7 @@ def margin_gate(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
 
     `least` is f32[]; above 1 the proxy is never sure.
     """
-    best = top_k(logits, 2)
+    best = top_k_logits(logits, 2)
     p = jnp.exp(best.values - best.logsumexp[..., None])
     best_token = argmax(logits)
     return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))

@@ -328,7 +328,9 @@ def _sprinter(
         for batch, key in zip(batches, keys, strict=True)
     ]
     held_out = max(1, len(parts) // 8)
-    training = sprinter_training.training(sprinter_training.flattened(parts[:-held_out]), seed=args.seed)
+    training = sprinter_training.classifier_training(
+        sprinter_training.flattened(parts[:-held_out]), seed=args.seed
+    )
     params = jax.device_get(fit(training, work, description="classifier"))
     test = sprinter_training.flattened(parts[-held_out:])
     figures = {f"at_{c}": sprinter_training.figures(test, params, c) for c in (0.3, 0.5, 0.7, 0.9)}
@@ -379,7 +381,7 @@ def _diversed(
         return float(np.asarray(counts)[0]) if counts else 0.0
 
     head = fit(
-        diversed_training.training(target, small, seed=args.seed),
+        diversed_training.mixer_training(target, small, seed=args.seed),
         work,
         teacher=(target.params, small.params),
         prepare=diversed_training.rollouts(target, small, prompts, reward, seed=args.seed),

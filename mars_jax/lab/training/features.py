@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
-from mars_jax.contrib.teaching import read
+from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.durable import sync
 from mars_jax.utils.errors import MarsError
@@ -73,7 +73,7 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
 
     @jax.jit
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
-        output = read(target, params, tokens, segments)
+        output = forward_packed(target, params, tokens, segments)
 
         # Run row by row: the logits of one row take a hundred megabytes.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
