@@ -434,7 +434,7 @@ def check_request(target: Pretrained, request: Request) -> None:
         REQUEST[name].check(getattr(request, name))
 
 
-def total(completions: Sequence[Completion]) -> Metrics:
+def total_metrics(completions: Sequence[Completion]) -> Metrics:
     """Return the metrics summed over completions."""
     parts = [dataclasses.asdict(c.metrics) for c in completions]
     summed = {name: sum(p[name] for p in parts) for name in parts[0] if name != "depth_histogram"}

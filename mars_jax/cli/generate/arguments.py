@@ -21,7 +21,7 @@ from mars_jax.cli.flags import (
     add_host_flags,
     add_settings,
     add_size_flags,
-    draft_of,
+    draft_or_default,
     numbers_of,
     part_of,
 )
@@ -340,7 +340,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     shows = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
     args.draft_is_default = args.draft is None and not shows
-    args.draft = draft_of(args.draft, args.target)
+    args.draft = draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)
     relaxes = (shows or rule_settings or args.compare) and args.draft != "none"
     args.rule, args.theta_file = rule_and_file(args.verify, rule_settings, "mars" if relaxes else "exact")
