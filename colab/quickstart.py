@@ -55,7 +55,7 @@ import jax
 from IPython.display import HTML, Image, display
 
 import mars_jax as mj
-from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
@@ -174,7 +174,7 @@ for _ in range(3):
 speeds = {name: sorted(found[name].metrics.emitted / s for s in seconds[name]) for name in ways}
 right = {
     name: 100
-    * sum(score(p, text) == [1.0] for p, text in zip(problems, found[name].text, strict=True))
+    * sum(score_answer(p, text) == [1.0] for p, text in zip(problems, found[name].text, strict=True))
     / PROBLEMS
     for name in ways
 }

@@ -10,7 +10,7 @@ from kernels_pallas.margin.api import (
 )
 from kernels_pallas.margin.rule import MARGINS, Acceptance, AcceptControls, MarginStats, empty, merge
 from kernels_pallas.margin.shapes import TpuBlocks
-from kernels_pallas.top_k.api import TopK, sharded_top_k, top_k
+from kernels_pallas.top_k.api import TopKEntries, sharded_top_k, top_k
 from kernels_pallas.tree_attention.api import tree_attention, write_and_attend
 from kernels_pallas.tree_attention.operands import NewRows
 from kernels_pallas.tree_attention.shapes import AttentionBlocks
@@ -23,7 +23,7 @@ __all__ = [
     "BlockError",
     "MarginStats",
     "NewRows",
-    "TopK",
+    "TopKEntries",
     "TpuBlocks",
     "empty",
     "margin_accept",

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mars_jax.lab.provenance import cores, digest, git, machine, provenance, stamp
+from mars_jax.lab.provenance import cores, git, machine, provenance, short_digest, stamp
 
 if TYPE_CHECKING:
     import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
-__all__ = ["cores", "digest", "git", "machine", "provenance", "stamp"]
+__all__ = ["cores", "git", "machine", "provenance", "short_digest", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
 RESAMPLES = 10_000
 PLACES = ("environment", "made", "machine")

@@ -8,7 +8,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import assets
 from mars_jax.hub.files import resolve
-from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from tests.helpers.checkpoint_files import message
 
@@ -101,5 +101,5 @@ def test_it_does_arithmetic_it_has_not_seen(family):
     chain = mj.drafters.load(CHAIN, target, dtype="float32")
     result = mj.generate(target, chain, [p.turns[0] for p in problems], chat=True, max_new_tokens=96)
     # scripts/eval_embedded.py of 5336526 scores 99% of 1,000; a guessed number would almost never be right.
-    assert np.mean([score(p, t) for p, t in zip(problems, result.text, strict=True)]) >= 0.9
+    assert np.mean([score_answer(p, t) for p, t in zip(problems, result.text, strict=True)]) >= 0.9
     assert all(c.finish_reason == "stop" for c in result.completions)

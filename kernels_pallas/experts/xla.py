@@ -16,7 +16,7 @@ _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def dense_by_expert(x: Array, w: Array, sizes: Array) -> Array:
+def ragged_product(x: Array, w: Array, sizes: Array) -> Array:
     """Multiply x [R, K] by w [X, N, K] of floats or integers: f32[R, N]. Expert e has `sizes[e]` rows."""
     # XLA converts int8 weights as it reads them; `astype` would copy all experts.
     return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
@@ -34,4 +34,4 @@ def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
 
 def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
     """See `api.dense_by_expert_int8`."""
-    return scaled(dense_by_expert)(x, values, scale, sizes)
+    return scaled(ragged_product)(x, values, scale, sizes)

@@ -29,7 +29,7 @@ def dense_int4(
     """Multiply x [R, K] by the matrix `values * scale + offset`: f32[R, N]. Differentiable.
 
     Args:
-      values: i4[G, size, N]; the kernel also needs bfloat16 rows, and shapes that `fits` accepts.
+      values: i4[G, size, N]; the kernel also needs bfloat16 rows, and shapes that `supports_product` accepts.
       scale: f16[G, N].
       offset: f32[G, N].
       chip: JAX's name of the TPU, which determines how the kernel scales weights.
@@ -43,7 +43,11 @@ def dense_int4(
     [[32.0, 32.0]]
     """
     (rows, inputs), (_, size, outputs) = x.shape, values.shape
-    takes = mosaic.fits(rows, inputs, outputs, size) and x.dtype == jnp.bfloat16 and values.dtype == jnp.int4
+    takes = (
+        mosaic.supports_product(rows, inputs, outputs, size)
+        and x.dtype == jnp.bfloat16
+        and values.dtype == jnp.int4
+    )
     # A named kernel is never replaced: it raises an error if it does not support the operands.
     kernel = functools.partial(mosaic.dense_int4, chip=chip)
     forms = {

@@ -43,11 +43,13 @@ _BIAS = 24
 """The number that an unpacked weight of 0 represents."""
 
 
-def fits(rows: int, inputs: int, outputs: int, size: int) -> bool:
+def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
     """Return whether the kernel supports a product of these shapes.
 
-    >>> fits(60, 4096, 14336, 128), fits(60, 13824, 5120, 32), fits(60, 576, 1536, 64), fits(512, 4096, 4096, 128)
-    (True, True, False, False)
+    >>> supports_product(60, 4096, 14336, 128), supports_product(60, 13824, 5120, 32)
+    (True, True)
+    >>> supports_product(60, 576, 1536, 64), supports_product(512, 4096, 4096, 128)
+    (False, False)
     """
     return rows <= ROWS and inputs % CHUNK == 0 and outputs % 128 == 0 and size in (32, 64, CHUNK)
 
@@ -66,7 +68,7 @@ def block_sizes(inputs: int, outputs: int, groups: int, *, narrow: bool) -> tupl
 def dense_int4(
     x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Any = False
 ) -> Array:
-    """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `fits` for the shapes.
+    """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `supports_product` for the shapes.
 
     Args:
       values: i4[G, size, N].

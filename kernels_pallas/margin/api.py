@@ -1,8 +1,8 @@
 """The operations `margin_stats`, the two largest logits of each row, and `margin_accept`, MARS's decision from them.
 
 B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Both read the vocabulary once. Oracles:
-`reference.margin_stats` and `reference.decide`; numpy and a walk in plain Python in tests/kernels/; for a sharded
-vocabulary, the operations on one device.
+`reference.margin_stats` and `reference.accept_by_edges`; numpy and a walk in plain Python in tests/kernels/; for a
+sharded vocabulary, the operations on one device.
 
 By default XLA gathers the whole logits for a `top_k` over a sharded vocabulary, and it cannot partition a Mosaic
 kernel at all. Inside `shard_map` each device folds its own shard, and one all-gather of a few numbers per node joins
@@ -124,9 +124,9 @@ def margin_accept(
         return lambda logits, *tree: decide(stats(logits, logsumexp=logsumexp), *tree, **options)
 
     forms = {
-        "reference": two_steps(reference.margin_stats, reference.decide),
-        "xla": two_steps(xla.margin_stats, rule.decide),
-        "partitioned": two_steps(xla.partitioned_margin_stats, rule.decide),
+        "reference": two_steps(reference.margin_stats, reference.accept_by_edges),
+        "xla": two_steps(xla.margin_stats, rule.accept_from_stats),
+        "partitioned": two_steps(xla.partitioned_margin_stats, rule.accept_from_stats),
         "pallas_tpu": functools.partial(mosaic.margin_accept, logsumexp=logsumexp, **options),
     }
     operands = (logits, tokens, parents, y, rule.as_arrays(controls))
@@ -196,7 +196,7 @@ def sharded_margin_accept(
 
     def local(logits: Array, *tree: Any) -> Acceptance:
         stats = _local(logits, axis=axis, options=options)
-        return rule.decide(stats, *tree, max_depth=max_depth, margin=margin)
+        return rule.accept_from_stats(stats, *tree, max_depth=max_depth, margin=margin)
 
     operands = (logits, tokens, parents, y, rule.as_arrays(controls))
     return _map(local, mesh, axis, batch_axis, operands)

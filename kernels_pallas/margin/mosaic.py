@@ -26,13 +26,13 @@ from kernels_pallas.margin.rule import (
     Acceptance,
     AcceptControls,
     MarginStats,
+    accept_from_stats,
     close,
-    decide,
     dtypes,
     from_bits,
-    walk,
+    walk_columns,
 )
-from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, fits, tpu_blocks
+from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, fits_in_block, tpu_blocks
 
 
 def margin_stats(
@@ -65,10 +65,10 @@ def margin_accept(
     """See `kernels_pallas.margin_accept`."""
     batch, nodes, vocab = logits.shape
     group = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
-    if blocks is None and not fits(batch, nodes, group):
+    if blocks is None and not fits_in_block(batch, nodes, group):
         # The walk needs whole trees in a block; the fold does not.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
-        return decide(stats, tokens, parents, y, controls, max_depth, margin)
+        return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
     plan = _plan(logits, nodes, group, blocks, logsumexp)
     # Pass the per-row settings as one integer array: theta's bits, strict, max_relaxed_run, then the stop tokens.
     numbers = [
@@ -207,7 +207,7 @@ def _accept_kernel(
         y = optional[0] if optional else None
         theta = lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32)
         controls = AcceptControls(theta, per_row[:, 1:2], per_row[:, 2:3], per_row[:, 3:])
-        walked = walk(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)
+        walked = walk_columns(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)
         columns = [*walked.path, *walked.relaxed, walked.num_accepted, walked.next_token]
         verdict_ref[...] = _in_lanes(columns, verdict_ref.shape)
 

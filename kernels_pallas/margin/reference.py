@@ -39,7 +39,7 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     return MarginStats(top[..., 0], ids[..., 0], top[..., 1], id2, total)
 
 
-def decide(
+def accept_by_edges(
     stats: MarginStats,
     tokens: Array,
     parents: Array,

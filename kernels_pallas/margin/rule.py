@@ -1,8 +1,8 @@
 """Statistics of a vocabulary, the edges that a margin-aware rule accepts from them, and the walk over those edges.
 
-B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens; `...` stands for any leading dimensions. `walk` takes
-arrays [B, N] or [B, 1] and uses no gathers or sorts, so the same code runs in XLA and in the last block of the TPU
-kernel. Oracles: numpy sorting in tests/kernels/test_margin.py, and `reference.decide`.
+B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens; `...` stands for any leading dimensions.
+`walk_columns` takes arrays [B, N] or [B, 1] and uses no gathers or sorts, so the same code runs in XLA and in the last
+block of the TPU kernel. Oracles: numpy sorting in tests/kernels/test_margin.py, and `reference.accept_by_edges`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Walk(NamedTuple):
     next_token: Array  # i32[B, 1]
 
 
-def walk(
+def walk_columns(
     stats: MarginStats,
     tokens: Array,
     parents: Array,
@@ -244,7 +244,7 @@ def walk(
     return Walk(path, relaxed, accepted, next_token)
 
 
-def decide(
+def accept_from_stats(
     stats: MarginStats,
     tokens: Array,
     parents: Array,
@@ -253,13 +253,13 @@ def decide(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """Run `walk` on arrays of the public shapes; see `margin_accept`."""
+    """Run `walk_columns` on arrays of the public shapes; see `margin_accept`."""
     columns = controls._replace(
         theta=controls.theta[:, None],
         strict=controls.strict[:, None],
         max_relaxed_run=controls.max_relaxed_run[:, None],
     )
-    walked = walk(stats, tokens, parents, y, columns, max_depth=max_depth, margin=margin)
+    walked = walk_columns(stats, tokens, parents, y, columns, max_depth=max_depth, margin=margin)
     if walked.relaxed:
         relaxed = jnp.concatenate(walked.relaxed, axis=1) > 0
     else:

@@ -87,7 +87,7 @@ def tpu_blocks(
     return blocks
 
 
-def fits(trees: int, nodes: int, group: int) -> bool:
+def fits_in_block(trees: int, nodes: int, group: int) -> bool:
     """Return whether the smallest legal number of trees fits into a block."""
     return min(trees, group) * nodes <= MAX_ROWS
 

@@ -13,11 +13,11 @@ from jax import Array, lax
 from kernels_pallas.common import LANES, Axis
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.top_k import reference, xla
-from kernels_pallas.top_k.reference import TopK, pack, unpack
-from kernels_pallas.top_k.shapes import fits
+from kernels_pallas.top_k.reference import TopKEntries, pack, unpack
+from kernels_pallas.top_k.shapes import fits_in_vmem
 
 
-def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret: Any = False) -> TopK:
+def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret: Any = False) -> TopKEntries:
     """Return the k largest of logits [..., V], bfloat16 or float32, with their ids, and the logsumexp of the row.
 
     Args:
@@ -44,7 +44,7 @@ def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret
 
 def sharded_top_k(
     part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Any = False
-) -> TopK:
+) -> TopKEntries:
     """Compute `top_k` of a vocabulary sharded over `axis` in equal parts. Call it inside `shard_map`.
 
     One collective sends the k largest entries of each part to all devices, and every device joins them.
@@ -56,7 +56,7 @@ def sharded_top_k(
       implementation, interpret: as in `top_k`.
     """
 
-    def form(part: Array, interpret: Any = None) -> TopK:
+    def form(part: Array, interpret: Any = None) -> TopKEntries:
         # One integer array holds values, ids and the logsumexp, so that one collective suffices.
         parts = lax.all_gather(packed_top_k(part, k, interpret=interpret), axis)
         return join_top_k(parts, k, part.shape[-1], interpret=interpret)
@@ -83,7 +83,7 @@ def packed_top_k(logits: Array, k: int, *, interpret: Any = None) -> Array:
     return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
 
 
-def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> TopK:
+def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> TopKEntries:
     """Compute the `top_k` of a vocabulary from the results of its parts.
 
     Args:
@@ -101,13 +101,13 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
 
 def _takes(logits: Array, k: int, implementation: str | None) -> bool:
     """Return True if the kernel should run: it fits, or it was named explicitly, so that it raises if it does not."""
-    return implementation == "pallas_tpu" or fits(logits.shape[-1], k)
+    return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 
 
-def _top_k_kernel(logits: Array, interpret: Any = False, *, k: int) -> TopK:
+def _top_k_kernel(logits: Array, interpret: Any = False, *, k: int) -> TopKEntries:
     return unpack(packed_top_k(logits, k, interpret=interpret), k)
 
 
-def _top_k_of_parts(part: Array, *, k: int) -> TopK:
+def _top_k_of_parts(part: Array, *, k: int) -> TopKEntries:
     """Run both kernels without the collective between them."""
     return join_top_k(packed_top_k(part, k, interpret=False)[None], k, part.shape[-1], interpret=False)

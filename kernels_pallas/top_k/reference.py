@@ -15,7 +15,7 @@ from jax import Array, lax
 from kernels_pallas.common import bits
 
 
-class TopK(NamedTuple):
+class TopKEntries(NamedTuple):
     """The k largest entries of a row, ordered by larger value, then smaller id, and the row's logsumexp."""
 
     values: Array  # f32[..., k]; the largest first
@@ -23,13 +23,13 @@ class TopK(NamedTuple):
     logsumexp: Array  # f32[...]; over the whole row
 
 
-def top_k(logits: Array, k: int) -> TopK:
+def top_k(logits: Array, k: int) -> TopKEntries:
     """See `kernels_pallas.top_k`."""
     z = logits.astype(jnp.float32)
-    return TopK(*lax.top_k(z, k), jax.nn.logsumexp(z, axis=-1))
+    return TopKEntries(*lax.top_k(z, k), jax.nn.logsumexp(z, axis=-1))
 
 
-def pack(entries: TopK, k: int) -> Array:
+def pack(entries: TopKEntries, k: int) -> Array:
     """Pack into i32[2, ..., k + 1]: the bits of the k values followed by the logsumexp, and the ids.
 
     Floats are sent as integers, so that no device alters their bits. If there are fewer than k tokens, the remaining
@@ -46,8 +46,8 @@ def pack(entries: TopK, k: int) -> Array:
     )
 
 
-def unpack(packed: Array, k: int, axis: int = 0) -> TopK:
+def unpack(packed: Array, k: int, axis: int = 0) -> TopKEntries:
     """Invert `pack`. `axis` is the dimension of size two."""
     values, ids = (lax.index_in_dim(packed, i, axis, keepdims=False) for i in (0, 1))
     values = lax.bitcast_convert_type(values, jnp.float32)
-    return TopK(values[..., :k], ids[..., :k], values[..., k])
+    return TopKEntries(values[..., :k], ids[..., :k], values[..., k])

@@ -11,10 +11,10 @@ BLOCK_BYTES = 4 * 2**20
 """Bytes of logits per block, which holds whole rows. Two blocks are in flight."""
 
 
-def fits(vocab: int, k: int) -> bool:
+def fits_in_vmem(vocab: int, k: int) -> bool:
     """Return whether a block of rows of `vocab` tokens fits into VMEM, and k entries into a vector.
 
-    >>> fits(32000, 10), fits(262144, 10)
+    >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)
     """
     # One lane holds the logsumexp. The smallest block has a register's rows, in float32 after the conversion.
@@ -27,7 +27,7 @@ def block_rows(rows: int, vocab: int, k: int, dtype) -> int:
     Raises:
       BlockError: not even the smallest block fits.
     """
-    if not fits(vocab, k):
+    if not fits_in_vmem(vocab, k):
         raise BlockError(
             f"the {k} largest of {vocab} tokens do not fit: at most {LANES - 1} of "
             f"{BLOCK_BYTES // SUBLANES // 4} tokens, so name 'xla'."

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.top_k import reference
-from kernels_pallas.top_k.reference import TopK, unpack
+from kernels_pallas.top_k.reference import TopKEntries, unpack
 
 BLOCK = 64
 """Tokens per block; blocks are first compared by their maxima. Ten blocks are fewer than 1,024 tokens: up to that size
 XLA sorts on a GPU, which is faster than its search of more tokens."""
 
 
-def top_k(logits: Array, k: int) -> TopK:
+def top_k(logits: Array, k: int) -> TopKEntries:
     """Search only the k blocks with the largest maxima; they contain the k largest entries.
 
     Ties cannot change the result: a tied entry outside of these blocks has a larger id than enough tied entries inside.
@@ -36,10 +36,10 @@ def top_k(logits: Array, k: int) -> TopK:
     values, place = lax.top_k(candidates.reshape(*candidates.shape[:-2], -1), k)
     # Convert an index into the k * BLOCK candidates to a token id.
     block = jnp.take_along_axis(best, place // BLOCK, axis=-1, mode="promise_in_bounds")
-    return TopK(values, block * BLOCK + place % BLOCK, jax.nn.logsumexp(z, axis=-1))
+    return TopKEntries(values, block * BLOCK + place % BLOCK, jax.nn.logsumexp(z, axis=-1))
 
 
-def join(parts: Array, k: int, size: int) -> TopK:
+def join(parts: Array, k: int, size: int) -> TopKEntries:
     """Join i32[W, 2, ..., k + 1], packed results of parts of `size` tokens each, into the `top_k` of all tokens."""
     part_tops = unpack(parts, k, axis=1)  # [W, ..., k] each
     first = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
@@ -50,4 +50,4 @@ def join(parts: Array, k: int, size: int) -> TopK:
     best, place = lax.top_k(values, k)
     ids = jnp.take_along_axis(ids, place, axis=-1, mode="promise_in_bounds")
     # The logsumexp of the vocabulary is the logsumexp of the parts' values, [W, ...].
-    return TopK(best, ids, jax.nn.logsumexp(part_tops.logsumexp, axis=0))
+    return TopKEntries(best, ids, jax.nn.logsumexp(part_tops.logsumexp, axis=0))

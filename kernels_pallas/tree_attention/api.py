@@ -142,7 +142,7 @@ def _attend(
         raise ValueError(f"keys are {dtype.name} without scales: give k_scale and v_scale.")
     # A single narrow head shares 32-bit words with its neighbouring slots, and DMA copies whole words.
     if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):
-        k, v = xla.write(operands.k, operands.v, new)
+        k, v = xla.write_new_rows(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None
     if operands.positions is None:
         positions = operands.first[:, None] + jnp.arange(operands.q.shape[1], dtype=jnp.int32)[None]
@@ -153,6 +153,6 @@ def _attend(
         # Imported here, like every TPU kernel: most programs that import this package never run one.
         from kernels_pallas.tree_attention import mosaic
 
-        return mosaic.attend(operands, new, blocks=blocks, interpret=interpret)
+        return mosaic.tree_attention(operands, new, blocks=blocks, interpret=interpret)
     form = reference.tree_attention if implementation == "reference" else xla.tree_attention
     return form(operands), operands.k, operands.v

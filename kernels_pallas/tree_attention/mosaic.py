@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     simulated: bool
 
 
-def attend(
+def tree_attention(
     operands: Operands,
     new: NewRows | None = None,
     *,

@@ -48,11 +48,11 @@ def tree_attention(operands: Operands) -> Array:
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)
 
 
-def write(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
+def write_new_rows(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
     """Return the caches [B, S, K, D] with the new rows written in the cache's dtype, with one scatter each.
 
     >>> cache, rows = jnp.zeros((1, 4, 1, 1)), jnp.ones((1, 2, 1, 1))
-    >>> write(cache, cache, NewRows(rows, rows, jnp.asarray([1])))[0].ravel().tolist()
+    >>> write_new_rows(cache, cache, NewRows(rows, rows, jnp.asarray([1])))[0].ravel().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
     row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]

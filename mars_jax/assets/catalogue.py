@@ -327,10 +327,10 @@ MODELS = {
 """Models by name."""
 
 
-def named(name: str) -> ModelRow | None:
+def find_model_row(name: str) -> ModelRow | None:
     """Return the row with this short name, or with this repository as its source; None if there is none.
 
-    >>> named("qwen3-8b").repository, named("Qwen/Qwen3-8B").name, named("ngram")
+    >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
     """
     fetched = (row for row in MODELS.values() if row.repository == name and not row.package)
@@ -338,7 +338,7 @@ def named(name: str) -> ModelRow | None:
 
 
 def _of_target(name: str) -> ModelRow | None:
-    return named(name) or next((row for row in MODELS.values() if row.is_called(name)), None)
+    return find_model_row(name) or next((row for row in MODELS.values() if row.is_called(name)), None)
 
 
 def drafts_for(name: str) -> tuple[str, ...]:

@@ -90,10 +90,10 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
             setattr(args, name, number_of(name, text))
 
 
-def draft_of(draft: str | None, target: str) -> str:
+def draft_or_default(draft: str | None, target: str) -> str:
     """Return the draft of a pair: the given one, or else the best one for the target on this machine, or else n-grams.
 
-    >>> draft_of(None, "owner/model")
+    >>> draft_or_default(None, "owner/model")
     'ngram'
     """
     return draft or default_draft(target, lambda name: name in assets.NAMES or _is_here(name))

@@ -30,7 +30,7 @@ def refuse(path: str | os.PathLike[str], flag: str) -> None:
         )
 
 
-def read(url: str) -> bytes:
+def read_remote(url: str) -> bytes:
     """Return the content of a file in a store.
 
     Raises:

@@ -54,7 +54,7 @@ def add_rule_flags(
     )
 
 
-def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
+def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     """Choose a rule as `choose` does, and check that its weights are named if it needs some.
 
     Raises:
@@ -77,11 +77,11 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
       default: spec of the default rule.
 
     Raises:
-      MarsError: as `named`, or as `lab.theta.rule_of_file`.
+      MarsError: as `choose_with_weights`, or as `lab.theta.rule_of_file`.
     """
     if "theta" in given and not is_number(given["theta"].text):
         return load_function("mars_jax.lab.theta:rule_of_file")(spec, given)
-    return named(spec or default, given), None
+    return choose_with_weights(spec or default, given), None
 
 
 def is_number(text: str) -> bool:

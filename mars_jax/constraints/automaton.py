@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mars_jax.constraints.nodes import Budget, Chars, Either, Node, Ranges, Repeat, Sequence, TooLarge
+from mars_jax.constraints.nodes import Chars, Either, Node, Ranges, Repeat, Sequence, TooLarge, WorkBudget
 from mars_jax.utils.errors import MarsError
 
 DEAD, FIRST = 0, 1
@@ -81,7 +81,7 @@ class _Pieces:
     """A nondeterministic automaton under construction."""
 
     def __init__(self):
-        self._budget = Budget()
+        self._budget = WorkBudget()
         self.free: list[list[int]] = []  # epsilon steps
         self.byte: list[list[tuple[int, int, int]]] = []  # (low, high, to)
 
@@ -164,8 +164,8 @@ def automaton(node: Node) -> Automaton:
       TooLarge: the automaton has too many states.
       MarsError: the automaton accepts no text.
 
-    >>> from mars_jax.constraints.pattern import parse
-    >>> made = automaton(parse("ab*"))
+    >>> from mars_jax.constraints.pattern import parse_pattern
+    >>> made = automaton(parse_pattern("ab*"))
     >>> made.matches("abb"), made.matches("ba"), len(made.accepting)
     (True, False, 3)
     """
@@ -189,7 +189,7 @@ def _subsets(
         [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
     ]
 
-    budget = Budget(_MOST_STEPS, "steps from state to state")
+    budget = WorkBudget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
         """Return the epsilon closure of `states`, without states that have no byte steps and are not `last`."""

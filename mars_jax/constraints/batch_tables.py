@@ -81,10 +81,10 @@ def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary, force
             constraint: t._replace(forced=np.full_like(t.forced, NO_TOKEN))
             for constraint, t in tables.items()
         }
-    return joined(tables, len(vocabulary.tokens))
+    return join_tables(tables, len(vocabulary.tokens))
 
 
-def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
+def join_tables(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
     """Join several tables into one. State 0 of each table becomes DEAD; the others are numbered consecutively.
 
     Raises:

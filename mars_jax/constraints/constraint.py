@@ -13,7 +13,7 @@ import numpy as np
 
 from mars_jax.constraints.automaton import FIRST, Automaton, automaton
 from mars_jax.constraints.nodes import Either, text
-from mars_jax.constraints.pattern import parse
+from mars_jax.constraints.pattern import parse_pattern
 from mars_jax.constraints.schema import parsed, schema_automaton, too_deep
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
@@ -66,7 +66,7 @@ class Constraint:
 def _automaton(constraint: Constraint) -> Automaton:
     kind, content = constraint.kind, constraint.content
     if kind == "regex":
-        return automaton(parse(content))
+        return automaton(parse_pattern(content))
     if kind == "json_schema":
         return schema_automaton(json.loads(content), compact=constraint.compact)
     if kind == "choice":

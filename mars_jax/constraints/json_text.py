@@ -18,14 +18,16 @@ from mars_jax.constraints.nodes import (
     sequence,
     text,
 )
-from mars_jax.constraints.pattern import parse
+from mars_jax.constraints.pattern import parse_pattern
 
 # \u with four digits except surrogates: JSON counts a surrogate pair as one character, this pattern as two.
-_CHARACTER = parse(r'[^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}')
-_DIGIT = parse("[0-9]")
+_CHARACTER = parse_pattern(
+    r'[^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}'
+)
+_DIGIT = parse_pattern("[0-9]")
 _POSITIVE = r"(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?"
-BOOLEAN, NULL = parse("true|false"), parse("null")
-NUMBER, POSITIVE_NUMBER = parse(f"-?{_POSITIVE}"), parse(_POSITIVE)
+BOOLEAN, NULL = parse_pattern("true|false"), parse_pattern("null")
+NUMBER, POSITIVE_NUMBER = parse_pattern(f"-?{_POSITIVE}"), parse_pattern(_POSITIVE)
 
 _MONTH_AND_DAY = (
     r"(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"

@@ -23,7 +23,7 @@ class TooLarge(MarsError):
         )
 
 
-class Budget:
+class WorkBudget:
     """Limit on the work spent on a constraint, so that none takes forever."""
 
     def __init__(self, most: int = MOST_PIECES, what: str = "pieces"):

@@ -17,13 +17,13 @@ from typing import Any
 
 from mars_jax.constraints.nodes import (
     LARGEST,
-    Budget,
     Chars,
     Either,
     Node,
     Ranges,
     Repeat,
     Sequence,
+    WorkBudget,
     complement,
     ranges_of,
 )
@@ -40,7 +40,7 @@ _REFUSED = {
 }
 
 
-def parse(pattern: str, budget: Budget | None = None) -> Node:
+def parse_pattern(pattern: str, budget: WorkBudget | None = None) -> Node:
     """Return the nodes of a pattern that must match the whole text.
 
     Args:
@@ -51,10 +51,10 @@ def parse(pattern: str, budget: Budget | None = None) -> Node:
       MarsError: not a regular expression, or one that no automaton can represent.
       TooLarge: the pattern exceeds the budget.
 
-    >>> parse("ab").parts[0].ranges
+    >>> parse_pattern("ab").parts[0].ranges
     ((97, 97),)
     """
-    budget = budget or Budget()
+    budget = budget or WorkBudget()
     budget.spend(len(pattern))
     try:
         with warnings.catch_warnings():
@@ -71,7 +71,7 @@ def parse(pattern: str, budget: Budget | None = None) -> Node:
 
 
 class _Reader:
-    def __init__(self, pattern: str, flags: int, budget: Budget):
+    def __init__(self, pattern: str, flags: int, budget: WorkBudget):
         self._pattern, self._flags, self._budget = pattern, flags, budget
 
     def _refuse(self, what: str) -> MarsError:

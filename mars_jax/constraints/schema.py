@@ -26,15 +26,15 @@ from mars_jax.constraints.json_text import (
     string,
 )
 from mars_jax.constraints.nodes import (
-    Budget,
     Either,
     Node,
     Repeat,
+    WorkBudget,
     optional,
     sequence,
     text,
 )
-from mars_jax.constraints.pattern import parse
+from mars_jax.constraints.pattern import parse_pattern
 from mars_jax.utils.errors import MarsError, short_repr
 
 DEEPEST = 24
@@ -162,7 +162,7 @@ class _Writer:
         self._root = root
         self._separators = (",", ":") if compact else (", ", ": ")
         self._comma, self._colon = map(text, self._separators)
-        self._budget = Budget()
+        self._budget = WorkBudget()
         self._any = [self._anything(depth) for depth in range(ANY_DEPTH + 1)]
 
     def value(self, schema: Any, where: str, depth: int) -> Node:
@@ -253,7 +253,7 @@ class _Writer:
                 "be held to both."
             )
         pattern = given["pattern"] if "pattern" in given else FORMATS[given["format"]]
-        return sequence(text('"'), in_string(parse(pattern, self._budget)), text('"'))
+        return sequence(text('"'), in_string(parse_pattern(pattern, self._budget)), text('"'))
 
     def _integer(self, given: dict, where: str, depth: int) -> Node:
         for name, bound in given.items():

@@ -82,13 +82,13 @@ def _tracker(name: str) -> _Tags | _Json:
     return _Tags(tags[0].encode(), tags[1].encode())
 
 
-def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
+def checked_spans(given: str | Iterable[str]) -> tuple[str, ...]:
     """Return one or several spans as a checked tuple.
 
     Raises:
       MarsError: an entry is not a span.
 
-    >>> names_of("think"), names_of(["<a>...</a>", "json"])
+    >>> checked_spans("think"), checked_spans(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
     """
     check_type("the span", given, (str, list, tuple), "a text, or a list of texts")

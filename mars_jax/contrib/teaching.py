@@ -63,17 +63,17 @@ def in_documents(segments: Array) -> Visible:
     return dataclasses.replace(visible, seen=document_mask(segments))
 
 
-def read(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
+def forward_packed(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
     """Return the output of a model for tokens i32[B, L] with segments i32[B, L]."""
     return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
 
 
 def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> Array:
     """Return logits f32[B, L, V] for tokens and segments i32[B, L]: row j is the distribution of token j + 1."""
-    return model.unembed(params, read(model, params, tokens, segments).hidden)
+    return model.unembed(params, forward_packed(model, params, tokens, segments).hidden)
 
 
 def teach(target: LanguageModel, teacher: PyTree, batch: Batch) -> Lesson:
     """Run the target over a batch once, without a gradient."""
-    output = read(target, teacher, batch.tokens[:, :-1], batch.segments[:, :-1])
+    output = forward_packed(target, teacher, batch.tokens[:, :-1], batch.segments[:, :-1])
     return jax.lax.stop_gradient(Lesson(output, target.unembed(teacher, output.hidden)))

@@ -79,13 +79,13 @@ def init_cache(*, layers: int, batch: int, slots: int, kv_heads: int, head_dim: 
     return KVCache(k=tuple(empty() for _ in range(layers)), v=tuple(empty() for _ in range(layers)))
 
 
-def write(buffer: Any, rows: Array, start: Array) -> Any:
+def write_slots(buffer: Any, rows: Array, start: Array) -> Any:
     """Write rows [B, N, ...] into buffer [B, S, ...] at slots `start[b] .. start[b] + N - 1`, in place under jit.
 
     All of these slots must exist. `Int8Rows` quantizes the rows first.
     """
     if isinstance(buffer, Int8Rows):
-        return jax.tree.map(lambda b, r: write(b, r, start), buffer, Int8Rows.of(rows))
+        return jax.tree.map(lambda b, r: write_slots(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
     if buffer.shape[0] == 1:  # one slice update needs neither a loop nor a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
@@ -146,7 +146,7 @@ def slots(cache: Any) -> int:
     return jax.tree.leaves(cache)[0].shape[1]
 
 
-def commit(cache: Any, start: Array, path: Array) -> Any:
+def commit_path(cache: Any, start: Array, path: Array) -> Any:
     """Move the rows of the accepted path to the slots that a chain would have used.
 
     Node j was written to slot `start + j`; the node at depth d of the path must end in slot `start + d`. The
@@ -165,18 +165,18 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
     def move(buffer: Array) -> Array:
         tpu = _take_short if _is_short(buffer) else _take_rows
         rows = lax.platform_dependent(buffer, source, tpu=tpu, default=_take_rows)
-        return write(buffer, rows, start + 1)
+        return write_slots(buffer, rows, start + 1)
 
     return jax.tree.map(move, cache)
 
 
-def put(cache: Any, rows: Array, new: Any) -> Any:
+def put_rows(cache: Any, rows: Array, new: Any) -> Any:
     """Replace rows i32[b] of the cache with those of `new`, in place under jit; the first axis of every leaf is B.
 
     An entry of B or more is dropped. Row numbers must be unique.
 
     >>> old, new = jnp.zeros((3, 2)), jnp.ones((2, 2))
-    >>> put(old, jnp.asarray([2, 3]), new)[:, 0].tolist()
+    >>> put_rows(old, jnp.asarray([2, 3]), new)[:, 0].tolist()
     [0.0, 0.0, 1.0]
     """
     return jax.tree.map(lambda a, b: a.at[rows].set(b, mode="drop"), cache, new)

@@ -21,7 +21,7 @@ from mars_jax.core.controls import pad_controls
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.given import (
     begun,
-    check_asked,
+    check_is_prompts,
     check_pair,
     check_params,
     check_places,
@@ -34,7 +34,7 @@ from mars_jax.core.given import (
 from mars_jax.core.pick import leading
 from mars_jax.core.prefill import chunk_of, observing, prefill
 from mars_jax.core.rule import Evidence, Rule, for_rows, structure
-from mars_jax.core.step import commit, emit, judge, propose, score, step_keys
+from mars_jax.core.step import commit, emit, judge, propose, score_tree, step_keys
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
 from mars_jax.mesh.axes import by_rows
 from mars_jax.utils.errors import MarsError, check_count
@@ -165,7 +165,7 @@ class Decoder:
             arrays have the wrong shape or dtype. If values are concrete, also lengths outside 1 .. t and tokens
             outside the vocabulary; see `core.given`.
         """
-        check_asked(prompts)
+        check_is_prompts(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
         if structure(prompts.rule) != self.rule_structure:
             raise MarsError(
@@ -185,7 +185,7 @@ class Decoder:
         conditions = Conditions.of(params, state)
         tree, draft = propose(self.drafter, params, state, conditions, draft_keys)
         nodes = conditions.at(tree)
-        scores = score(self.drafter, self.target, params, state, tree, nodes)
+        scores = score_tree(self.drafter, self.target, params, state, tree, nodes)
         verdict, rule, trusted = judge(params, state, tree, scores, nodes, verify_keys)
         with jax.named_scope("update"):
             draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
@@ -280,7 +280,7 @@ class Decoder:
             check_same(name, getattr(state, name), getattr(new, name), rows=False)
         cache = self.target.put(state.cache, rows, new.cache)
         uncached = dataclasses.replace(state, cache=())
-        uncached = kv_cache.put(uncached, rows, dataclasses.replace(new, cache=()))
+        uncached = kv_cache.put_rows(uncached, rows, dataclasses.replace(new, cache=()))
         return dataclasses.replace(uncached, cache=cache)
 
     def _check_state(self, state: DecodeState) -> None:

@@ -11,7 +11,7 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.cache import write
+from mars_jax.core.cache import write_slots
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Visible
 
 
@@ -43,8 +43,8 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
 
     def forward(params, tokens: Array, visible: Visible, cache: KVCache) -> ForwardOutput:
         positions = visible.positions
-        k = write(cache.k[0], tokens[:, :, None, None], visible.slot)
-        v = write(cache.v[0], positions[:, :, None, None], visible.slot)
+        k = write_slots(cache.k[0], tokens[:, :, None, None], visible.slot)
+        v = write_slots(cache.v[0], positions[:, :, None, None], visible.slot)
         mask = visible.dense(cache.slots)
         cached_token = k[:, None, :, 0, 0].astype(jnp.uint32)
         cached_position = v[:, None, :, 0, 0].astype(jnp.uint32)

@@ -54,7 +54,7 @@ def check_params(params: Any) -> None:
     check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")
 
 
-def check_asked(prompts: Any) -> None:
+def check_is_prompts(prompts: Any) -> None:
     """Raise MarsError unless `prompts` is a `Prompts`."""
     check_type("prompts", prompts, Prompts, "Prompts(tokens, length, controls, rule, keys)")
 

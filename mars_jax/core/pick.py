@@ -89,10 +89,10 @@ def _compare(values: Array, places: Array) -> Array:
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)
 
 
-def put(size: int, places: Array, values: Array) -> Array:
+def scatter_integers(size: int, places: Array, values: Array) -> Array:
     """Scatter integer values [B, P] into zeros [B, size] at places i32[B, P], which are distinct and in [0, size).
 
-    >>> put(4, jnp.asarray([[2, 0]]), jnp.asarray([[7, 5]])).tolist()
+    >>> scatter_integers(4, jnp.asarray([[2, 0]]), jnp.asarray([[7, 5]])).tolist()
     [[5, 0, 7, 0]]
     """
 

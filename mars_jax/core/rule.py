@@ -25,11 +25,11 @@ from mars_jax.mesh.axes import vocabulary_axes
 from mars_jax.utils.errors import MarsError, short_repr
 from mars_jax.utils.user_code import (
     MODULES,
-    definition,
     described,
     failure,
     frames_in,
     is_user_module,
+    location_of,
 )
 
 
@@ -348,7 +348,7 @@ def wrong_result(rule: Any, method: str, returned: str, expected: str | None = N
     """Return the error that a method of a rule returned a value of the wrong kind."""
     function = getattr(type(rule), method)
     return MarsError(
-        f"the rule {type(rule).__name__} fails in {definition(function)}: {method} returned {returned}; expected "
+        f"the rule {type(rule).__name__} fails in {location_of(function)}: {method} returned {returned}; expected "
         f"{expected or EXPECTED[method]}."
     )
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import kernels_pallas
-from kernels_pallas import TopK, sharded_top_k
+from kernels_pallas import TopKEntries, sharded_top_k
 from mars_jax.core.sums import total
 from mars_jax.core.types import Controls, DraftTree
 from mars_jax.mesh.axes import over_vocabulary
@@ -229,7 +229,7 @@ def _argmax(logits: Array) -> Array:
     return block * BLOCK + jnp.argmax(_block(blocks, block), axis=-1).astype(jnp.int32)
 
 
-def top_k(logits: Array, k: int) -> TopK:
+def top_k_logits(logits: Array, k: int) -> TopKEntries:
     """Return the k largest logits of f32[..., V] as `lax.top_k`, ties to the smaller id, and the logsumexp of the row.
 
     If the vocabulary is sharded, each device sends only its k largest, in one collective.

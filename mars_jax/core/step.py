@@ -87,7 +87,7 @@ class Scores(NamedTuple):
     logits: Array  # f32[B, N, V]; with edits and constraints; `raw` itself if there are none
 
 
-def score(
+def score_tree(
     drafter: Drafter, target: LanguageModel, params: Params, state: DecodeState, tree: DraftTree, nodes: Nodes
 ) -> Scores:
     """Run one forward of the target over the tree: row i of the logits is p(. | the text up to node i).

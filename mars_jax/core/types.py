@@ -320,10 +320,10 @@ class LanguageModel(NamedTuple):
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
-    commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit
+    commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
     # (cache, rows i32[b], new) -> cache: put the b rows of `new` into these rows; a row of B or more is dropped.
     # Only targets need it: drafter states always have [B, ...] leaves.
-    put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put
+    put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
 
 

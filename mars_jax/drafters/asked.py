@@ -25,7 +25,7 @@ class LoadedDrafter(NamedTuple):
     # i32[U]; the target's id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
     # prepares a constraint's tables for it.
     draft_ids: Array | None = None
-    sizes: Sizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
+    sizes: DraftSizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
     # Yields the steps of a batch, in place of `refill.advance`. Rows then do not refill.
     steps: Steps | None = None
     max_positions: int | None = None  # the longest context that its weights were trained for
@@ -41,7 +41,7 @@ class LoadedDrafter(NamedTuple):
         return speculative_decoder(target, self.drafter, verify)
 
 
-class Sizes(Protocol):
+class DraftSizes(Protocol):
     """Drafters of several sizes over one state; implemented by `drafters.sized.Sizes`."""
 
     drafters: tuple[Drafter, ...]

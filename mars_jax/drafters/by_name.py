@@ -124,7 +124,7 @@ def load(
     elif tree is None:
         tree = usual_tree
     loaded_drafter = row.load(Asked(target, path, length, tree, sample, dtype, head_embed))
-    check_finite(path, loaded_drafter.params)
+    check_finite_weights(path, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 
 
@@ -164,7 +164,7 @@ def _is_finite(weight: Any) -> bool:
     return bool(np.all(np.isfinite(host)))
 
 
-def check_finite(name: str, params: PyTree) -> None:
+def check_finite_weights(name: str, params: PyTree) -> None:
     """Raise MarsError if any weight of a draft is infinite or NaN.
 
     Bad target weights show in the output. A bad draft would only be rejected every time, so check its weights.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.sampling import if_greedy, is_greedy, process, top_k
+from mars_jax.core.sampling import if_greedy, is_greedy, process, top_k_logits
 from mars_jax.core.types import NO_TOKEN, Controls
 
 
@@ -40,14 +40,14 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
     """
     greedy = is_greedy(controls)[:, None, None]
     filtered = jnp.where(greedy, logits, process(logits, controls))
-    best = top_k(filtered, k)
+    best = top_k_logits(filtered, k)
     likeliest = jnp.minimum(best.values - best.logsumexp[..., None], 0.0)
 
     def noisy() -> tuple[Array, Array]:
         # The default float32 Gumbel has too few distinct values in its upper tail: with a large vocabulary, likely
         # winners tie. mode="high" has enough.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], mode="high"))(keys)
-        winners = top_k(jnp.where(greedy, filtered, filtered + noise), k)
+        winners = top_k_logits(jnp.where(greedy, filtered, filtered + noise), k)
         ids = jnp.where(winners.values > -jnp.inf, winners.ids, NO_TOKEN)
         chosen_logits = jnp.take_along_axis(filtered, winners.ids, axis=2, mode="promise_in_bounds")
         return ids, jnp.minimum(chosen_logits - best.logsumexp[..., None], 0.0)

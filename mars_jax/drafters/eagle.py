@@ -185,7 +185,7 @@ class Eagle(ShapedDrafter):
 eagle = Eagle
 
 
-def load_eagle(asked: Asked) -> LoadedDrafter:
+def load_eagle_drafter(asked: Asked) -> LoadedDrafter:
     """Load `eagle` from a head's checkpoint.
 
     Raises:
@@ -207,7 +207,7 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
 register(
     "eagle",
     Eagle,
-    load_eagle,
+    load_eagle_drafter,
     path="PATH",
     head=True,
     grows=True,

@@ -22,8 +22,8 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core.guide import Guide
-from mars_jax.core.pick import pick, put
-from mars_jax.core.sampling import argmax, process, sample_processed, top_k
+from mars_jax.core.pick import pick, scatter_integers
+from mars_jax.core.sampling import argmax, process, sample_processed, top_k_logits
 from mars_jax.core.tree import chain, static_topology
 from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Visible
 from mars_jax.drafters.draw import draw_siblings, with_leaves
@@ -218,7 +218,7 @@ def _static(
             drawn_from.append(drawn.logits)
             ids = drawn.ids
         else:
-            best = top_k(logits, width).ids if width > 1 else argmax(logits)[..., None]
+            best = top_k_logits(logits, width).ids if width > 1 else argmax(logits)[..., None]
             ids = steering.tokens(best, states)
         return jnp.where(alive[..., None], ids, NO_TOKEN).reshape(batch, -1)
 
@@ -319,7 +319,7 @@ def _dynamic(
             # its parent.
             ranks = jnp.minimum(path + drawn.likeliest, rank[..., None])
             return _Children(flat(drawn.ids), flat(ranks), flat(path + drawn.log_q)), drawn.logits
-        best_tokens = top_k(logits, k)
+        best_tokens = top_k_logits(logits, k)
         # Rounding can make a log-probability positive. Clip it, so that no child is likelier than its parent.
         log_q = steering.only_allowed(
             jnp.minimum(best_tokens.values - best_tokens.logsumexp[..., None], 0.0), best_tokens, states
@@ -386,7 +386,7 @@ def _dynamic(
     tree, kept_ids = keep(shape, root, Candidates(all_tokens, all_ranks, all_parents, all_depths))
     rows = jnp.broadcast_to(1 + jnp.arange(extended.shape[1], dtype=jnp.int32), extended.shape)
     # Inverse of `extended`: 1 + the row of each candidate, and 0 for candidates that were not extended.
-    row_of = put(shape.candidates, extended, rows)
+    row_of = scatter_integers(shape.candidates, extended, rows)
     node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(row_of, kept_ids)], axis=1)
     if q is not None:
         # Row 0 is the root's. Nodes that were not extended have no children, so their logits are never read.
@@ -411,7 +411,7 @@ def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree
     kept_ids = jnp.sort(lax.top_k(candidates.ranks, n - 1)[1], axis=1)
     nodes = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
     # i32[B, C]: the tree node of each candidate; 0 for dropped candidates, which are no kept candidate's parent.
-    node_of = put(len(candidates.depths), kept_ids, nodes)
+    node_of = scatter_integers(len(candidates.depths), kept_ids, nodes)
     parent = pick(candidates.parents, kept_ids)
     parent = jnp.where(parent < 0, 0, pick(node_of, jnp.maximum(parent, 0)))
     alive = pick(candidates.ranks, kept_ids) > -jnp.inf

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import TopK
+from kernels_pallas import TopKEntries
 from mars_jax.core.guide import DEAD, Guide
 from mars_jax.core.sampling import argmax
 from mars_jax.core.types import NO_TOKEN
@@ -83,7 +83,7 @@ class Steering(NamedTuple):
             return self.growth.to_target(argmax(logits))
         return self.tokens(argmax(logits)[..., None], states)[..., 0]
 
-    def only_allowed(self, log_q: Array, best: TopK, states: Array | None) -> Array:
+    def only_allowed(self, log_q: Array, best: TopKEntries, states: Array | None) -> Array:
         """Return the log-probabilities f32[B, W, k] of a greedy draft's best tokens, -inf for forbidden ones.
 
         If all are forbidden and the constraint forces a token, which `tokens` puts first, its log-probability is 0.

@@ -11,7 +11,7 @@ from typing import Any
 
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope_config import read_rope, write_scaling
-from mars_jax.hub.values import count, given, of_its_kind, token_ids
+from mars_jax.hub.values import config_token_ids, count, of_its_kind, value_or_default
 from mars_jax.models.config import ModelConfig, check_parts
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import JSON_BYTES
@@ -66,16 +66,16 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
         )
     check_parts(data["num_hidden_layers"])  # before lists of this length are created
     key = FAMILIES[family].activation
-    activation = given(data, key, defaults.get(key, "silu"))
+    activation = value_or_default(data, key, defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:
         raise MarsError(
             f"{key} '{activation}' is not supported: the supported ones are {', '.join(_ACTIVATIONS)}."
         )
     eos = (
-        *token_ids(data, "eos_token_id", "config.json"),
-        *token_ids(generation or {}, "eos_token_id", "generation_config.json"),
+        *config_token_ids(data, "eos_token_id", "config.json"),
+        *config_token_ids(generation or {}, "eos_token_id", "generation_config.json"),
     )
-    bos = token_ids(data, "bos_token_id", "config.json")
+    bos = config_token_ids(data, "bos_token_id", "config.json")
     heads = data["num_attention_heads"]
     fields: dict[str, Any] = {
         "family": family,
@@ -87,7 +87,7 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
         "num_kv_heads": count(data, "num_key_value_heads", heads) if heads > 0 else 0,
         "head_dim": 0 if data.get("head_dim") is None else count(data, "head_dim", 0),
         "max_positions": count(data, "max_position_embeddings", 2048),
-        "norm_eps": float(given(data, "rms_norm_eps", 1e-6)),
+        "norm_eps": float(value_or_default(data, "rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(data.get("tie_word_embeddings", False)),
         "activation": _ACTIVATIONS[activation],
         "bos_token_id": bos[0] if bos else None,

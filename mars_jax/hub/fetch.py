@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import assets
-from mars_jax.assets.catalogue import MODELS, ModelRow, named
+from mars_jax.assets.catalogue import MODELS, ModelRow, find_model_row
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 
@@ -130,7 +130,7 @@ def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
     """Return the error for a failed download. `wanted` is the argument of `hf download`."""
     from huggingface_hub.errors import GatedRepoError
 
-    suggestion = "" if named(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
+    suggestion = "" if find_model_row(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
     cure = f"check the name and your access, or run hf download {wanted} where there is a network."
     if isinstance(error, GatedRepoError):
         cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."

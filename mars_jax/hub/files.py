@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from mars_jax import assets
-from mars_jax.assets.catalogue import MODELS, named
+from mars_jax.assets.catalogue import MODELS, find_model_row
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
@@ -69,7 +69,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
     Raises:
       MarsError: there is no such directory or file, or the download fails.
     """
-    local, row = _local(name_or_path), named(os.fspath(name_or_path))
+    local, row = _local(name_or_path), find_model_row(os.fspath(name_or_path))
     if local is not None:
         return local
     if row is not None and row.file:
@@ -83,7 +83,7 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
     >>> is_here("tiny/target"), is_here("./nowhere")
     (True, False)
     """
-    row = named(os.fspath(name_or_path))
+    row = find_model_row(os.fspath(name_or_path))
     try:
         if _local(name_or_path) is not None:
             return True
@@ -110,7 +110,7 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
         installed, or it is not part of the wheel.
     """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
-    embedded, row = assets.path(name), named(name)
+    embedded, row = assets.path(name), find_model_row(name)
     # A local folder with the name of a known model counts only if it contains a checkpoint.
     if path.is_dir() and ((embedded or row) is None or (path / "config.json").is_file()):
         return path
@@ -209,7 +209,8 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
                 yield {
                     key: tensor
                     for key, tensor in shard_tensors.items()
-                    if (named := weight_map.get(key, shard)) == shard or key not in shards[named]
+                    if (find_model_row := weight_map.get(key, shard)) == shard
+                    or key not in shards[find_model_row]
                 }
             return
     raise MarsError(

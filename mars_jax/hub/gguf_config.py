@@ -49,7 +49,7 @@ reads other keys, such as `residual_scale`, only for other architectures.
 """
 
 
-def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
+def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     """Read the config of a GGUF file and the dtype of its matrices; None if they are quantised or have several dtypes.
 
     Raises:
@@ -62,7 +62,7 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
         )
     try:
         with of_its_kind("it holds metadata", "download it again"):
-            config = from_json(to_json(file))
+            config = from_json(gguf_to_json(file))
             _check_forward(file, config)
     except MarsError as error:
         raise MarsError(f"'{file.path}': {error}") from None
@@ -71,7 +71,7 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     return config, kinds.get(matrices.pop()) if len(matrices) == 1 else None
 
 
-def to_json(file: GGUFFile) -> dict[str, Any]:
+def gguf_to_json(file: GGUFFile) -> dict[str, Any]:
     """Return the contents of config.json that can be derived from a file."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:

@@ -21,9 +21,9 @@ from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
-from mars_jax.hub.packed_files import packing, unpacked
+from mars_jax.hub.packed_files import packing, unpacked_tensors
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.hub.scaled_files import scaled
+from mars_jax.hub.scaled_files import dequantized_tensors
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
@@ -60,7 +60,7 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 def read_path(path: Path) -> tuple[ModelConfig, str | None]:
     """Read the config of a directory or a GGUF file, and its dtype; None if it has no single dtype."""
-    return gguf_config.read_config(read_gguf(path)) if is_gguf(path) else read_directory(path)
+    return gguf_config.read_gguf_config(read_gguf(path)) if is_gguf(path) else read_directory(path)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
@@ -257,7 +257,7 @@ def check_tensors(
         )
 
 
-def convert(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
+def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
     """Convert a whole tensor to an array of params. `bits` is from `quantize.bits_of`.
 
     Raises:
@@ -282,9 +282,10 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     else:
         packing_config = packing(directory)
         files = tensors(directory)
-        files = (
-            scaled(directory, files) if packing_config is None else unpacked(directory, files, packing_config)
-        )
+        if packing_config is None:
+            files = dequantized_tensors(directory, files)
+        else:
+            files = unpacked_tensors(directory, files, packing_config)
     grouped = collect(files, _alias)
     table = {row.name: row for row in weights(config)}
 

@@ -124,7 +124,7 @@ def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [weights for weights in settings if isinstance(weights, dict)]
 
 
-def unpacked(
+def unpacked_tensors(
     directory: Path, files: Iterable[Mapping[str, Tensor]], config: Mapping[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a checkpoint's files, with each packed matrix as one tensor `NAME.weight`.

@@ -30,7 +30,9 @@ from mars_jax.utils.errors import MarsError
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
 
-def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def dequantized_tensors(
+    directory: Path, files: Iterable[Mapping[str, Tensor]]
+) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a checkpoint's files, with matrices that have scales dequantised.
 
     Raises:

@@ -9,11 +9,11 @@ from typing import Any
 from mars_jax.utils.errors import MarsError
 
 
-def given(data: dict[str, Any], key: str, default: Any) -> Any:
+def value_or_default(data: dict[str, Any], key: str, default: Any) -> Any:
     """Return the value of a key; `default` if the key is absent or null.
 
-    >>> given({"rope_theta": 0}, "rope_theta", 10000.0), given({"rope_theta": None}, "rope_theta", 10000.0)
-    (0, 10000.0)
+    >>> [value_or_default({"rope_theta": value}, "rope_theta", 10000.0) for value in (0, None)]
+    [0, 10000.0]
     """
     value = data.get(key)
     return default if value is None else value
@@ -25,22 +25,22 @@ def count(data: dict[str, Any], key: str, default: int) -> int:
     Raises:
       MarsError: the value is anything else.
     """
-    value = given(data, key, default)
+    value = value_or_default(data, key, default)
     if type(value) is not int or value < 1:  # not isinstance, which would accept JSON's true
         raise MarsError(f"{key} is {value!r}: expected a whole number of at least 1.")
     return value
 
 
-def token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
+def config_token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
     """Return one token id or a list of them as a tuple; () if the key is absent or null.
 
     Raises:
       MarsError: the value is anything else. The message names `file`.
 
-    >>> token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
+    >>> config_token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
     (1, 106)
     """
-    value = given(data, key, [])
+    value = value_or_default(data, key, [])
     ids = value if isinstance(value, list) else [value]
     if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         raise MarsError(f"{key} of {file} is {value!r}: expected a token id, or a list of token ids.")

@@ -46,8 +46,8 @@ class Cache:
     def __init__(
         self,
         slots: Callable[[PyTree], int] = kv_cache.slots,
-        commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit,
-        put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put,
+        commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path,
+        put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows,
     ):
         self.slots, self.commit, self.put = slots, commit, put
 

@@ -40,14 +40,14 @@ from mars_jax.models.config import Rope
 from mars_jax.models.shardings import params_shardings
 from mars_jax.serve.prepare import AnyRule, bucket, loaded_rule, prepared
 from mars_jax.serve.queue import Queue, Shares
-from mars_jax.serve.requests import Request, total
+from mars_jax.serve.requests import Request, total_metrics
 from mars_jax.serve.session import default_rows
 from mars_jax.utils.errors import MarsError
 
 if TYPE_CHECKING:
     MarsRollout: Any
 
-__all__ = ["MarsRollout", "Rollout", "config_of", "params_of"]
+__all__ = ["MarsRollout", "Rollout", "config_of", "params_from_state"]
 
 SAME = 2e-2
 """Largest difference that bfloat16's rounding causes between the actor's logits and ours, relative to their standard
@@ -86,7 +86,7 @@ def config_of(actor: Any) -> ModelConfig:
     )
 
 
-def params_of(state: PyTree, config: ModelConfig) -> PyTree:
+def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
     """Convert the nnx state of one of Tunix's models to our params: a pure function of transposes and copies.
 
     Under `jax.jit` the result shares no memory with the state, so a trainer may donate its state.
@@ -251,7 +251,7 @@ class Rollout:
             )
         )
         completions = [by_index[i] for i in range(len(requests))]
-        self.metrics = total(completions)
+        self.metrics = total_metrics(completions)
         if any(completion.finish_reason == "failed" for completion in completions):
             raise MarsError("the policy's logits are not finite: its weights hold NaN, or overflow.")
         tokens = [np.asarray(completion.tokens, np.int32) for completion in completions]
@@ -370,10 +370,10 @@ def _is_function(drafter: Any) -> bool:
 
 @functools.cache
 def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
-    """Return `params_of`, compiled, with a cast to `dtype` and on a mesh the shardings for decoding."""
+    """Return `params_from_state`, compiled, with a cast to `dtype` and on a mesh the shardings for decoding."""
 
     def take(state: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.astype(dtype), params_of(state, config))
+        return jax.tree.map(lambda x: x.astype(dtype), params_from_state(state, config))
 
     return jax.jit(take, out_shardings=None if mesh is None else params_shardings(config, mesh))
 
@@ -403,7 +403,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
 
         @jax.jit
         def logits(state: PyTree, candidate: ModelConfig = candidate, model: LanguageModel = model) -> Array:
-            params = params_of(state, candidate)
+            params = params_from_state(state, candidate)
             zero = jnp.zeros((1,), jnp.int32)
             out = model.forward(params, ids, Visible.causal(zero, count), model.init_cache(1, count))
             return model.unembed(params, out.hidden)

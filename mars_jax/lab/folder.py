@@ -66,7 +66,7 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
         fresh = not compare_settings(folder / SETTINGS, settings, folder, flag)
         try:
             if fresh:
-                write_json(folder / SETTINGS, settings)
+                write_shared_json(folder / SETTINGS, settings)
         except OSError as error:
             raise _unwritable(folder, error, flag) from None
         try:
@@ -127,13 +127,13 @@ def _unwritable(folder: Path, error: OSError, flag: str) -> MarsError:
     )
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_shared_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically from the first process of a mesh. Return when it is on disk."""
     if hosts.is_first():
         write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_shared_json(path: Path) -> Any:
     """Return, in every process, the value that the first process of a mesh has on disk, or None if there is no file."""
     data = path.read_bytes() if hosts.is_first() and path.exists() else b""
     data = hosts.broadcast_bytes(data)

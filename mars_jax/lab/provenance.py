@@ -40,14 +40,14 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 
     report = {
         **stamp(),
-        "command": command(sys.argv),
+        "command": portable_command(sys.argv),
         **machine(),
         "mars-jax": __version__,
         **{name: version(name) for name in ("jax", *packages)},
     }
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(ROOT / "scripts") and script.is_file():
-        report["script"] = {script.relative_to(ROOT).as_posix(): digest(script.read_bytes())}
+        report["script"] = {script.relative_to(ROOT).as_posix(): short_digest(script.read_bytes())}
     if texts := [Path(path) for path in data]:
         report["data"] = {path.name: _digest_of(path) for path in texts}
     if weights:
@@ -80,7 +80,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def digest(data: bytes) -> str:
+def short_digest(data: bytes) -> str:
     """Return a short hash of the bytes of a file."""
     return hashlib.sha256(data).hexdigest()[:12]
 
@@ -88,9 +88,11 @@ def digest(data: bytes) -> str:
 def _digest_of(path: Path) -> str:
     """Return the digest of a file, or of the names and digests of the files in a folder."""
     if path.is_file():
-        return digest(path.read_bytes())
-    parts = [f"{file.name} {digest(file.read_bytes())}" for file in sorted(path.iterdir()) if file.is_file()]
-    return digest("\n".join(parts).encode())
+        return short_digest(path.read_bytes())
+    parts = [
+        f"{file.name} {short_digest(file.read_bytes())}" for file in sorted(path.iterdir()) if file.is_file()
+    ]
+    return short_digest("\n".join(parts).encode())
 
 
 def cores() -> list[int]:
@@ -100,10 +102,10 @@ def cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def command(arguments: list[str]) -> str:
+def portable_command(arguments: list[str]) -> str:
     """Return a command line without local folders. A path outside the checkout is reduced to its last part.
 
-    >>> command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
+    >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
     inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]

@@ -29,7 +29,7 @@ class ThetaFile(NamedTuple):
     spec: str  # spec of the rule
     rule: dict[str, Any]  # all settings of the rule except theta
     settings: dict[str, Any]  # keyed by `SETTINGS`
-    weights: dict[str, str]  # from `fingerprints`
+    weights: dict[str, str]  # from `pair_fingerprints`
 
     @property
     def choice(self) -> RuleChoice:
@@ -47,7 +47,9 @@ class ThetaFile(NamedTuple):
                 calibrated, current = self.settings[name], run[name]
                 if name in ("target", "draft"):
                     calibrated, current = _last(calibrated), _last(current)
-                self._compare(name, plain(calibrated), plain(current), self.settings[name], run[name])
+                self._compare(
+                    name, json_restored(calibrated), json_restored(current), self.settings[name], run[name]
+                )
 
     def check_rule(self, rule: RuleChoice) -> None:
         """Raise MarsError if a run has another rule, apart from theta."""
@@ -61,8 +63,8 @@ class ThetaFile(NamedTuple):
                 self._compare(name, self.rule.get(name), value, self.rule.get(name), value)
 
     def check_weights(self, target: Any, drafter: Any, rule: Any) -> None:
-        """Raise MarsError if the weights of a run are not those of the calibration; see `fingerprints`."""
-        run_weights = fingerprints(target, drafter, rule)
+        """Raise MarsError if the weights of a run are not those of the calibration; see `pair_fingerprints`."""
+        run_weights = pair_fingerprints(target, drafter, rule)
         for name in self.weights | run_weights:
             if self.weights.get(name) != run_weights.get(name):
                 raise MarsError(
@@ -115,7 +117,7 @@ def file_of(given: Given) -> ThetaFile:
     return read_theta(given.text)
 
 
-def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
+def pair_fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
     """Return a fingerprint of every component that has weights. With several processes, all of them must call this.
 
     Args:
@@ -188,10 +190,10 @@ def read_theta(path: str) -> ThetaFile:
     return ThetaFile(path, theta, spec, rule, settings, weights)
 
 
-def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def run_settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """Return the settings of a run from its flags, and `more`. Without `more`, the temperature is left to the file."""
     flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}
-    return {name: plain(value) for name, value in (flags | more).items()}
+    return {name: json_restored(value) for name, value in (flags | more).items()}
 
 
 def _last(name: Any) -> Any:
@@ -199,7 +201,7 @@ def _last(name: Any) -> Any:
     return str(name).rpartition("/")[2] or name
 
 
-def plain(value: Any) -> Any:
+def json_restored(value: Any) -> Any:
     """Return a setting as JSON would restore it. A dynamic tree becomes a dict, unlike a static tree."""
     if isinstance(value, Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
@@ -207,4 +209,6 @@ def plain(value: Any) -> Any:
 
 
 def _word(value: Any) -> str:
-    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(plain(value))
+    if value is None:
+        return "default"
+    return f"{value:g}" if isinstance(value, float) else str(json_restored(value))

@@ -107,7 +107,8 @@ def _attend_by_mask(
 ) -> tuple[Array, Rows, Rows]:
     if new is not None:
         k, v = (
-            hold_heads(kv_cache.write(cached, rows, slot)) for cached, rows in zip((k, v), new, strict=True)
+            hold_heads(kv_cache.write_slots(cached, rows, slot))
+            for cached, rows in zip((k, v), new, strict=True)
         )
     return attend(q, k, v, mask, live, scale=scale, cap=cap, flash=flash), k, v
 
@@ -197,7 +198,9 @@ def _kernel(
     # Int8 rows need scales, which are computed here and stored separately. XLA also writes the rows of a prompt's
     # chunk: in the last layer it then drops the attention, whose result is unused.
     if new is not None:
-        k, v = (kv_cache.write(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True))
+        k, v = (
+            kv_cache.write_slots(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True)
+        )
     (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
     out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **options)
     return out, k, v

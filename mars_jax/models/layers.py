@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.dispatch import with_gradient_of
 from kernels_pallas.int4 import xla as int4_xla
 from kernels_pallas.int4.api import dense_int4
-from kernels_pallas.int4.mosaic import fits
+from kernels_pallas.int4.mosaic import supports_product
 from mars_jax.core.sums import total
 from mars_jax.mesh import axes as mesh
 from mars_jax.models.quantize import Int4, Int8, Quantized
@@ -104,7 +104,7 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
         size // parts if dimension_things else size
         for size, dimension_things in zip(w.shape, (outputs, inputs), strict=True)
     )
-    if not fits(x.shape[0], inner, out, w.values.shape[1]):
+    if not supports_product(x.shape[0], inner, out, w.values.shape[1]):
         return _dense_int4(x, w)
     on_device = functools.partial(dense_int4, chip=mesh.device_kind(), platform="tpu")
     if axes is None:

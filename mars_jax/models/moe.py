@@ -73,7 +73,7 @@ def _gmm(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def _megablox(x: Array, w: Array, sizes: Array) -> Array:
-    ragged = experts_xla.dense_by_expert
+    ragged = experts_xla.ragged_product
     return with_gradient_of(ragged, kernel_on("tpu", _gmm, ragged))(x, w, sizes)
 
 
@@ -89,7 +89,7 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
     [[1.0], [3.0], [3.0]]
     """
-    ragged = experts_xla.dense_by_expert
+    ragged = experts_xla.ragged_product
     # Loops of dynamic length and kernels have no derivative.
     blocks = with_gradient_of(ragged, _blocks)
     if isinstance(w, Int8):

@@ -153,7 +153,7 @@ def _ring_layer(
             for (_, *new_rows), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [
-                        kv_cache.write(cached, jnp.split(part, 2, axis=1)[half], visible.slot)
+                        kv_cache.write_slots(cached, jnp.split(part, 2, axis=1)[half], visible.slot)
                         for cached, part in zip(rows, new_rows, strict=True)
                     ]
 

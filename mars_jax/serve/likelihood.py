@@ -86,7 +86,7 @@ def score(
     results: list[Scored | None] = [None] * len(texts)
     if target.mesh is not None:
         rows += -rows % size_of("data", target.mesh)
-    for group, tokens in batches(texts, rows, target.config.max_positions):
+    for group, tokens in batches_by_length(texts, rows, target.config.max_positions):
         with target.on_mesh():
             log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(group):
@@ -96,7 +96,7 @@ def score(
     return [scored for scored in results if scored is not None]
 
 
-def batches(
+def batches_by_length(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.

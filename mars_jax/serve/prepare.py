@@ -17,7 +17,7 @@ import numpy as np
 from mars_jax import drafters
 from mars_jax.constraints import vocabulary
 from mars_jax.constraints.automaton import FIRST
-from mars_jax.constraints.batch_tables import Compiled, compiled, joined
+from mars_jax.constraints.batch_tables import Compiled, compiled, join_tables
 from mars_jax.constraints.spans import state_after
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import decode
@@ -91,7 +91,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
     words = _vocabulary(target, any(c.kind != "tokens" for c in constraints) or bool(spans))
     return RequestGuides(
         constraint=compiled(constraints, words) if constraints else None,
-        span=joined({span: span.table(words) for span in spans}, len(words.tokens)) if spans else None,
+        span=join_tables({span: span.table(words) for span in spans}, len(words.tokens)) if spans else None,
         words=words,
     )
 

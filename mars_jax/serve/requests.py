@@ -16,7 +16,7 @@ import numpy as np
 
 from mars_jax import constraints
 from mars_jax.constraints import Constraint
-from mars_jax.constraints.spans import Spans, names_of
+from mars_jax.constraints.spans import Spans, checked_spans
 from mars_jax.core.edits import bias_of
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
@@ -408,7 +408,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
         expected = f"one of the {size} tokens of '{target.name}'"
         return tuple(bias_of(token, x, size, expected) for token, x in _pairs(value).items())
     if name in ("relax_in", "strict_in"):
-        return names_of(value)
+        return checked_spans(value)
     return value  # a constraint
 
 
@@ -434,7 +434,7 @@ def check_request(target: Pretrained, request: Request) -> None:
         REQUEST[name].check(getattr(request, name))
 
 
-def total(completions: Sequence[Completion]) -> Metrics:
+def total_metrics(completions: Sequence[Completion]) -> Metrics:
     """Return the metrics summed over completions."""
     parts = [dataclasses.asdict(c.metrics) for c in completions]
     summed = {name: sum(p[name] for p in parts) for name in parts[0] if name != "depth_histogram"}

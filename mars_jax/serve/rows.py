@@ -127,7 +127,7 @@ class RowFile:
         if torn and self._lock is not None and not (lines or recorded):
             raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
         for number, line in enumerate(lines, start=1):
-            row = parse(line)
+            row = parse_line(line)
             if row is None or row.get("fingerprint") != self.fingerprint:
                 raise MarsError(
                     f"line {number} of '{self.path}' is not a row of this run: choose another {self._flag}, or the "
@@ -266,7 +266,7 @@ def compare_settings(
     """
     if not path.exists():
         return False
-    recorded = parse(path.read_bytes())
+    recorded = parse_line(path.read_bytes())
     if recorded is None:
         raise MarsError(f"'{path}' is damaged: choose another {flag}.")
     version = recorded.get("version", "0.1")
@@ -313,7 +313,7 @@ def _brief(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def parse(line: bytes) -> Row | None:
+def parse_line(line: bytes) -> Row | None:
     """Return the JSON object of a line, or None."""
     try:
         row = json.loads(line)
@@ -384,7 +384,7 @@ def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
 
 def _config(checkpoint: Path) -> bytes:
     if is_gguf(checkpoint):
-        return json.dumps(gguf_config.to_json(read_gguf(checkpoint)), sort_keys=True).encode()
+        return json.dumps(gguf_config.gguf_to_json(read_gguf(checkpoint)), sort_keys=True).encode()
     return (checkpoint / "config.json").read_bytes()
 
 

@@ -26,7 +26,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import AnyRule, Prepared, loaded_rule, of_mesh, prepared
 from mars_jax.serve.queue import Finished, Queue, Said, longest_first
-from mars_jax.serve.requests import Completion, Request, Result, total
+from mars_jax.serve.requests import Completion, Request, Result, total_metrics
 from mars_jax.serve.sizes import with_costs
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError, check_count, check_switch, warn
@@ -208,7 +208,7 @@ class Session:
         completions = [by_index[i] for i in range(len(requests))]
         return Result(
             completions=completions,
-            metrics=total(completions),
+            metrics=total_metrics(completions),
             seconds=time.perf_counter() - began,
             forwards=queue.forwards,
         )

@@ -58,7 +58,7 @@ def failure(
     if frames:
         deepest, line = frames[-1]
         return f"{deepest.co_filename}, line {line}: {deepest.co_name} raised {reason(error)}"
-    return None if code is None else f"{definition(code)}: it raised {reason(error)}"
+    return None if code is None else f"{location_of(code)}: it raised {reason(error)}"
 
 
 def reason(error: BaseException) -> str:
@@ -71,7 +71,7 @@ def reason(error: BaseException) -> str:
     return name if message == name else f"{name} ({message})"
 
 
-def definition(code: Callable[..., Any]) -> str:
+def location_of(code: Callable[..., Any]) -> str:
     """Return "FILE, line N" for where a function or a class is defined, or its name if it has no source file."""
     try:
         return f"{inspect.getsourcefile(code)}, line {inspect.getsourcelines(code)[1]}"
@@ -110,7 +110,7 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
     return target
 
 
-def source_digest(spec: str) -> str | None:
+def spec_file_digest(spec: str) -> str | None:
     """Return a digest of the file that defines the function of a spec. Imported files are not covered."""
     where = spec.rpartition(":")[0]
     path = where if where.endswith(".py") else _from_module(where, spec, "rule").__file__

@@ -47,7 +47,7 @@ class Exact(Rule):
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
         """Verify like `__call__`, but also take the edges in `allowed`, except where y is a stop token."""
         tree, controls = evidence.tree, evidence.controls
-        y = named(evidence)
+        y = target_tokens(evidence)
         target_token = at_parent(tree, y)  # i32[B, N]: y at the parent, the token that a node must hold
         if allowed is not None:
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))
@@ -59,6 +59,6 @@ class Exact(Rule):
 exact = Exact
 
 
-def named(evidence: Evidence) -> Array:
+def target_tokens(evidence: Evidence) -> Array:
     """Return i32[B, N]: the token y that the target chooses at each node."""
     return sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)

@@ -86,7 +86,7 @@ def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any])
         structure(loaded.rule)
     except MarsError:
         raise MarsError(
-            f"the rule is {spec}: {user_code.definition(factory)}: {name} returned {user_code.described(result)}; "
+            f"the rule is {spec}: {user_code.location_of(factory)}: {name} returned {user_code.described(result)}; "
             "expected a rule, a struct.dataclass that derives from verify.Rule (docs/rules.md), or a LoadedRule."
         ) from None
     return loaded

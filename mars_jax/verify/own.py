@@ -79,7 +79,7 @@ def find(spec: str) -> Definition:
 
 def source_digest(spec: str) -> str | None:
     """Return a digest of the file that defines a user's rule or judge, or None for a registered rule."""
-    return user_code.source_digest(spec) if is_own(spec) else None
+    return user_code.spec_file_digest(spec) if is_own(spec) else None
 
 
 def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:

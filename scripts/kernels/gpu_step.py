@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from mars_jax.core.types import PyTree
 from mars_jax.lab.commands.check import device_check, large
-from mars_jax.lab.commands.check.large import Arm, Pair
+from mars_jax.lab.commands.check.large import RandomPair, TimedArm
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
@@ -73,8 +73,8 @@ class Shape(NamedTuple):
     config: ModelConfig
     dtype: str
     context: int  # tokens in each row before the first step, and of the prompt
-    steps: tuple[Arm, ...]  # with one row
-    batches: tuple[Arm, ...]  # with `rows` rows
+    steps: tuple[TimedArm, ...]  # with one row
+    batches: tuple[TimedArm, ...]  # with `rows` rows
     rows: int
     chunks: tuple[int, ...]  # tokens per forward of a prefill
     copied: int  # bytes
@@ -103,8 +103,8 @@ SHAPES = {
         context=32,
         steps=(
             large.PLAIN,
-            Arm("chain of 2", {"num_draft_tokens": 2}, 1.5),
-            Arm("tree 2-1", {"tree": (2, 1)}, 1.5),
+            TimedArm("chain of 2", {"num_draft_tokens": 2}, 1.5),
+            TimedArm("tree 2-1", {"tree": (2, 1)}, 1.5),
         ),
         batches=(large.PLAIN,),
         rows=2,
@@ -286,7 +286,7 @@ def measure(what: str, name: str, shape: Shape, path: Path) -> None:
     common.write(path, report)
 
 
-def _programs(what: str, variant: Variant, shape: Shape) -> list[tuple[Arm, int]]:
+def _programs(what: str, variant: Variant, shape: Shape) -> list[tuple[TimedArm, int]]:
     if variant.joined:
         return [(large.PLAIN, 1)]
     if what == "steps":
@@ -294,7 +294,7 @@ def _programs(what: str, variant: Variant, shape: Shape) -> list[tuple[Arm, int]
     return [(arm, shape.rows) for arm in shape.batches]
 
 
-def _steps(pair: Pair, arm: Arm, batch: int, variant: Variant) -> dict[str, Any]:
+def _steps(pair: RandomPair, arm: TimedArm, batch: int, variant: Variant) -> dict[str, Any]:
     if variant.joined:
         pair = pair._replace(plain=pair.plain._replace(target=join(pair.plain.target)))
     with joined_products() if variant.joined else contextlib.nullcontext():
@@ -304,7 +304,7 @@ def _steps(pair: Pair, arm: Arm, batch: int, variant: Variant) -> dict[str, Any]
     return large.step_times(program, compiled) | work | {"loop": loop_operations(compiled.as_text())}
 
 
-def _prompt(pair: Pair, variant: Variant) -> dict[str, Any]:
+def _prompt(pair: RandomPair, variant: Variant) -> dict[str, Any]:
     lowered, prompts = pair.prompt()
     compiled, seconds = _compiled(lowered, variant)
     work = {"tokens": pair.context, "flops": 2 * pair.num_weights * pair.context, "compile_seconds": seconds}

@@ -31,7 +31,7 @@ from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
 from mars_jax.lab.evaluate.figures import loops
 from mars_jax.lab.evaluate.scoring import scores
-from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
 from mars_jax.serve.requests import Completion, make_requests
@@ -241,7 +241,7 @@ def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarr
     if problem.metric == "likelihood":
         score: list[float] | None = [float(log_p.sum()), float(len(log_p))]
     else:
-        score = scores.score(problem, completion.text)
+        score = scores.score_answer(problem, completion.text)
     over = [0.0, 0] if log_q is None else [float((log_q - log_p)[accepted].sum()), int(accepted.sum())]
     return {
         "steps": m.steps,
@@ -289,8 +289,8 @@ def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learn
         have.add((row["task"], row["temperature"], row["draft"], row["arm"], row["id"]))
     pair = Pair(learned)
     problems = {
-        "stories": read("stories", str(stories), chat=False, limit=MOST),
-        "arithmetic": read("arithmetic", chat=True, limit=MOST),
+        "stories": read_problems("stories", str(stories), chat=False, limit=MOST),
+        "arithmetic": read_problems("arithmetic", chat=True, limit=MOST),
     }
     if file.exists():  # drop a last line that a kill cut off, so that new rows start a line
         whole = file.read_bytes()

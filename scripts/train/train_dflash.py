@@ -51,7 +51,7 @@ def main() -> None:
     )
     sources = texts(args)
     streams = [
-        data.stream(sources[name], target.tokenizer.backend_tokenizer, weight=share)
+        data.make_stream(sources[name], target.tokenizer.backend_tokenizer, weight=share)
         for name, share in SHARES.items()
     ]
     print(json.dumps({name: len(s.tokens) for name, s in zip(SHARES, streams, strict=True)}), flush=True)

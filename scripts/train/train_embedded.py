@@ -226,7 +226,7 @@ def main() -> None:
     if not vocabulary.exists():
         train_tokenizer(sources, vocabulary)
     tokenizer = Tokenizer.from_file(str(vocabulary))
-    streams = {name: data.stream(documents, tokenizer) for name, documents in sources.items()}
+    streams = {name: data.make_stream(documents, tokenizer) for name, documents in sources.items()}
     for name, s in streams.items():
         size = sum(len(t.encode()) for t in sources[name])
         print(

@@ -31,7 +31,7 @@ from sacrebleu import sentence_chrf
 import mars_jax as mj
 from mars_jax import assets
 from mars_jax.lab.evaluate.answers import prompt_tokens
-from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
 from mars_jax.serve.session import Session
@@ -81,12 +81,12 @@ class Study:
 
 
 def _stories(data: Path) -> Problems:
-    return read("stories", str(data / "tinystories_heldout.txt.xz"), chat=False, limit=276)
+    return read_problems("stories", str(data / "tinystories_heldout.txt.xz"), chat=False, limit=276)
 
 
 def _jsonl(data: Path, name: str) -> Problems:
     """Return the short problems in a fixed random order, then the long ones in another."""
-    found = read(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
+    found = read_problems(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
     parts: tuple[list[Problem], list[Problem]] = [], []
     for problem in found:
         parts[len(problem.turns[0]) >= LONGEST].append(problem)
@@ -112,14 +112,18 @@ def _mixed(data: Path) -> Problems:
 def _news(data: Path) -> Problems:
     """Return the shorter articles in a fixed random order: SmolLM2 reads up to 900 tokens of them."""
     found = sorted(
-        read("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True), key=lambda p: len(p.turns[0])
+        read_problems("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True),
+        key=lambda p: len(p.turns[0]),
     )
     return [found[i] for i in np.random.default_rng(0).permutation(52)]
 
 
 EMBEDDED = {
     "arithmetic": Task(
-        read=lambda data: read("arithmetic", chat=True, limit=1300), choose=300, score=1000, new_tokens=96
+        read=lambda data: read_problems("arithmetic", chat=True, limit=1300),
+        choose=300,
+        score=1000,
+        new_tokens=96,
     ),
     "stories": Task(read=_stories, choose=96, score=180, new_tokens=104, chat=False),
 }

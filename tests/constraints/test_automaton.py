@@ -7,7 +7,7 @@ import pytest
 
 from mars_jax import constraints
 from mars_jax.constraints.automaton import automaton
-from mars_jax.constraints.pattern import parse
+from mars_jax.constraints.pattern import parse_pattern
 from mars_jax.utils.errors import MarsError
 from tests.helpers.automata import said_by
 
@@ -28,7 +28,7 @@ PATTERNS = (
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_matches_what_re_matches(pattern):
     rng = random.Random(0)
-    made = automaton(parse(pattern))
+    made = automaton(parse_pattern(pattern))
     letters = sorted(set("ab01c-dfoox ſKẞK\n日本語人é") | set(re.sub(r"[\\^$.|?*+(){}\[\]]", "", pattern)))
     for _ in range(1500):
         text = "".join(rng.choice(letters) for _ in range(rng.randint(0, 8)))

@@ -5,8 +5,8 @@ import pytest
 
 from mars_jax import constraints, hub
 from mars_jax.constraints.automaton import automaton
-from mars_jax.constraints.pattern import parse
-from mars_jax.constraints.spans import Spans, names_of
+from mars_jax.constraints.pattern import parse_pattern
+from mars_jax.constraints.spans import Spans, checked_spans
 from mars_jax.constraints.token_table import token_table
 from mars_jax.constraints.vocabulary import Vocabulary, vocabulary
 from mars_jax.utils.errors import MarsError
@@ -53,7 +53,7 @@ def test_tokens_are_the_bytes_of_their_text(family, words):
     [r'\{"name": "[^"\\\n]{0,12}", "age": [0-9]{1,3}\}', r"(.|\n){0,30}#### -?[0-9]{1,6}", r"[\w ]+\."],
 )
 def test_every_token_leads_where_its_bytes_lead(pattern, words):
-    made = automaton(parse(pattern))
+    made = automaton(parse_pattern(pattern))
     table = token_table(made, words)
     states = np.arange(len(table.next))
     for token, data in enumerate(words.tokens):
@@ -84,7 +84,7 @@ def test_an_allow_list_is_the_pattern_of_its_letters(words):
 
 def test_a_text_that_no_token_says_gets_a_sentence():
     words = Vocabulary(tokens=(None, b"a", b"ab"))
-    assert token_table(automaton(parse("aab|c")), words).run([1, 2]) > 0
+    assert token_table(automaton(parse_pattern("aab|c")), words).run([1, 2]) > 0
     with pytest.raises(MarsError, match="matches no text that this vocabulary's tokens can say"):
         constraints.regex("ba").table(words)
     with pytest.raises(MarsError, match="allows the token 7, and there are 3"):
@@ -114,9 +114,9 @@ def test_spans_are_those_that_a_search_finds(words):
         seen.add(bool(strict))
     assert seen == {True, False}
     with pytest.raises(MarsError, match="the span is 'thought': expected think, code"):
-        names_of("thought")
+        checked_spans("thought")
     with pytest.raises(MarsError, match="which is not valid Unicode"):
-        names_of(["think", "\ud800...b"])
+        checked_spans(["think", "\ud800...b"])
 
 
 def json_depth(text):

@@ -9,7 +9,7 @@ from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.rules.head_files import read_weights
-from mars_jax.contrib.teaching import read
+from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core import tree as trees
 from mars_jax.core.rule import LoadedRule
 from mars_jax.models.config import ModelConfig
@@ -52,7 +52,9 @@ def test_the_weight_is_that_of_each_position():
     inner = np.asarray(jax.nn.gelu(jnp.asarray(params["inner"] @ unit + params["drafted"] @ other)))
     entropies = [-(x * np.log(x)).sum() for x in (p, q)]
     wanted = inner @ params["outer"] + 0.5 * entropies[0] - 0.7 * entropies[1] + np.abs(p - q).sum() + 0.1
-    found = mixer.logit(params, jnp.asarray(h), *(jnp.log(jnp.asarray(x)) for x in (p, q)), jnp.asarray(d))
+    found = mixer.weight_log_odds(
+        params, jnp.asarray(h), *(jnp.log(jnp.asarray(x)) for x in (p, q)), jnp.asarray(d)
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
@@ -70,13 +72,13 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
     every = np.asarray([[3, x] for x in range(V)], np.int32)
 
     def at(weights):
-        out = read(model, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
+        out = forward_packed(model, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
         return out.hidden[0, 0], jax.nn.log_softmax(model.unembed(weights, out.hidden)[0, 0])
 
     (hidden, log_p), (known, log_q) = at(teacher), at(params)
 
     def law(head):
-        w = jax.nn.sigmoid(mixer.logit(head, hidden, log_p, log_q, known))
+        w = jax.nn.sigmoid(mixer.weight_log_odds(head, hidden, log_p, log_q, known))
         return w * jnp.exp(log_p) + (1 - w) * jnp.exp(log_q)
 
     def worth(head):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib
-from mars_jax.contrib.models.indicator import init_params, logit
+from mars_jax.contrib.models.indicator import harm_log_odds, init_params
 from mars_jax.core import tree as trees
 from tests.helpers import judge, rule_oracles
 
@@ -23,7 +23,7 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     tree = trees.chain(jnp.asarray(np.pad(tokens, ((0, 0), (1, 0))), jnp.int32))
     head = init_params(E, jax.random.key(0)) | {"outer": jnp.asarray(rng.normal(size=64), jnp.float32)}
     z = np.sort(logits, axis=-1)
-    harm = jax.nn.sigmoid(logit(head, *map(jnp.asarray, (hidden, z[..., -1], z[..., -2]))))
+    harm = jax.nn.sigmoid(harm_log_odds(head, *map(jnp.asarray, (hidden, z[..., -1], z[..., -2]))))
     theta = float(np.median(harm))
     made = rule_oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
     keys, relax = rule_oracles.keys_of(0, ROWS), jax.jit(judge(contrib.learned()))

@@ -5,7 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from mars_jax.contrib.drafters.system_files import System, load_classifier, load_system, part_of, save_system
+from mars_jax.contrib.drafters.system_files import (
+    System,
+    load_classifier,
+    load_system,
+    resolve_system_model,
+    save_system,
+)
 from mars_jax.utils.errors import MarsError
 
 MASK = ((True, False), (False, True))
@@ -68,7 +74,10 @@ def test_models_are_named_within_the_directory_or_by_name(tmp_path):
     (path / "small").mkdir()
     (path / "small" / "config.json").write_text("{}")
     system = load_system(path, "trispec")
-    assert part_of(system, "small") == str(path / "small") and part_of(system, "tiny/draft") == "tiny/draft"
+    assert (
+        resolve_system_model(system, "small") == str(path / "small")
+        and resolve_system_model(system, "tiny/draft") == "tiny/draft"
+    )
     for name in ("../other", "/etc", "~/model", "./x"):
         with pytest.raises(MarsError, match="expected a directory within its own"):
-            part_of(system, name)
+            resolve_system_model(system, name)

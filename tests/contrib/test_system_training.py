@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mars_jax.contrib.drafters import sprinter_training, via_sd_training
-from mars_jax.contrib.teaching import Batch, predict, read
+from mars_jax.contrib.teaching import Batch, forward_packed, predict
 from mars_jax.lab.training.loop import fit
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.config import ModelConfig
@@ -43,7 +43,9 @@ def test_labels_and_features_are_those_of_one_branch_at_a_time():
         whole, apart = np.ones((1, 9), np.int32), np.full((1, 9), 2, np.int32)
         whole[0, begin : end + 1] = [*BATCH.tokens[row, begin:end], x]
         apart[0, :begin], apart[0, begin : end + 1] = 0, 1
-        alone = np.asarray(read(MODEL, OTHER, jnp.asarray(whole), jnp.asarray(apart)).hidden)[0, end]
+        alone = np.asarray(forward_packed(MODEL, OTHER, jnp.asarray(whole), jnp.asarray(apart)).hidden)[
+            0, end
+        ]
         np.testing.assert_allclose(found.hidden[row, place], alone, atol=1e-4)
         chance = min(1.0, p[row, place, x] / q[row, place, x]) if row else p[row, place].argmax() == x
         np.testing.assert_allclose(found.accepted[row, place], float(chance), atol=1e-4)
@@ -53,9 +55,9 @@ def test_the_classifier_learns_what_its_features_say(tmp_path):
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(4096, 8)).astype(np.float32)
     accepted = (hidden[:, 2] > 0.3).astype(np.float32)
-    data = sprinter_training.Examples(hidden, accepted, np.ones(4096, bool))
+    data = sprinter_training.SprinterExamples(hidden, accepted, np.ones(4096, bool))
     with jax.numpy_dtype_promotion("standard"):  # for optax's counters
-        params = fit(sprinter_training.training(data, learning_rate=2e-2), tmp_path)
+        params = fit(sprinter_training.classifier_training(data, learning_rate=2e-2), tmp_path)
     found = sprinter_training.figures(data, params, 0.5)
     assert found["accepted"] > 0.97 and abs(found["trusted"] - accepted.mean()) < 0.03
 

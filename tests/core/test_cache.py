@@ -1,11 +1,11 @@
-"""`commit` and `write`: commit is compared with the cache that a chain would have written."""
+"""`commit_path` and `write_slots`: `commit_path` is compared with the cache that a chain would have written."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mars_jax.core import cache as cache_module
-from mars_jax.core.cache import commit, init_cache, write
+from mars_jax.core.cache import commit_path, init_cache, write_slots
 
 
 def test_commit_moves_the_path_to_where_a_chain_would_have_put_it():
@@ -16,7 +16,7 @@ def test_commit_moves_the_path_to_where_a_chain_would_have_put_it():
     start = jnp.asarray([0, 5, 11], jnp.int32)
     path = jnp.asarray([[0, 2, 5, 6], [0, 3, 3, 3], [0, 0, 0, 0]], jnp.int32)
     accepted = [3, 1, 0]
-    moved = commit(cache, start, path)
+    moved = commit_path(cache, start, path)
     for before, after in zip(old, [*moved.k, *moved.v], strict=True):
         for row in range(3):
             s = int(start[row])
@@ -25,7 +25,7 @@ def test_commit_moves_the_path_to_where_a_chain_would_have_put_it():
                 np.testing.assert_array_equal(after[row, s + depth], before[row, s + int(path[row, depth])])
 
 
-@pytest.mark.parametrize("form", [write, cache_module._write_slices, cache_module._write_rows])
+@pytest.mark.parametrize("form", [write_slots, cache_module._write_slices, cache_module._write_rows])
 def test_every_form_of_write_gives_the_same(form):
     rng = np.random.default_rng(2)
     for batch in (1, 3):

@@ -1,4 +1,4 @@
-"""Both forms of `pick` and `put`, compared with numpy."""
+"""Both forms of `pick` and `scatter_integers`, compared with numpy."""
 
 import jax.numpy as jnp
 import numpy as np

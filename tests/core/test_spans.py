@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mars_jax import verify
-from mars_jax.constraints.batch_tables import joined
+from mars_jax.constraints.batch_tables import join_tables
 from mars_jax.constraints.spans import Spans, state_after
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -21,7 +21,7 @@ def decoded(drafter, rule, spans, **settings):
     controls = make_controls(4, limit=LIMIT, **settings)
     params = Params(target=(), draft=())
     if spans is not None:
-        found = joined({spans: spans.table(VOCABULARY)}, VOCAB)
+        found = join_tables({spans: spans.table(VOCABULARY)}, VOCAB)
         after = [state_after(spans, VOCABULARY, prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
         controls = controls.replace(guides=GuideRows(span=found.rows([spans] * 4, after)))
         params = params._replace(guides=GuideTables(span=found.tables))

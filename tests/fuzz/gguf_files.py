@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from mars_jax.hub.gguf_config import read_config
+from mars_jax.hub.gguf_config import read_gguf_config
 from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.tokenizer import read_tokenizer
@@ -53,7 +53,7 @@ def read(case: bytes | tuple[dict, list[str]], folder: Path) -> None:
     else:
         values, absent = case
         write(path, "llama", values=values, drop=absent)
-    config = read_config(read_gguf(path))[0]
+    config = read_gguf_config(read_gguf(path))[0]
     shapes = {row.name: row.shape for row in weights(config)}
     for file in gguf_tensors(path, config):
         for name, tensor in file.items():

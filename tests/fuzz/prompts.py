@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mars_jax as mj
 from mars_jax import drafters
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, read_prompts
-from mars_jax.constraints.spans import names_of
+from mars_jax.constraints.spans import checked_spans
 from mars_jax.core import fake
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.serve.requests import _with_constraints
@@ -45,7 +45,7 @@ def _read(path: Path, data: bytes, rule: RuleChoice) -> None:
         # The same check as in `serve.requests`, after the prompt is tokenized.
         _with_constraints({name: row.settings.get(name) for name in CONSTRAINTS}, 1)
         for name in SPANS:
-            names_of(row.settings.get(name, ()))
+            checked_spans(row.settings.get(name, ()))
 
 
 def plain(case: bytes, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mars_jax import constraints
-from mars_jax.constraints.spans import Spans, names_of
+from mars_jax.constraints.spans import Spans, checked_spans
 from mars_jax.constraints.token_table import token_table
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import fake
@@ -54,7 +54,7 @@ def others(case: tuple[str, Any], folder: Path) -> None:
     elif kind == "tokens":
         constraints.tokens(value).table(_VOCABULARY)
     else:
-        spans = names_of(value)
+        spans = checked_spans(value)
         if sum(map(len, spans)) < 60:
             Spans(spans).table(_VOCABULARY)
 

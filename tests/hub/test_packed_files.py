@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.packed_files import packing, unpacked
+from mars_jax.hub.packed_files import packing, unpacked_tensors
 from mars_jax.models.quantize import Int4
 from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message
@@ -34,7 +34,7 @@ def by_others(method):
 
 
 def read(pieces, method, **how):
-    *_, made = unpacked(Path("here"), [pieces], HOW[method] | how)
+    *_, made = unpacked_tensors(Path("here"), [pieces], HOW[method] | how)
     return made["model.up.weight"]
 
 

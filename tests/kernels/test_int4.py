@@ -39,7 +39,7 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     rng = np.random.default_rng(rows + inputs)
     stored, wide = matrix(rng, inputs, outputs, size)
     x = jnp.asarray(rng.normal(size=(rows, inputs)) + 0.5, jnp.bfloat16)
-    assert mosaic.fits(rows, inputs, outputs, size)
+    assert mosaic.supports_product(rows, inputs, outputs, size)
     made = mosaic.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
     exact = np.asarray(x, np.float64) @ wide
     # With few rows, or groups as deep as a matrix unit, scales apply after the product; else weights round to bfloat16.

@@ -254,8 +254,8 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
         return {
             "argmax": sampling.argmax(logits),
             "sample": sampling.sample(keys, places, logits, controls),
-            "top_k": sampling.top_k(logits, 5)[:2],
-            "logsumexp": sampling.top_k(logits, 5).logsumexp,
+            "top_k": sampling.top_k_logits(logits, 5)[:2],
+            "logsumexp": sampling.top_k_logits(logits, 5).logsumexp,
             "processed": sampling.process(logits, controls),
             "at_tokens": sampling.at_tokens(logits, nodes, tokens),
             "log_prob": log_probs(logits, tokens[:, :3], controls, lossless=True).log_prob,

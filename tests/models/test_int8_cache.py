@@ -9,7 +9,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.core.cache import Int8Rows, commit, init_cache, put, write
+from mars_jax.core.cache import Int8Rows, commit_path, init_cache, put_rows, write_slots
 from mars_jax.core.types import Params, Visible
 from mars_jax.models import ModelConfig, attention, init_params, language_model
 from mars_jax.utils.errors import MarsError
@@ -66,12 +66,12 @@ def test_every_way_to_move_rows_moves_their_scales():
     cache = init_cache(layers=1, batch=2, slots=8, kv_heads=2, head_dim=4, dtype="int8")
     new = rows(4, 2, 3, 2, 4)
     start = jnp.asarray([1, 4], jnp.int32)
-    written = write(cache.k[0], new, start)
+    written = write_slots(cache.k[0], new, start)
     np.testing.assert_array_equal(floats(written)[0, 1:4], floats(Int8Rows.of(new))[0])
-    moved = commit(cache.replace(k=(written,)), start, jnp.asarray([[0, 2], [0, 1]], jnp.int32)).k[0]
+    moved = commit_path(cache.replace(k=(written,)), start, jnp.asarray([[0, 2], [0, 1]], jnp.int32)).k[0]
     np.testing.assert_array_equal(floats(moved)[0, 2], floats(written)[0, 3])
     np.testing.assert_array_equal(floats(moved)[1], floats(written)[1])
-    chosen = put(written, jnp.asarray([0]), jax.tree.map(lambda x: x[:1], moved))
+    chosen = put_rows(written, jnp.asarray([0]), jax.tree.map(lambda x: x[:1], moved))
     np.testing.assert_array_equal(floats(chosen), np.stack([floats(moved)[0], floats(written)[1]]))
 
 

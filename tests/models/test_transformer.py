@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.core.cache import commit
+from mars_jax.core.cache import commit_path
 from mars_jax.core.tree import visible
 from mars_jax.core.types import NO_TOKEN, DraftTree, Visible
 from mars_jax.models import ModelConfig, init_params, language_model
@@ -88,7 +88,7 @@ def test_a_committed_branch_continues_as_the_chain_would(forward, params):
     prefix = random_tokens(1, PREFIX)
     tree, out = run_tree(forward, params, prefix)
     path = branch(6)
-    cache = commit(out.cache, jnp.full((1,), PREFIX, jnp.int32), jnp.asarray([path], jnp.int32))
+    cache = commit_path(out.cache, jnp.full((1,), PREFIX, jnp.int32), jnp.asarray([path], jnp.int32))
     moved = run_chain(forward, params, [[7]], PREFIX + len(path), cache)
     whole = run_chain(forward, params, np.concatenate([prefix, tree.tokens[:, path], [[7]]], axis=1))
     np.testing.assert_allclose(moved.hidden[0, 0], whole.hidden[0, -1], atol=1e-5)

@@ -68,7 +68,7 @@ def test_every_interface_ends_a_chat_there():
     target = chatty(TEMPLATES["chatml"][0])
     rows = [PromptRow(where="", prompt="A"), PromptRow(where="", messages=tuple(TURNS))]
     stops = [
-        [r.stop_tokens for r in job.make_requests(target, parse(argv), rows)] for argv in ([], ["--chat"])
+        [r.stop_tokens for r in job.make_job_requests(target, parse(argv), rows)] for argv in ([], ["--chat"])
     ]
     assert stops == [[target.stop_tokens, target.chat_stop_tokens], [target.chat_stop_tokens] * 2]
     assert mj.Chat(target).ask(TURNS).stop_tokens == target.chat_stop_tokens

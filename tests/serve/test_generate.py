@@ -110,7 +110,7 @@ def test_every_request_draws_with_a_seed_of_its_own(target, options, count, want
 @pytest.mark.parametrize("argv", [[], ["--seed", "7"], ["--seed", str(2**32 - 1)]])
 def test_the_command_and_the_library_draw_with_the_same_seeds(target, argv):
     rows = [PromptRow(where="", tokens=(3,))] * 3
-    seeds = [request.seed for request in job.make_requests(target, parse(argv), rows)]
+    seeds = [request.seed for request in job.make_job_requests(target, parse(argv), rows)]
     options = {"seed": int(argv[1])} if argv else {}
     assert seeds == [request.seed for request in mj.make_requests(target, [[3]] * 3, **options)]
 

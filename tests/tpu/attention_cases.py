@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import NewRows, tree_attention, write_and_attend
-from mars_jax.core.cache import KVCache, commit, init_cache
+from mars_jax.core.cache import KVCache, commit_path, init_cache
 from mars_jax.core.types import Visible
 from mars_jax.models.attention import attending
 from tests.tpu import aot
@@ -127,7 +127,7 @@ def layouts_of_scales(form: str, batch: int, generation: str) -> set[str]:
             attend = attending(form, Visible.causal(start, nodes), slots, None)
             out, k, v = attend(q, cache.k[0], cache.v[0], (new, new), scale=heads.dim**-0.5, cap=None)
             path = jnp.broadcast_to(jnp.asarray([0, 2, 5]), (batch, 3))
-            return commit(cache.replace(k=(k,), v=(v,)), start, path), start + 3, out
+            return commit_path(cache.replace(k=(k,), v=(v,)), start, path), start + 3, out
 
         return lax.fori_loop(0, 10, step, (cache, start, q))
 

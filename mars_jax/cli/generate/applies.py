@@ -67,7 +67,7 @@ def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) ->
     return "usual" if usual else "fixed"
 
 
-def check_asked(args: argparse.Namespace) -> None:
+def check_interactive_flags(args: argparse.Namespace) -> None:
     """Raise MarsError for flags that do not apply to prompts typed on a terminal."""
     flags = ["--json", "--output", "--compare", "--no-stream", "--samples", "--batch-size"]
     flags += ["--refine", "--draft-device", "--num-processes", "--coordinator"]

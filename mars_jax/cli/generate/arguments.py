@@ -21,7 +21,7 @@ from mars_jax.cli.flags import (
     add_host_flags,
     add_settings,
     add_size_flags,
-    draft_of,
+    draft_or_default,
     numbers_of,
     part_of,
 )
@@ -289,13 +289,13 @@ def _devices(text: str) -> tuple[int, ...]:
 def _check_constraints(args: argparse.Namespace) -> None:
     """Check constraints and spans before a model is loaded. Replace the path of a JSON schema by the schema."""
     from mars_jax import constraints
-    from mars_jax.constraints.spans import names_of
+    from mars_jax.constraints.spans import checked_spans
 
     constraints.from_fields({"regex": args.regex, "choice": args.choice})
     if args.json_schema is not None:
         args.json_schema = json.loads(constraints.json_schema(Path(args.json_schema)).content)
     for spans in (args.relax_in, args.strict_in):
-        names_of(spans or ())
+        checked_spans(spans or ())
 
 
 def _template_args(given: Sequence[str]) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     shows = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
     args.draft_is_default = args.draft is None and not shows
-    args.draft = draft_of(args.draft, args.target)
+    args.draft = draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)
     relaxes = (shows or rule_settings or args.compare) and args.draft != "none"
     args.rule, args.theta_file = rule_and_file(args.verify, rule_settings, "mars" if relaxes else "exact")

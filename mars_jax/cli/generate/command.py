@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from mars_jax.cli import signals
-from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
+from mars_jax.cli.generate.applies import Choices, check_flags, check_interactive_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
@@ -36,7 +36,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError(
                 "there are no prompts: give texts, or a --prompts-file; on a terminal they are asked for."
             )
-        check_asked(args)
+        check_interactive_flags(args)
         from mars_jax.cli.generate.repl import talk
 
         talk(argv, args, out)

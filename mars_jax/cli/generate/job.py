@@ -37,7 +37,7 @@ SHORT = 3
 """Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
 
 
-class Decoding:
+class JobCompletions:
     """Iterable of the completions of a job, in the order in which its requests were queued.
 
     `seconds` is the time spent waiting for the device.
@@ -99,10 +99,10 @@ class Job:
         rule_settings = plain(self.numbers[index]) if self.numbers else {}
         return dict(self.run) | {"settings": self.run["settings"] | rule_settings}
 
-    def decode(self, order: Sequence[int] | None = None) -> Decoding:
+    def decode(self, order: Sequence[int] | None = None) -> JobCompletions:
         """Compile, and decode the requests, or only those with the indices `order`."""
         with busy("compiling"):
-            return Decoding(self, range(len(self.requests)) if order is None else order)
+            return JobCompletions(self, range(len(self.requests)) if order is None else order)
 
     def stream(self) -> Iterator[Said | Finished]:
         """Compile, and decode the requests step by step."""
@@ -139,7 +139,7 @@ def open_job(
       MarsError: the checkpoints, the rule or the prompts are invalid.
     """
     sketch = target or hub.outline(args.target)
-    requests = make_requests(sketch, args, rows)
+    requests = make_job_requests(sketch, args, rows)
     rule = load_rule(choices.rule, sketch, rows)
     draft = choices.draft
     check_draft(sketch, draft)
@@ -240,7 +240,9 @@ def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], most: int) -> None
             raise row.error(f"tau {problem}") if "tau" in row.numbers else MarsError(f"--tau {problem}")
 
 
-def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
+def make_job_requests(
+    target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]
+) -> list[Request]:
     """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
 
     This happens before weights are loaded, so that a prompt that is too long is reported in the first seconds and not

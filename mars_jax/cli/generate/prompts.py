@@ -101,7 +101,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
             yield sys.stdin.buffer
             return
         if remote.is_url(path):
-            yield io.BytesIO(remote.read(path))
+            yield io.BytesIO(remote.read_remote(path))
             return
         with open(path, "rb") if path.startswith(_PIPES) else open_file(path) as file:
             yield file

@@ -17,9 +17,9 @@ import jax
 
 from mars_jax.cli import signals
 from mars_jax.cli.flags import SAMPLING, flag_of, without
-from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
+from mars_jax.cli.generate.applies import Choices, check_flags, check_interactive_flags
 from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
+from mars_jax.cli.generate.job import Job, load_rule, make_job_requests, open_job
 from mars_jax.cli.generate.line_editor import editing
 from mars_jax.cli.generate.prompts import PromptRow, from_texts
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
@@ -216,12 +216,12 @@ class Talk:
         """Return the request of a line. Line i uses the seed --seed + i, as in a prompts file."""
         seed = ((self._args.seed or 0) + self._count) % 2**32
         args = argparse.Namespace(**(vars(self._args) | {"seed": seed}))
-        [request] = make_requests(self._job.session.target, args, [row])
+        [request] = make_job_requests(self._job.session.target, args, [row])
         return request
 
     def _show(self) -> None:
         run = dict(self._job.run) | self._choices.rule.as_json()
-        [request] = make_requests(self._job.session.target, self._args, _ROW)
+        [request] = make_job_requests(self._job.session.target, self._args, _ROW)
         settings = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(
             run["settings"]
         )
@@ -280,7 +280,7 @@ class Talk:
 
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Choices]:
     args = parse(argv)
-    check_asked(args)
+    check_interactive_flags(args)
     return args, check_flags(args, _ROW)
 
 

@@ -12,13 +12,13 @@ from typing import IO, Any
 from rich.table import Table
 
 from mars_jax import verify
-from mars_jax.cli.generate.job import Decoding, Job
+from mars_jax.cli.generate.job import Job, JobCompletions
 from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, progress, speed
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.queue import Finished, Said
-from mars_jax.serve.requests import Completion, Request, Result, total
+from mars_jax.serve.requests import Completion, Request, Result, total_metrics
 from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.utils.errors import say
 
@@ -79,7 +79,7 @@ def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     _report(job, completions, decoding.seconds)
 
 
-def _each(decoding: Decoding, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
+def _each(decoding: JobCompletions, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
     """Yield the completions, and show how many of `count` prompts are done, including `first` earlier ones."""
     tokens = steps = 0
     show(first, count, "")
@@ -117,7 +117,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     _report(job, decoded, decoding.seconds)
 
 
-def compare(job: Job, show: Show) -> dict[str, Any]:
+def compare_ways(job: Job, show: Show) -> dict[str, Any]:
     """Decode all requests `REPEATS` times in each way, in turns, so that slow phases of the machine affect all ways.
 
     Compilation happens before, and is not timed. `show(done, total, "")` is called after every run.
@@ -177,7 +177,7 @@ def to_table(comparison: dict[str, Any]) -> Table:
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one JSON object."""
     with progress("runs") as show:
-        comparison = compare(job, show)
+        comparison = compare_ways(job, show)
     if json:
         _print_line(comparison, out)
         return
@@ -208,7 +208,7 @@ def _report(
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))
-    metrics = total(everyone)
+    metrics = total_metrics(everyone)
     screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
     if job.refining is not None:
         screen.print(job.refining.describe())

@@ -162,7 +162,7 @@ def _flags(info: StepInfo, done: Array, guessed: tuple[Array, ...]) -> tuple[Arr
     return jnp.all(is_right | done), jnp.all(done)
 
 
-def stream(
+def stream_ahead(
     made: Ahead,
     params: Params,
     state: DecodeState,
@@ -276,7 +276,7 @@ def run_ahead(
 
     Args:
       made: from `ahead`.
-      params, draft_device, pre_verify: as for `stream`.
+      params, draft_device, pre_verify: as for `stream_ahead`.
       prompts: on the target's device.
 
     Returns:
@@ -287,6 +287,6 @@ def run_ahead(
     device = next(iter(state.tokens.devices()))
     stats = jax.device_put(zero_stats(prompts.tokens.shape[0], made.decoder.max_depth), device)
     options = {"draft_device": draft_device, "pre_verify": pre_verify, "guesses": guesses}
-    for next_state, info in stream(made, params, state, **options):
+    for next_state, info in stream_ahead(made, params, state, **options):
         state, stats = next_state, _count(stats, info, next_state.length)
     return state, stats, guesses

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core.pick import pick
-from mars_jax.core.sampling import top_k
+from mars_jax.core.sampling import top_k_logits
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.drafters.tree_shapes import Dynamic
 
@@ -46,7 +46,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     batch, m = root.shape[0], shape.num_nodes - 1
     k = min(shape.top_k, m)
     plan = _plan(m, shape.depth, k)
-    top = top_k(logits, k)
+    top = top_k_logits(logits, k)
     # Rounding can make a log-probability positive. Clip it, so that no child is likelier than its parent.
     children = jnp.minimum(top.values - top.logsumexp[..., None], 0.0)
     children = jnp.where(alive[..., None], children, -jnp.inf)
@@ -120,7 +120,7 @@ class _Part(NamedTuple):
     width: int  # number of prefixes that the next part reads; 0: this is the last part
 
 
-class _Plan(NamedTuple):
+class _CandidatePlan(NamedTuple):
     parts: tuple[_Part, ...]
     # i32[candidates, 3]. Column 0: index of the node's token among D * k. Column 1: number of its parent; past the last
     # number if the parent is the root; -1 - index into the sorted prefixes of all parts if it is one of those.
@@ -129,7 +129,7 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache
-def _plan(m: int, depth: int, k: int) -> _Plan:
+def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
     """Return the candidates of trees of m nodes, `depth` levels and k children."""
     # Larger parts mean fewer sorts of more nodes.
     size = 3 if m <= 128 else 2 if m <= 512 else 1
@@ -160,7 +160,7 @@ def _plan(m: int, depth: int, k: int) -> _Plan:
         last = next(i for i, path in enumerate(paths) if len(path) == 1 + end - begin)
         parts.append(_Part(begin, end, places, first, last, width))
         first, carried = first + len(paths), carried + num_sources
-    return _Plan(tuple(parts), np.asarray(table, np.int32))
+    return _CandidatePlan(tuple(parts), np.asarray(table, np.int32))
 
 
 def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tuple[int, ...]]:

@@ -249,7 +249,7 @@ class DFlash(ShapedDrafter):
 dflash = DFlash
 
 
-def load_dflash(asked: Asked) -> LoadedDrafter:
+def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
     """`dflash` of a head's checkpoint.
 
     Raises:
@@ -274,7 +274,7 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
 register(
     "dflash",
     DFlash,
-    load_dflash,
+    load_dflash_drafter,
     path="PATH",
     head=True,
     block=True,

@@ -24,7 +24,7 @@ from mars_jax.hub.heads.layered_files import (
     shared_fields,
     speculators,
 )
-from mars_jax.hub.values import given
+from mars_jax.hub.values import value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
 
@@ -110,7 +110,7 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     nested = nested_layer(data)
     settings = data | (data.get("dflash_config") or {}) if nested is None else data
     # z-lab's class reads the block size from the top level of config.json and the other settings from dflash_config.
-    settings = settings | {"block_size": given(data, "block_size", settings.get("block_size"))}
+    settings = settings | {"block_size": value_or_default(data, "block_size", settings.get("block_size"))}
     layer = data if nested is None else nested
     config = _layer(layer, shapes, target)
     layers = _feature_layers(settings, shapes, target, nested is not None)
@@ -129,7 +129,7 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
         block_size=settings["block_size"],
         mask_token=settings["mask_token_id"],
         # DeepSeek's DFlash heads name the class of its DSpark heads, and their positions also predict the next token.
-        from_anchor=bool(given(data, "sample_from_anchor", dspark or "dspark" in names)),
+        from_anchor=bool(value_or_default(data, "sample_from_anchor", dspark or "dspark" in names)),
         causal=tuple(
             bool(is_causal) if is_causal is not None else kind == _SLIDING and sliding for kind in kinds
         ),

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters
-from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream
+from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream_ahead
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.drafters.registry import definition, parse_draft
@@ -96,7 +96,7 @@ def draft_elsewhere(
                 f"the rule {state.rule.name} needs the draft's true probabilities, which a draft from another "
                 "device does not carry: verify with exact, or with mars over it."
             )
-        return stream(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
+        return stream_ahead(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
 
     longest = loaded.max_positions
     return drafters.LoadedDrafter(handed, loaded.params, max_positions=longest, steps=steps)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.sampling import argmax, at_tokens, top_k
+from mars_jax.core.sampling import argmax, at_tokens, top_k_logits
 from mars_jax.core.types import NO_TOKEN
 
 
@@ -32,18 +32,18 @@ class Gate(NamedTuple):
     names: tuple[str, ...]  # of the numbers
 
 
-def margin(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
+def margin_gate(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
     """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its two largest probabilities differ by `least`.
 
     `least` is f32[]; above 1 the proxy is never sure.
     """
-    best = top_k(logits, 2)
+    best = top_k_logits(logits, 2)
     p = jnp.exp(best.values - best.logsumexp[..., None])
     best_token = argmax(logits)
     return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))
 
 
-def ratio(logits: Array, drafted: Array, bounds: Any) -> ProxyVerdict:
+def ratio_gate(logits: Array, drafted: Array, bounds: Any) -> ProxyVerdict:
     """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x under the slim verifier.
 
     If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
@@ -61,7 +61,7 @@ def ratio(logits: Array, drafted: Array, bounds: Any) -> ProxyVerdict:
 
 
 GATES: Mapping[str, Gate] = {
-    "margin": Gate(margin, np.float32(0.5), ("margin",)),
-    "ratio": Gate(ratio, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
+    "margin": Gate(margin_gate, np.float32(0.5), ("margin",)),
+    "ratio": Gate(ratio_gate, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
 }
 """Gates by the names that `cascade` accepts."""

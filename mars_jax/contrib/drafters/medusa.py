@@ -21,7 +21,7 @@ from mars_jax.contrib.models import medusa_layers as heads
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.sampling import argmax, process, sample_processed, top_k
+from mars_jax.core.sampling import argmax, process, sample_processed, top_k_logits
 from mars_jax.core.tree import chain, gather_path, last_token, static_topology
 from mars_jax.core.types import NO_TOKEN, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -165,12 +165,12 @@ class Medusa(ShapedDrafter):
             elif steering.guide is not None:
                 shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
                 shared = steering.logits(shared, states)
-                ids = steering.tokens(top_k(shared, width).ids, states)
+                ids = steering.tokens(top_k_logits(shared, width).ids, states)
                 ids = jnp.where((parents_level != NO_TOKEN)[..., None], ids, NO_TOKEN).reshape(
                     root.shape[0], -1
                 )
             else:
-                ids = jnp.tile(top_k(logits[:, depth], width).ids, (1, parents_level.shape[1]))
+                ids = jnp.tile(top_k_logits(logits[:, depth], width).ids, (1, parents_level.shape[1]))
             levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
             states = steering.moved(states, levels[-1])
         tokens = jnp.concatenate(levels, axis=1)
@@ -199,7 +199,7 @@ class Medusa(ShapedDrafter):
 medusa = Medusa
 
 
-def load_medusa(asked: Asked) -> LoadedDrafter:
+def load_medusa_drafter(asked: Asked) -> LoadedDrafter:
     """Load `medusa` from the heads' checkpoint.
 
     Raises:
@@ -214,7 +214,7 @@ def load_medusa(asked: Asked) -> LoadedDrafter:
 register(
     "medusa",
     Medusa,
-    load_medusa,
+    load_medusa_drafter,
     path="PATH",
     head=True,
     static=True,

@@ -17,7 +17,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import convert, listed, resolve_dtype
+from mars_jax.hub.load import convert_tensor, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
@@ -147,7 +147,7 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
         array = tensors[row.name].read()
         floating, bits = resolve_dtype(dtype, array.dtype.name)
         try:
-            return convert(array, floating, bits=bits_of_head(row, bits))
+            return convert_tensor(array, floating, bits=bits_of_head(row, bits))
         except MarsError as error:
             raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
 

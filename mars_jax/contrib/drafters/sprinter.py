@@ -44,7 +44,7 @@ def chance(params: SprinterParams, hidden: Array) -> Array:
     return jax.nn.sigmoid(score)
 
 
-class _Run(NamedTuple):
+class _DraftCarry(NamedTuple):
     """Loop carry: a growing draft. All rows are at the same depth or have finished."""
 
     depth: Array  # i32[]; depth of the last drafted tokens
@@ -121,10 +121,10 @@ class Sprinter(Drafter):
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
             return sample_processed(keys, jnp.zeros((batch, 1), jnp.int32), processed), processed
 
-        def should_continue(run: _Run) -> Array:
+        def should_continue(run: _DraftCarry) -> Array:
             return (run.depth < most) & jnp.any(run.last != NO_TOKEN)
 
-        def extend(run: _Run) -> _Run:
+        def extend(run: _DraftCarry) -> _DraftCarry:
             visible = Visible.causal(inputs.length + run.depth - 1, 1)
             with jax.named_scope("level"):
                 output = self.model.forward(weights, run.last, visible, run.cache)
@@ -134,7 +134,7 @@ class Sprinter(Drafter):
             trusted = (run.last[:, 0] != NO_TOKEN) & sure & ~stop & may_trust
             token, drawn_from = pick(logits, run.depth + 1)
             token = jnp.where(trusted[:, None], token, NO_TOKEN)
-            return _Run(
+            return _DraftCarry(
                 depth=run.depth + 1,
                 last=token,
                 tokens=_put(run.tokens, token, run.depth),
@@ -147,7 +147,7 @@ class Sprinter(Drafter):
         logits = self.model.unembed(weights, hidden)
         token, drawn_from = pick(logits, jnp.int32(1))
         rows = most + 1 if self.sample else 0
-        start = _Run(
+        start = _DraftCarry(
             depth=jnp.int32(1),
             last=token,
             tokens=_put(jnp.full((batch, most), NO_TOKEN, jnp.int32), token, jnp.int32(0)),

@@ -23,7 +23,7 @@ EPOCHS, ROWS = 20, 256
 """Number of epochs over the examples, and number of examples per step."""
 
 
-class Examples(NamedTuple):
+class SprinterExamples(NamedTuple):
     """Tokens that the small model would draft, one after each position of a document."""
 
     hidden: Any  # f32[..., E]; the small model's final hidden state at the drafted token
@@ -34,7 +34,7 @@ class Examples(NamedTuple):
 
 def examples(
     target: LanguageModel, teacher: PyTree, draft: LanguageModel, params: PyTree, batch: Batch, key: Array
-) -> Examples:
+) -> SprinterExamples:
     """Draft one token of the small model at every position of a batch, [B, n].
 
     Even rows draft the best token; odd rows draw it at temperature 1. All branches of a row run in one forward: a
@@ -68,17 +68,17 @@ def examples(
     )
     hidden = draft.forward(params, x, branches, text.cache).hidden
     valid = jnp.broadcast_to(batch.segments[:, 1:] == segments, (rows, n))
-    return Examples(hidden.astype(jnp.float32), accepted, valid)
+    return SprinterExamples(hidden.astype(jnp.float32), accepted, valid)
 
 
-def flattened(parts: Sequence[Examples]) -> Examples:
+def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
     """Join the valid examples of several batches: n each.
 
-    >>> flattened([Examples(np.zeros((2, 3, 4)), np.zeros((2, 3)), np.ones((2, 3), bool))]).hidden.shape
+    >>> flattened([SprinterExamples(np.zeros((2, 3, 4)), np.zeros((2, 3)), np.ones((2, 3), bool))]).hidden.shape
     (6, 4)
     """
-    parts = [Examples(*map(np.asarray, part)) for part in parts]
-    return Examples(
+    parts = [SprinterExamples(*map(np.asarray, part)) for part in parts]
+    return SprinterExamples(
         *(
             np.concatenate([column[part.valid] for column, part in zip(columns, parts, strict=True)])
             for columns in zip(*parts, strict=True)
@@ -86,7 +86,9 @@ def flattened(parts: Sequence[Examples]) -> Examples:
     )
 
 
-def training(examples: Examples, *, learning_rate: float = 5e-4, seed: int = 0) -> Training:
+def classifier_training(
+    examples: SprinterExamples, *, learning_rate: float = 5e-4, seed: int = 0
+) -> Training:
     """Return the training of `weight` f32[E] and `bias` f32[1] with the cross entropy of `accepted`.
 
     Args:
@@ -97,7 +99,7 @@ def training(examples: Examples, *, learning_rate: float = 5e-4, seed: int = 0) 
     import grain
     import optax
 
-    def loss(params: PyTree, batch: Examples, _: PyTree) -> tuple[Array, dict[str, Array]]:
+    def loss(params: PyTree, batch: SprinterExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:
         score = batch.hidden @ params["weight"] + params["bias"]
         right = jnp.mean(((score > 0) == (batch.accepted > 0.5)).astype(jnp.float32))
         return jnp.mean(optax.sigmoid_binary_cross_entropy(score, batch.accepted)), {"right": right}
@@ -108,17 +110,17 @@ def training(examples: Examples, *, learning_rate: float = 5e-4, seed: int = 0) 
     return Training(
         init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
         loss=loss,
-        batches=numbers.map(lambda indices: Examples(*(column[indices] for column in examples))),
+        batches=numbers.map(lambda indices: SprinterExamples(*(column[indices] for column in examples))),
         optimizer=optax.adam(learning_rate),
         steps=EPOCHS * max(1, count // ROWS),
         step_tokens=ROWS,
     )
 
 
-def figures(examples: Examples, params: Mapping[str, Any], threshold: float) -> dict[str, float]:
+def figures(examples: SprinterExamples, params: Mapping[str, Any], threshold: float) -> dict[str, float]:
     """Return the share of examples that is trusted, and the share of those that the target would accept.
 
-    >>> some = Examples(np.asarray([[1.0], [-1.0]]), np.asarray([0.75, 0.0]), np.ones(2, bool))
+    >>> some = SprinterExamples(np.asarray([[1.0], [-1.0]]), np.asarray([0.75, 0.0]), np.ones(2, bool))
     >>> figures(some, {"weight": np.asarray([4.0]), "bias": np.zeros(1)}, 0.5)
     {'trusted': 0.5, 'accepted': 0.75}
     """

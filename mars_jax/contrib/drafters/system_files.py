@@ -100,7 +100,7 @@ def _is_mask(layers: Any) -> bool:
     )
 
 
-def part_of(system: System, name: str) -> str:
+def resolve_system_model(system: System, name: str) -> str:
     """Resolve a model name in a system's config: its subdirectory if there is one, else the name itself."""
     if _is_within(name) and (system.directory / name / "config.json").is_file():
         return str(system.directory / name)

@@ -14,7 +14,13 @@ from mars_jax import hub
 from mars_jax.contrib.drafters.cascade import Cascade, CascadeParams, cascade
 from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.contrib.drafters.sprinter import Sprinter, SprinterParams, sprinter
-from mars_jax.contrib.drafters.system_files import NGRAM, System, load_classifier, load_system, part_of
+from mars_jax.contrib.drafters.system_files import (
+    NGRAM,
+    System,
+    load_classifier,
+    load_system,
+    resolve_system_model,
+)
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -111,7 +117,7 @@ def _cascade(
 def _model(asked: Asked, system: System, name: str) -> Pretrained:
     """Load a model that the system names onto the target's mesh, and check that it has the target's tokenizer."""
     model = hub.load(
-        part_of(system, name),
+        resolve_system_model(system, name),
         dtype=asked.dtype,
         mesh=asked.target.mesh,
         prefill_chunk=asked.target.model.prefill_chunk,

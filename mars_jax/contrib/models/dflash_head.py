@@ -170,7 +170,7 @@ def absorb(
         if layer_config.qk_norm:
             k = rms_norm(k, layer["k_norm"], layer_config.norm_eps)
         for written, cached, computed in ((ks, cache.k[i], rotate(k, cos, sin)), (vs, cache.v[i], v)):
-            written.append(hold_heads(kv_cache.write(cached, computed, slot)))
+            written.append(hold_heads(kv_cache.write_slots(cached, computed, slot)))
     return KVCache(k=tuple(ks), v=tuple(vs))
 
 

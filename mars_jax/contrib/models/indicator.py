@@ -32,7 +32,7 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
     }
 
 
-def logit(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
+def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
     """Return log odds f32[...] that replacing the best token by the runner-up changes the outcome.
 
     Args:
@@ -41,7 +41,7 @@ def logit(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
       z1, z2: f32[...]; the target's two largest raw logits.
 
     >>> params = init_params(8, jax.random.key(0))
-    >>> logit(params, jnp.ones((3, 8)), jnp.ones((3,)), jnp.zeros((3,))).shape
+    >>> harm_log_odds(params, jnp.ones((3, 8)), jnp.ones((3,)), jnp.zeros((3,))).shape
     (3,)
     """
     x = hidden.astype(jnp.float32)

@@ -43,7 +43,9 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidde
     return params
 
 
-def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Array | None = None) -> Array:
+def weight_log_odds(
+    params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Array | None = None
+) -> Array:
     """Return log odds f32[...] of the target's weight.
 
     Args:
@@ -54,7 +56,7 @@ def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Ar
 
     >>> params = init_params(8, jax.random.key(0))
     >>> p = jax.nn.log_softmax(jnp.ones((3, 5)))
-    >>> [round(float(x), 2) for x in logit(params, jnp.ones((3, 8)), p, p)]
+    >>> [round(float(x), 2) for x in weight_log_odds(params, jnp.ones((3, 8)), p, p)]
     [2.0, 2.0, 2.0]
     """
     inner = _read(hidden, params["inner"])

@@ -68,7 +68,10 @@ class Diversed(Retargeted):
                     f"the head of the rule diversed reads hidden states of size {size} from the draft, and {problem}: "
                     "draft with the model that the head was trained with, as in model:PATH."
                 )
-        odds = mixer.logit(evidence.params, evidence.hidden, log_p, log_q, drafted) + self.shift[:, None]
+        odds = (
+            mixer.weight_log_odds(evidence.params, evidence.hidden, log_p, log_q, drafted)
+            + self.shift[:, None]
+        )
         log_w, log_draft_weight = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 

@@ -19,7 +19,7 @@ from jax import Array
 
 from mars_jax.contrib.models import mixer
 from mars_jax.contrib.rules.diversed import diversed
-from mars_jax.contrib.teaching import Training, read
+from mars_jax.contrib.teaching import Training, forward_packed
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.drafters import LoadedDrafter, language_model
@@ -54,12 +54,12 @@ def surrogate(
     target, draft = models
     tokens = rollouts.tokens[:, :-1]
     segments = jnp.zeros_like(tokens)
-    output = read(target, params[0], tokens, segments)
+    output = forward_packed(target, params[0], tokens, segments)
     log_p = jax.nn.log_softmax(target.unembed(params[0], output.hidden))
-    drafted = read(draft, params[1], tokens, segments)
+    drafted = forward_packed(draft, params[1], tokens, segments)
     log_q = jax.nn.log_softmax(draft.unembed(params[1], drafted.hidden))
     log_p, log_q, hidden, draft_hidden = jax.lax.stop_gradient((log_p, log_q, output.hidden, drafted.hidden))
-    odds = mixer.logit(head, hidden, log_p, log_q, draft_hidden)[..., None]
+    odds = mixer.weight_log_odds(head, hidden, log_p, log_q, draft_hidden)[..., None]
     log_v = jnp.logaddexp(jax.nn.log_sigmoid(odds) + log_p, jax.nn.log_sigmoid(-odds) + log_q)
     written = rollouts.written[:, 1:].astype(jnp.float32)
     count = jnp.maximum(jnp.sum(written), 1.0)
@@ -114,7 +114,7 @@ def rollouts(
     return prepare
 
 
-def training(target: Pretrained, small: Pretrained, *, seed: int = 0) -> Training:
+def mixer_training(target: Pretrained, small: Pretrained, *, seed: int = 0) -> Training:
     """Return the training of a head, whose params are those of `contrib.diversed`.
 
     The frozen params of its loss are `(target.params, small.params)`, and its batches are the draws of `rollouts`.

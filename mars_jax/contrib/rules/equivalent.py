@@ -25,7 +25,7 @@ from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import read_text
 from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
-from mars_jax.verify.exact import Exact, named
+from mars_jax.verify.exact import Exact, target_tokens
 from mars_jax.verify.relaxed import Relaxed
 
 ALIKE = ("case", "space", "numbers")
@@ -84,7 +84,7 @@ class Equivalent(Relaxed):
                 "the rule equivalent needs classes of tokens: pass LoadedRule(rule, token_groups(...))."
             )
         drafted_group = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
-        target_group = at_parent(tree, groups.at[named(evidence)].get(mode="clip"))
+        target_group = at_parent(tree, groups.at[target_tokens(evidence)].get(mode="clip"))
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 

@@ -16,13 +16,13 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Evidence, node_stats
-from mars_jax.core.sampling import top_k
+from mars_jax.core.sampling import top_k_logits
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
-from mars_jax.verify.exact import Exact, named
+from mars_jax.verify.exact import Exact, target_tokens
 from mars_jax.verify.ranges import WHOLE
 from mars_jax.verify.relaxed import Relaxed
 
@@ -81,9 +81,9 @@ class Fly(Relaxed):
         tree = evidence.tree
         total = node_stats(evidence.logits, logsumexp=True).logsumexp
         assert total is not None
-        log_probs = jnp.exp(top_k(evidence.logits, 3).values - total[..., None])
+        log_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - total[..., None])
         unsure = jnp.sum(jax.scipy.special.entr(log_probs), axis=-1) >= self.entropy[:, None]
-        native = (tree.tokens == at_parent(tree, named(evidence))) & (tree.depths > 0)
+        native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
 
 

@@ -17,7 +17,7 @@ from mars_jax.contrib.teaching import Training
 from mars_jax.core.types import PyTree
 
 
-class Examples(NamedTuple):
+class IndicatorExamples(NamedTuple):
     """Tokens at which the runner-up replaced the best token."""
 
     hidden: Any  # f32[n, E]; the target's final hidden state from which it chose the token
@@ -26,13 +26,13 @@ class Examples(NamedTuple):
     changed: Any  # f32[n]; 1 if the outcome of the completion changed
 
 
-def training(
-    examples: Examples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
+def indicator_head_training(
+    examples: IndicatorExamples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
 ) -> Training:
     """Return the training of a head with the cross entropy of `changed`.
 
     Args:
-      examples: see `Examples`.
+      examples: see `IndicatorExamples`.
       optimizer: optimizer of optax, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
       steps, rows: number of steps, each on `rows` examples.
       seed: seed of the initial params and of the order.
@@ -40,8 +40,8 @@ def training(
     import grain
     import optax
 
-    def loss(params: PyTree, batch: Examples, _: PyTree) -> tuple[Array, dict[str, Array]]:
-        log_odds = indicator.logit(params, batch.hidden, batch.z1, batch.z2)
+    def loss(params: PyTree, batch: IndicatorExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:
+        log_odds = indicator.harm_log_odds(params, batch.hidden, batch.z1, batch.z2)
         right = jnp.mean(((log_odds > 0) == (batch.changed > 0.5)).astype(jnp.float32))
         return jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, batch.changed)), {"right": right}
 
@@ -51,7 +51,7 @@ def training(
     return Training(
         init=lambda: indicator.init_params(size, jax.random.key(seed)),
         loss=loss,
-        batches=numbers.map(lambda indices: Examples(*(column[indices] for column in examples))),
+        batches=numbers.map(lambda indices: IndicatorExamples(*(column[indices] for column in examples))),
         optimizer=optimizer,
         steps=steps,
         step_tokens=rows,

@@ -55,7 +55,9 @@ class Learned(Relaxed):
                 "verify.load."
             )
         stats = evidence.stats
-        harm = jax.nn.sigmoid(indicator.logit(evidence.params, evidence.hidden, stats.top1, stats.top2))
+        harm = jax.nn.sigmoid(
+            indicator.harm_log_odds(evidence.params, evidence.hidden, stats.top1, stats.top2)
+        )
         theta = self.theta[:, None]
         return (harm < theta) & (theta < jnp.inf)
 

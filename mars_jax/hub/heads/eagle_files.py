@@ -28,7 +28,7 @@ from mars_jax.hub.heads.layered_files import (
     shared_fields,
     speculators,
 )
-from mars_jax.hub.values import given
+from mars_jax.hub.values import value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.utils.errors import MarsError
@@ -156,7 +156,7 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 
 def _said(data: dict[str, Any], key: str) -> Any:
     """Return the value of an EAGLE key, from the top level of config.json or from its `eagle_config`."""
-    return given(data, key, (data.get("eagle_config") or {}).get(key))
+    return value_or_default(data, key, (data.get("eagle_config") or {}).get(key))
 
 
 def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:

@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.files import Tensor, resolve, tensors
-from mars_jax.hub.load import DERIVED, check_tensors, collect, convert, resolve_dtype
+from mars_jax.hub.load import DERIVED, check_tensors, collect, convert_tensor, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
-from mars_jax.hub.values import given, of_its_kind
+from mars_jax.hub.values import of_its_kind, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
 from mars_jax.models.quantize import Int8, Quantized, bits_of_head, quantize
@@ -79,13 +79,13 @@ def shared_fields(
             f"the {title} is for a vocabulary of {layer.vocab_size} tokens and the target has {target.vocab_size}: "
             f"{_OTHER}."
         )
-    width = given(data, "target_hidden_size", target.hidden_size)
+    width = value_or_default(data, "target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
         raise MarsError(
             f"the {title} is for a target {width} wide and this one is {target.hidden_size}: {_OTHER}."
         )
     rows = next(iter(shapes.get(_UNEMBED, ())), None)
-    drafted = given(data, "draft_vocab_size", rows or target.vocab_size)
+    drafted = value_or_default(data, "draft_vocab_size", rows or target.vocab_size)
     if drafted != target.vocab_size and "d2t" not in shapes:
         raise MarsError(
             f"the {title} drafts from {drafted} of {target.vocab_size} tokens and has no d2t that says which: download "
@@ -235,7 +235,7 @@ def _read(
     def read(row: Weight) -> jax.Array | Quantized:
         name, tensor = held[canonical(row.name)]
         try:
-            return convert(tensor.read(), dtype, bits=bits_of_head(row, bits))
+            return convert_tensor(tensor.read(), dtype, bits=bits_of_head(row, bits))
         except MarsError as error:
             raise MarsError(f"tensor {name}: {error}") from None
 

@@ -16,7 +16,7 @@ from mars_jax.cli.progress import progress
 from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
-from mars_jax.lab.theta import plain, settings_of, thetas_of
+from mars_jax.lab.theta import json_restored, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError, say
 
 _DESCRIPTION = """\
@@ -113,11 +113,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     if args.recipe is not None:
         return _parse_recipe(args, list(sys.argv[1:] if argv is None else argv))
-    pair.convert(args)
-    args.rule = pair.rule_of(args, instead=_SWEPT)
+    pair.convert_pair_flags(args)
+    args.rule = pair.chosen_rule(args, instead=_SWEPT)
     args.theta_files = []
     if args.thetas:
-        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
+        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
     # Plus zero, so that -0 is 0.
     args.temperatures = [
         number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
@@ -135,7 +135,7 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--part"], "with --recipe: leave one of them out")
-    args.chosen = recipes.read(args.recipe)
+    args.chosen = recipes.read_recipe(args.recipe)
     user_flags = without(argv, ("--recipe", "--output"))
     args.parts = {
         part: parse([*args.chosen.argv(part, user_flags), "--output", str(args.output / part)])
@@ -160,7 +160,7 @@ def _check(args: argparse.Namespace) -> None:
     elif args.draft_cost is not None:
         raise MarsError("--draft-cost does not apply without --tune: add it, or leave this out.")
     args.controls = args.controls or "paper"
-    pair.check(args, args.rule, output="name a folder for rows, table and plots")
+    pair.check_pair_flags(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
         if len({f"{value:g}" for value in values}) < len(values):
@@ -245,7 +245,8 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
 
     problems, target, drafter = open_study(args, folder, check)
     names = {
-        name: plain(getattr(args, name)) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
+        name: json_restored(getattr(args, name))
+        for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
     }
     refiner = None
     if args.refine is not None:
@@ -301,7 +302,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             cost=args.draft_cost,
             progress=show,
         )
-    print(tuned.markdown(report), file=out, end="")
+    print(tuned.tuned_markdown(report), file=out, end="")
     say(f"rows and tables are in {args.output}")
 
 
@@ -320,5 +321,5 @@ def _inputs(args: argparse.Namespace, target: Any, problems: list[Any], names: d
         batch_size=args.batch_size,
         seed=args.seed,
         chat=args.chat,
-        names=names | pair.given(args),
+        names=names | pair.non_default_flags(args),
     )

@@ -18,7 +18,7 @@ from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
-from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
+from mars_jax.lab.theta import FORMAT, pair_fingerprints, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import is_own, not_in, source_digest
@@ -85,13 +85,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    pair.convert(args)
+    pair.convert_pair_flags(args)
     settings = given_settings(args)
     if args.prefixes is not None and "exact_prefix" in settings:
         raise MarsError(
             f"{settings['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
         )
-    args.rule = pair.rule_of(args, instead=("theta",) if args.prefixes is None else ())
+    args.rule = pair.chosen_rule(args, instead=("theta",) if args.prefixes is None else ())
     args.judge = None
     if args.risk not in ("regret", "accuracy"):
         args.risk, args.judge = "judge", _judge(args.risk)
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise MarsError(
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
         )
-    pair.check(args, args.rule, output="name a file for the threshold")
+    pair.check_pair_flags(args, args.rule, output="name a file for the threshold")
     args.temperature = number_of("temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
@@ -163,7 +163,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
                 f"--verify {args.rule.name} has no thresholds of its own: give --thetas, from strict to loose."
             )
         return list(grid)
-    thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
+    thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
     orders = {"rising": sorted(set(thetas)), "falling": sorted(set(thetas), reverse=True)}
     if grid:
         orders.pop("falling" if grid[0] < grid[-1] else "rising")
@@ -190,7 +190,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.answers import Decoding
-    from mars_jax.lab.folder import check_writable, open_rows, write_json
+    from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
     from mars_jax.lab.studies import calibration
     from mars_jax.mesh import hosts
     from mars_jax.serve.rows import digest, fingerprint
@@ -200,13 +200,13 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     if hosts.is_first():
         check_writable(args.output)
     promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
-    check = functools.partial(calibration.check, **promise)
+    check = functools.partial(calibration.check_certifiable, **promise)
     problems, target, drafter = open_study(args, work, check)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     rule = args.rule.as_json(but=("theta",))
     study_settings = {
-        "settings": settings_of(args, temperature=args.temperature),
+        "settings": run_settings(args, temperature=args.temperature),
         "promise": {
             "risk": args.risk,
             "meaning": calibration.RISKS[args.risk],
@@ -227,7 +227,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         "rule": args.rule.as_json(but=(args.setting,)),
         args.setting: args.values,
         **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
-        **pair.given(args),
+        **pair.non_default_flags(args),
         "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
         "rule_source": source_digest(args.rule.spec),
         "judge_source": None if args.judge is None else source_digest(args.judge),
@@ -253,13 +253,13 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
             "format": FORMAT,
             "theta": "inf" if theta == math.inf else theta,
             "rule": rule,
-            "weights": fingerprints(target, drafter, loaded_rule),
+            "weights": pair_fingerprints(target, drafter, loaded_rule),
             "tau": result["tau"],
             "strict_tau": result["strict_tau"],
             "trials": [{args.setting: trial.pop("value"), **trial} for trial in result["trials"]],
             "made": provenance(),
         }
-        write_json(args.output, report)
+        write_shared_json(args.output, report)
         if hosts.is_first():
             # The output file contains all results.
             shutil.rmtree(work)

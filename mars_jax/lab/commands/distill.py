@@ -190,7 +190,7 @@ _POSITIVE = (
 )
 
 
-def check(args: argparse.Namespace) -> None:
+def check_distill_flags(args: argparse.Namespace) -> None:
     """Raise MarsError for values out of range and for incompatible flags of a kind."""
     if args.data is None and args.features is None and "--data" in KINDS[args.kind].flags:
         either = " or --features" if args.kind == "eagle3" else ""
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    check(args)
+    check_distill_flags(args)
     # jax loads only after the checks, so that wrong flags are refused at once.
     keep_compilations()
     if args.kind == "features":

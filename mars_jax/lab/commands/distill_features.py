@@ -59,7 +59,7 @@ def write_features(args: argparse.Namespace) -> None:
             ids = _texts(target, documents[first : first + SHARD], args, first)
             if not ids:
                 continue
-            rows = features.pack(ids, args.length)
+            rows = features.pack_documents(ids, args.length)
             _write(folder, record, target, rows)
             say(
                 f"{folder}: {len(ids)} texts, {sum(map(len, ids)):,} tokens in {len(rows[0])} rows of {args.length}; "

@@ -30,9 +30,9 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
 from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
-from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
-from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_writable, claim, joined_with_folder
 from mars_jax.lab.training import (
@@ -141,10 +141,10 @@ def _train(
     options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
     if args.features is None:
         texts = documents if args.write is None else _write_texts(args, target, documents, work)
-        streams = [data.stream(texts, tokenizer)]
+        streams = [data.make_stream(texts, tokenizer)]
         say(f"{len(streams[0].tokens):,} tokens of text")
     else:
-        streams = [data.stream(documents, tokenizer)] if documents else []
+        streams = [data.make_stream(documents, tokenizer)] if documents else []
     apprentice = _start(args, target, first, _draft_vocabulary(args, target, streams))
     if args.features is None:
         params = distillation.train(
@@ -306,7 +306,7 @@ def draft_name(name: str, output: Path) -> str:
 
 
 def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[str]) -> list[Batch]:
-    stream = data.stream(documents, target.tokenizer.backend_tokenizer)
+    stream = data.make_stream(documents, target.tokenizer.backend_tokenizer)
     rows = max(2, args.step_tokens // args.length)
     batches = data.batches([stream], rows=rows, length=args.length, seed=args.seed)
     return [batches[i] for i in range(max(2, round(args.tokens / args.step_tokens)))]
@@ -328,7 +328,9 @@ def _sprinter(
         for batch, key in zip(batches, keys, strict=True)
     ]
     held_out = max(1, len(parts) // 8)
-    training = sprinter_training.training(sprinter_training.flattened(parts[:-held_out]), seed=args.seed)
+    training = sprinter_training.classifier_training(
+        sprinter_training.flattened(parts[:-held_out]), seed=args.seed
+    )
     params = jax.device_get(fit(training, work, description="classifier"))
     test = sprinter_training.flattened(parts[-held_out:])
     figures = {f"at_{c}": sprinter_training.figures(test, params, c) for c in (0.3, 0.5, 0.7, 0.9)}
@@ -375,11 +377,11 @@ def _diversed(
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
 
     def reward(number: int, text: str) -> float:
-        counts = score(problems[number], text)
+        counts = score_answer(problems[number], text)
         return float(np.asarray(counts)[0]) if counts else 0.0
 
     head = fit(
-        diversed_training.training(target, small, seed=args.seed),
+        diversed_training.mixer_training(target, small, seed=args.seed),
         work,
         teacher=(target.params, small.params),
         prepare=diversed_training.rollouts(target, small, prompts, reward, seed=args.seed),
@@ -410,7 +412,7 @@ def rewarded(task: str | None) -> list[Problem]:
     name, _, path = (task or "arithmetic").partition("=")
     if name == "arithmetic" and not path:
         return read_arithmetic("train")
-    problems = read(name, path or None, chat=True)
+    problems = read_problems(name, path or None, chat=True)
     metrics = ("final_answer", "last_number", "rouge_l")
     if any(p.metric not in metrics for p in problems):
         raise MarsError(

@@ -13,7 +13,7 @@ from mars_jax.cli.progress import busy
 from mars_jax.drafters.registry import parse_draft
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import check_problems
-from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_folder
 from mars_jax.mesh import hosts
@@ -28,7 +28,7 @@ def open_study(
     Prompts, rule and vocabularies are checked with configs and tokenizers before any weights are loaded.
 
     Args:
-      args: from a parser of `pair.make_parser`, after `pair.check`.
+      args: from a parser of `pair.make_parser`, after `pair.check_pair_flags`.
       folder: output folder of the rows.
       check: raises MarsError for problems that the command cannot use.
 
@@ -41,7 +41,7 @@ def open_study(
     problems = []
     for task in args.task:
         name, _, path = task.partition("=")
-        problems += read(name, path or None, chat=args.chat, limit=args.problems)
+        problems += read_problems(name, path or None, chat=args.chat, limit=args.problems)
     check(problems)
     draft = parse_draft(args.draft, shown="--draft")
     with busy("loading"):

@@ -17,13 +17,13 @@ from mars_jax.cli.flags import (
     add_host_flags,
     add_settings,
     add_size_flags,
-    draft_of,
+    draft_or_default,
     flag_of,
     number_of,
     numbers_of,
 )
 from mars_jax.cli.program import Parser
-from mars_jax.cli.rule_flags import add_rule_flags, given_settings, named
+from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
 from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.utils.errors import MarsError
@@ -104,7 +104,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     return parser
 
 
-def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleChoice:
+def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleChoice:
     """Return the rule that the flags choose, by default mars, with validated settings.
 
     Args:
@@ -117,10 +117,10 @@ def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleC
     settings = given_settings(args)
     for name in settings.keys() & set(instead):
         raise MarsError(f"{settings[name].shown} does not apply here: give {flag_of(name)}s in its place.")
-    return named(args.verify or "mars", settings)
+    return choose_with_weights(args.verify or "mars", settings)
 
 
-def convert(args: argparse.Namespace) -> None:
+def convert_pair_flags(args: argparse.Namespace) -> None:
     """Convert the shared flags from strings to values.
 
     Raises:
@@ -130,10 +130,10 @@ def convert(args: argparse.Namespace) -> None:
     if args.problems is not None:
         args.problems = number_of("batch_size", args.problems, shown="--problems")
     args.tree = None if args.tree is None else parse_tree(args.tree)
-    args.draft = draft_of(args.draft, args.target)
+    args.draft = draft_or_default(args.draft, args.target)
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
+def non_default_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags for the target's computation and the draft size that are not at their defaults."""
     return {
         name: getattr(args, name)
@@ -142,11 +142,11 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
+def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
     """Raise MarsError if shared flags contradict each other or a required one is missing.
 
     Args:
-      args: after `convert`.
+      args: after `convert_pair_flags`.
       rule: the rule that the flags choose.
       output: the fix to suggest if --output is missing.
     """

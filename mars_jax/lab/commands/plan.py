@@ -14,7 +14,7 @@ from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags
 from mars_jax.drafters.registry import definition, parse_draft, published_heads
 from mars_jax.drafters.tree_shapes import parse_tree
-from mars_jax.lab.commands.pair import rule_of
+from mars_jax.lab.commands.pair import chosen_rule
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES
 from mars_jax.verify import NEEDS
@@ -116,7 +116,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
     tree: Any = None if args.tree is None else parse_tree(args.tree)
     acceptance = None if args.acceptance is None else _acceptance(args.acceptance)
-    rule = rule_of(args)
+    rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
             f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         slice_ = place if name is None else topology(name)
         return advice.try_fit(pair(slice_, dtype), slice_)
 
-    def step(shape: advice.Shape) -> Any:
+    def step(shape: advice.DraftShape) -> Any:
         """Return the time of a step with a draft of another shape, or None if it does not fit."""
         programs_ = pair(place, args.dtype, length=shape.length, tree=shape.tree)
         is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
@@ -176,7 +176,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         with busy("comparing drafts"):
             alone_time = fit.planned_time(target_programs, place)[1]
             shapes = advice.SHAPES if mixture else advice.DEEPER
-            drafts = advice.compare(step, alone_time, acceptance, shapes)
+            drafts = advice.compare_drafts(step, alone_time, acceptance, shapes)
     attempts = []
     if not plan.fits:
         with busy("looking for what fits"):
@@ -262,7 +262,7 @@ def _speeds(step: dict[str, float], tokens: int) -> str:
 def _print_table(
     inputs: dict[str, Any], plan: Any, attempts: Sequence[Any], drafts: Sequence[Any], out: IO[str]
 ) -> None:
-    """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.Draft`)."""
+    """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.DraftEstimate`)."""
     from rich.console import Console
     from rich.table import Table
 

@@ -95,7 +95,7 @@ class Decoding:
                 texts=tuple(c.text for c in completions),
                 tokens=tuple(tuple(c.tokens) for c in completions),
                 finish_reason="context" if full[row] else completions[-1].finish_reason,
-                metrics=request.total(completions),
+                metrics=request.total_metrics(completions),
                 seconds=seconds[row],
             )
             for row, completions in enumerate(completions_by_row)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax.core.metrics import Metrics
-from mars_jax.lab.evaluate.scoring.scores import total
+from mars_jax.lab.evaluate.scoring.scores import total_score
 
 LONGEST_PERIOD = 90
 LOOP_TOKENS = 12
@@ -66,7 +66,7 @@ def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(count, shares, size=resamples).astype(np.float64)
 
 
-def summarize(
+def arm_figures(
     rows: Sequence[dict[str, Any]],
     alone: Sequence[dict[str, Any]],
     strict: Sequence[dict[str, Any]] | None,
@@ -131,11 +131,11 @@ def intervals(
     between problems.
 
     Args:
-      rows, alone, metric, seed: as for `summarize`.
+      rows, alone, metric, seed: as for `arm_figures`.
       resamples: R.
 
     Returns:
-      [low, high] by the names of `summarize`; None if there is no interval, for example for a single problem.
+      [low, high] by the names of `arm_figures`; None if there is no interval, for example for a single problem.
       `acceptance_by_depth` has one interval for each depth.
 
     Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
@@ -199,4 +199,4 @@ def _is_scored(rows: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) 
 
 def _scores(rows: Sequence[dict[str, Any]], weights: np.ndarray, metric: str) -> np.ndarray:
     """Return the score of each resample, f64[R]. Row i counts `weights[:, i]` times."""
-    return np.asarray(total(metric, weights @ np.asarray([[*row["score"], 1.0] for row in rows])))
+    return np.asarray(total_score(metric, weights @ np.asarray([[*row["score"], 1.0] for row in rows])))

@@ -41,7 +41,7 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
     return Attempt(topology.name, pair.dtype, axes, fits, used_bytes, topology.hbm_bytes)
 
 
-class Shape(NamedTuple):
+class DraftShape(NamedTuple):
     """The shape of a draft: a chain of `length`, or `tree`."""
 
     length: int | None
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     def flags(self) -> str:
         """Command-line flags that select this shape.
 
-        >>> Shape(3, None).flags, Shape(None, Dynamic()).flags
+        >>> DraftShape(3, None).flags, DraftShape(None, Dynamic()).flags
         ('--num-draft-tokens 3', '--tree dynamic:10-7-60')
         """
         if self.tree is None:
@@ -65,9 +65,9 @@ class Shape(NamedTuple):
         2211.17192, equation 1). A level of a tree is accepted if one of its two likeliest children is, so its `a` is
         `1 - (1 - a)^2`.
 
-        >>> round(Shape(3, None).tau([0.5]), 3), round(Shape(None, Dynamic(depth=3)).tau([0.5]), 3)
+        >>> round(DraftShape(3, None).tau([0.5]), 3), round(DraftShape(None, Dynamic(depth=3)).tau([0.5]), 3)
         (1.875, 2.734)
-        >>> Shape(3, None).tau([0.5, 0.25])
+        >>> DraftShape(3, None).tau([0.5, 0.25])
         1.65625
         """
         depth = self.length if self.tree is None else self.tree.depth
@@ -80,13 +80,13 @@ class Shape(NamedTuple):
         return tokens
 
 
-SHAPES = (Shape(3, None), Shape(5, None), Shape(None, Dynamic()))
+SHAPES = (DraftShape(3, None), DraftShape(5, None), DraftShape(None, Dynamic()))
 """Drafts to compare for a mixture of experts, where large drafts are expensive."""
-DEEPER = (Shape(5, None), Shape(None, Dynamic()), Shape(None, Dynamic(depth=10)))
+DEEPER = (DraftShape(5, None), DraftShape(None, Dynamic()), DraftShape(None, Dynamic(depth=10)))
 """Drafts to compare for other targets, whose steps slow down little with more nodes or levels."""
 
 
-class Draft(NamedTuple):
+class DraftEstimate(NamedTuple):
     """The time of a step with a draft, and its tokens at the assumed acceptance."""
 
     flags: str
@@ -100,18 +100,18 @@ class Draft(NamedTuple):
     gain: float
 
 
-def compare(
-    step: Callable[[Shape], StepTime | None],
+def compare_drafts(
+    step: Callable[[DraftShape], StepTime | None],
     alone: StepTime,
     acceptance: Sequence[float],
-    shapes: Sequence[Shape] = SHAPES,
-) -> list[Draft]:
+    shapes: Sequence[DraftShape] = SHAPES,
+) -> list[DraftEstimate]:
     """Return the drafts that fit, fastest in tokens per second first.
 
     Args:
       step: returns the time of a step with a draft, or None if it does not fit.
       alone: the time of a step without a draft.
-      acceptance: probability that a drafted token is accepted, by depth; see `Shape.tau`.
+      acceptance: probability that a drafted token is accepted, by depth; see `DraftShape.tau`.
       shapes: shapes of the drafts.
     """
     drafts = []
@@ -128,7 +128,7 @@ def compare(
         first, last = sorted((low / alone_low, high / alone_high))
         tau = shape.tau(acceptance)
         gain = tau * (alone_low + alone_high) / (low + high)
-        drafts.append(Draft(shape.flags, low, high, (first, last), tau, gain))
+        drafts.append(DraftEstimate(shape.flags, low, high, (first, last), tau, gain))
     return sorted(drafts, key=lambda draft: -draft.gain)
 
 

@@ -59,7 +59,7 @@ class Recipe:
     def argv(self, part: str, given: Sequence[str]) -> list[str]:
         """Return the flags of a part of `PARTS`, with the user's flags last.
 
-        >>> read("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
+        >>> read_recipe("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']
         """
         part_flags = {**FLAGS, **self.flags}
@@ -93,13 +93,13 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
-def read(name: str) -> Recipe:
+def read_recipe(name: str) -> Recipe:
     """Read a recipe by its name, or a user's recipe by its path.
 
     Raises:
       MarsError: there is no recipe with that name, or the file is not a recipe.
 
-    >>> read("llama-3.1-8b").published["tau"]
+    >>> read_recipe("llama-3.1-8b").published["tau"]
     [4.82, 6.61]
     """
     check_path(name, "the recipe")

@@ -20,7 +20,7 @@ from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
-from mars_jax.lab.studies.certify import choose, fewest
+from mars_jax.lab.studies.certify import choose_threshold, fewest
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
@@ -84,7 +84,7 @@ def calibrate(
             return -answer.metrics.regret_per_token
         if judge is not None:
             return judged(judge, problem, answer.texts[-1])
-        numbers = scores.score(problem, answer.texts[-1])
+        numbers = scores.score_answer(problem, answer.texts[-1])
         return None if numbers is None else numbers[0]
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
@@ -128,7 +128,7 @@ def calibrate(
         )
         return np.clip(lost / CLIP, -1, 1), _tau(decoded)
 
-    loosest, trials = choose(values, losses_at, bound=bound / CLIP, confidence=confidence)
+    loosest, trials = choose_threshold(values, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
         "value": loosest,
         "tau": next((t.tau for t in trials if t.value == loosest), _tau(strict_rows)),
@@ -162,7 +162,7 @@ def judged(judge: Judge, problem: Problem, answer: str) -> float:
     return number
 
 
-def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: float) -> None:
+def check_certifiable(problems: Sequence[Problem], *, risk: str, bound: float, confidence: float) -> None:
     """Raise MarsError if the problems cannot measure the risk, or are too few to certify it."""
     metrics = {p.metric for p in problems}
     if risk == "accuracy" and metrics & {*UNJUDGED, "bleu", "pass@1"}:

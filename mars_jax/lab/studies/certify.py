@@ -84,7 +84,7 @@ def fewest(bound: float, confidence: float) -> int:
     return high
 
 
-def choose(
+def choose_threshold(
     thetas: Sequence[float],
     losses_at: Callable[[float], tuple[np.ndarray, float]],
     *,
@@ -99,7 +99,7 @@ def choose(
       bound: bound of the mean loss.
       confidence: confidence with which the bound holds, over the choice of the calibration problems.
 
-    >>> choose([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]
+    >>> choose_threshold([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]
     0.9
     """
     loosest, trials = math.inf, []

@@ -51,7 +51,7 @@ class Stream(NamedTuple):
     weight: float  # share of the training tokens, relative to other streams
 
 
-def stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stream:
+def make_stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stream:
     """Tokenize documents into one stream.
 
     Args:
@@ -74,7 +74,7 @@ def stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stre
     )
 
 
-class _Rows:
+class _StreamRows:
     """The rows of a stream. They overlap by one token, which one row predicts and the next one reads."""
 
     def __init__(self, stream: Stream, length: int):
@@ -113,7 +113,7 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
             raise MarsError(
                 f"a source of {len(source.tokens)} tokens is shorter than a row of {length}: give more text."
             )
-        dataset = grain.MapDataset.source(_Rows(source, length)).seed(seed + number)
+        dataset = grain.MapDataset.source(_StreamRows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
     mixed = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
     # Keeping the remainder of batches of one row gives a length above sys.maxsize, which grain cannot handle.

@@ -157,7 +157,7 @@ def train_on_features(
     Raises:
       MarsError: there are too few features.
     """
-    batches, held_out, size = features.batches(dumps, step_tokens=step_tokens, seed=seed)
+    batches, held_out, size = features.dump_batches(dumps, step_tokens=step_tokens, seed=seed)
     low = {"embed": teacher["embed"].astype(jnp.bfloat16)}
     figures = jax.jit(lambda params, batch: apprentice.loss(params, batch, low)[1])
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
-from mars_jax.contrib.teaching import read
+from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.durable import sync
 from mars_jax.utils.errors import MarsError
@@ -39,12 +39,12 @@ class Recorded(NamedTuple):
     log_probs: Any  # f16[R, L, TOP]; their log-probabilities in nats, over the whole vocabulary
 
 
-def pack(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack whole documents into rows: tokens i32[R, L] and segments i32[R, L].
 
     Documents go, longest first, into the first row with enough room. Documents longer than a row are truncated.
 
-    >>> tokens, segments = pack([[5, 6], [1, 2, 3], [7, 8, 9, 9, 9]], 4)
+    >>> tokens, segments = pack_documents([[5, 6], [1, 2, 3], [7, 8, 9, 9, 9]], 4)
     >>> tokens.tolist(), segments.tolist()
     ([[7, 8, 9, 9], [1, 2, 3, 0], [5, 6, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, -1], [0, 0, -1, -1]])
     """
@@ -73,7 +73,7 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
 
     @jax.jit
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
-        output = read(target, params, tokens, segments)
+        output = forward_packed(target, params, tokens, segments)
 
         # Run row by row: the logits of one row take a hundred megabytes.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
@@ -123,7 +123,7 @@ def shards(dump: str | os.PathLike[str]) -> list[Path]:
     return sorted(p for p in Path(dump).glob("[0-9]*") if p.is_dir())
 
 
-class _Rows:
+class _DumpRows:
     """The rows of several shards with one row length."""
 
     def __init__(self, folders: Sequence[Path]):
@@ -139,7 +139,7 @@ class _Rows:
         return Recorded(*(np.asarray(x[index - self._ends[which]]) for x in shard))
 
 
-def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
+def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
     """Return the batches of dumps, held-out batches, and the mean number of tokens of a batch, padding included.
 
     The batches are an endless `grain.MapDataset`. A batch holds whole rows of one dump, about `step_tokens` tokens in
@@ -157,7 +157,7 @@ def batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any,
             raise MarsError(
                 f"'{dump}' has too few features to train on: give it two shards at least, one of which is held out."
             )
-        rows = _Rows(folders[1:])
+        rows = _DumpRows(folders[1:])
         length = rows[0].tokens.shape[-1]
         size = max(1, step_tokens // length)
         dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()

@@ -77,7 +77,7 @@ def texts(loaded):
 
 def test_a_token_that_is_not_the_best_differs(loaded, texts):
     prompt, best, runner_up, gap = texts
-    row = tokens.compare(loaded, [prompt, prompt], [best, runner_up])
+    row = tokens.compare_with_target(loaded, [prompt, prompt], [best, runner_up])
     assert gap > tokens.TIE
     detail = f"token 3 after [3, 5, 8] is {runner_up[3]} in place of {best[3]}"
     assert row == {"status": "differs", "detail": detail}
@@ -87,7 +87,7 @@ def test_a_token_that_is_not_the_best_differs(loaded, texts):
 def test_a_tie_is_not_wrong(loaded, texts, monkeypatch):
     prompt, _, runner_up, gap = texts
     monkeypatch.setattr(tokens, "TIE", gap + 1e-4)
-    row = tokens.compare(loaded, [prompt], [runner_up])
+    row = tokens.compare_with_target(loaded, [prompt], [runner_up])
     assert row == {"status": "equal up to ties", "detail": "1 ties"} and wrong_rows([row]) == []
 
 

@@ -204,7 +204,7 @@ def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
 def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_path):
     def train(mesh):
         pretrained = mj.load(str(target), dtype="float32", mesh=mesh)
-        stream = data.stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
+        stream = data.make_stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
         config = pretrained.config
         if kind == "eagle3":
             options = {"layers": (0, 0, 0), "steps": 2, "divergence": forward_kl}

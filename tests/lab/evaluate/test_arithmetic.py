@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from mars_jax.lab.evaluate.scoring.scores import score
+from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from scripts.arithmetic import generator
 
@@ -32,7 +32,7 @@ def test_the_file_holds_the_problems_of_the_generator(split, exercises):
 
 def test_a_problem_is_correct_by_its_own_answer(split, exercises):
     for problem, exercise in zip(read_arithmetic(split), exercises, strict=True):
-        assert score(problem, exercise.answer) == [1.0]
+        assert score_answer(problem, exercise.answer) == [1.0]
 
 
 def test_every_equation_is_true_and_within_the_limits(exercises):

@@ -16,8 +16,8 @@ from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.studies import calibration
-from mars_jax.lab.studies.certify import choose, fewest, p_value
-from mars_jax.lab.theta import read_theta, settings_of
+from mars_jax.lab.studies.certify import choose_threshold, fewest, p_value
+from mars_jax.lab.theta import read_theta, run_settings
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.relaxed import UNLIMITED_RUN
 from tests.cli.conftest import write_checkpoint
@@ -46,7 +46,7 @@ def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence)
     held = relaxed = 0
     for _ in range(RESAMPLINGS):
         rows = rng.integers(0, 20_000, 400)
-        theta, trials = choose(
+        theta, trials = choose_threshold(
             thetas, lambda t, rows=rows: (columns[t][rows], 2.0), bound=bound, confidence=confidence
         )
         held += truth[theta] <= bound
@@ -302,4 +302,4 @@ def test_what_cannot_be_certified_is_refused_before_anything_loads(jsonl, tmp_pa
 
 @pytest.mark.parametrize(("tree", "made"), [("dynamic:3-4-9", {"dynamic": [3, 4, 9]}), ("3-4-9", [3, 4, 9])])
 def test_trees_are_told_apart(tree, made):
-    assert settings_of(parse(["--tree", tree, "hello"]))["tree"] == made
+    assert run_settings(parse(["--tree", tree, "hello"]))["tree"] == made

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mars_jax.lab.evaluate.tasks import datasets as hub
-from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.utils.errors import MarsError
 
 GSM8K = {"question": "How many?", "answer": "3 * 4 = 12.\n#### 12"}
@@ -58,7 +58,7 @@ def published(tmp_path):
 @pytest.mark.parametrize("task", CASES)
 def test_the_layouts_of_the_hub_are_problems(published, task):
     row, metric, references, number = CASES[task]
-    [problem] = read(task, published(task, row), chat=True)
+    [problem] = read_problems(task, published(task, row), chat=True)
     assert (problem.metric, problem.references, problem.id) == (metric, references, number)
     assert problem.turns == TURNS.get(task, problem.turns)
 
@@ -72,7 +72,7 @@ def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for path in ("openai/gsm8k", "openai/gsm8k:socratic", "openai/gsm8k::train", "a/b:c:d"):
-        [problem] = read("gsm8k", path, chat=True)
+        [problem] = read_problems("gsm8k", path, chat=True)
         assert problem.references == ("12",)
     names = [(name, config, more["split"]) for name, config, more in asked]
     main = ("openai/gsm8k", "main")
@@ -88,21 +88,21 @@ def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
 @pytest.mark.parametrize("path", ["a/missing.jsonl", "missing", "a:b"])
 def test_what_is_no_name_is_a_file(path):
     with pytest.raises(MarsError, match="there is no file"):
-        read("gsm8k", path, chat=True)
+        read_problems("gsm8k", path, chat=True)
 
 
 def test_what_datasets_cannot_read_is_said(datasets, published, monkeypatch):
     with pytest.raises(MarsError, match=r"row 0: it has no question|reference is None|turns is None"):
-        read("gsm8k", published("gsm8k", {"a": 1}), chat=True)
+        read_problems("gsm8k", published("gsm8k", {"a": 1}), chat=True)
 
     broken = Path(published("mbpp", CASES["mbpp"][0]))
     (broken / "rows.jsonl").write_text('{"task_id": 1,\n')
     with pytest.raises(MarsError, match=r"cannot be read \(.*\): give a file of JSON lines"):
-        read("mbpp", str(broken), chat=True)
+        read_problems("mbpp", str(broken), chat=True)
 
     def refuse(*args, **more):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub.\nMore.")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(MarsError, match=r"'a/b' cannot be read \(Dataset 'a/b' doesn't exist on the Hub\)"):
-        read("gsm8k", "a/b", chat=True)
+        read_problems("gsm8k", "a/b", chat=True)

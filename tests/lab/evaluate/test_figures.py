@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mars_jax.lab.evaluate.figures import LONGEST_PERIOD, intervals, loops, summarize
+from mars_jax.lab.evaluate.figures import LONGEST_PERIOD, arm_figures, intervals, loops
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_summary_by_hand():
     cut = row([1, 2], [0.5], finish_reason="length")
     rows = [row([1, 2, 3, 4], [1.0]), row([5, 6], [0.0], loops=True), cut]
     strict = [row([5, 6], [0.0])] * 3
-    made = summarize(rows, alone, strict, metric="rouge_l")
+    made = arm_figures(rows, alone, strict, metric="rouge_l")
     spans = made.pop("intervals")
     counts = {"problems": 3, "theta": None, "tau": 8 / 6, "tokens_per_task": 8 / 3}
     drafts = {"depth_histogram": [3, 0, 3], "acceptance_by_depth": [0.5, 1.0], "relaxed_share": 0.5}
@@ -85,14 +85,14 @@ def test_a_single_problem_has_no_intervals():
 
 def test_without_scores_there_is_no_quality():
     rows = [row([1], None), row([2], None)]
-    made = summarize(rows, rows, rows, metric="none")
+    made = arm_figures(rows, rows, rows, metric="none")
     assert made["score"] is None and made["recovered"] is None
     assert made["intervals"]["score"] is None and made["intervals"]["tau"] is not None
 
 
 def test_nothing_is_recovered_of_a_score_of_zero():
     zero = [row([1], [0.0]), row([2], [0.0])]
-    made = summarize([row([1], [1.0]), row([2], [0.0])], zero, zero, metric="final_answer")
+    made = arm_figures([row([1], [1.0]), row([2], [0.0])], zero, zero, metric="final_answer")
     assert made["score"] == 0.5 and made["recovered"] is made["intervals"]["recovered"] is None
 
 

@@ -10,7 +10,7 @@ import pytest
 import mars_jax as mj
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark import arm_rows
-from mars_jax.lab.evaluate.scoring.scores import total
+from mars_jax.lab.evaluate.scoring.scores import total_score
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.models.shardings import parse_mesh
 from mars_jax.serve import likelihood
@@ -52,7 +52,7 @@ def test_an_answer_is_scored_without_its_prompt(loaded):
     sums = [pytest.approx(logits[0][1], abs=1e-4), pytest.approx(logits[1][3:].sum(), abs=1e-4)]
     assert made == [[sums[0], 1], [sums[1], 3]]
     sums = np.asarray([[made[0][0] + made[1][0], 4.0, 2.0]])
-    assert total("likelihood", sums)[0] == pytest.approx(math.exp(sums[0, 0] / 4))
+    assert total_score("likelihood", sums)[0] == pytest.approx(math.exp(sums[0, 0] / 4))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def test_every_recipe_parses_and_its_pair_is_known(name):
     assert paper.tune is None and tuned.tune and paper.rule.spec == tuned.rule.spec == "mars"
     assert paper.draft in {pair.draft for pair in catalogue.pairs(paper.target)}
     assert [str(part.output) for part in (paper, tuned)] == ["x/paper", "x/tuned"]
-    recipe = recipes.read(name)
+    recipe = recipes.read_recipe(name)
     if recipe.published:
         assert (paper.tree, paper.temperatures) == (Dynamic(top_k=10, depth=8, nodes=60), [1.0])
         assert len(paper.task) == 6 and paper.chat and paper.controls == "all" and name in CONFIGS
@@ -57,7 +57,7 @@ def test_an_unknown_recipe_and_one_without_an_output_are_refused(flags, message)
 def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, message):
     (tmp_path / "own.toml").write_text(text)
     with pytest.raises(MarsError, match=message):
-        recipes.read(str(tmp_path / "own.toml"))
+        recipes.read_recipe(str(tmp_path / "own.toml"))
 
 
 def test_the_bytes_of_a_pair_are_those_of_its_arrays(tmp_path):
@@ -88,7 +88,7 @@ def test_a_recipe_runs_from_a_server_to_its_table(tmp_path, monkeypatch, capsys)
     prompts = [["the sea"], ["a story"]]
     rows = [{"question_id": i, "turns": p, "reference": ["a b"]} for i, p in enumerate(prompts)]
     (tmp_path / "cnn_dm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = recipes.read("vicuna-13b")
+    recipe = recipes.read_recipe("vicuna-13b")
     with serving(tmp_path / "cache", monkeypatch) as server:
         for name, folder in (("lmsys/vicuna-13b-v1.3", target), (recipe.flags["draft"][6:], head)):
             server.repositories[name] = {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()}

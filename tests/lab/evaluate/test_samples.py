@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED, completion, with_results
-from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Code
 from mars_jax.utils.errors import MarsError
 from tests.lab.evaluate.conftest import call
@@ -56,7 +56,7 @@ def tasks(tmp_path):
     ["def one(x):\n    return 1\n[DONE]\nmore", "Sure:\n```python\ndef one(x):\n    return 1\n```\nDone."],
 )
 def test_the_assertions_of_mbpp_run_in_the_same_layout(tasks, text):
-    [problem] = read("mbpp", str(tasks["mbpp"]), chat=True)
+    [problem] = read_problems("mbpp", str(tasks["mbpp"]), chat=True)
     exec(program(problem.code, text), {})
     with pytest.raises(AssertionError):
         exec(program(problem.code, text.replace("1", "2")), {})
@@ -78,7 +78,7 @@ def evaluate(path, *passed):
 
 
 def test_an_arm_is_written_as_samples_and_scored_by_the_results(tasks, tmp_path):
-    problems = read("humaneval", str(tasks["humaneval"]), chat=False)
+    problems = read_problems("humaneval", str(tasks["humaneval"]), chat=False)
     rows = [row(0, "    return 1\n"), row(1, "    return 2\n"), row(0, "    return 3\n", arm="exact")]
     assert with_results(tmp_path, problems, rows) == rows
     samples, evaluated = (
@@ -92,7 +92,7 @@ def test_an_arm_is_written_as_samples_and_scored_by_the_results(tasks, tmp_path)
 
 
 def test_results_of_other_answers_are_refused(tasks, tmp_path):
-    problems = read("humaneval", str(tasks["humaneval"]), chat=False)
+    problems = read_problems("humaneval", str(tasks["humaneval"]), chat=False)
     with_results(tmp_path, problems, [row(0, "    return 1\n"), row(1, "    return 2\n")])
     evaluate(tmp_path / SAMPLES, True, False)
     with pytest.raises(MarsError, match="has a result for 1 of the 2 answers in the samples"):

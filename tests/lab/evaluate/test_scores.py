@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from mars_jax.lab.evaluate.scoring import scores
-from mars_jax.lab.evaluate.scoring.scores import bleu_counts, final_answer, last_number, rouge_l, score, total
+from mars_jax.lab.evaluate.scoring.scores import (
+    bleu_counts,
+    final_answer,
+    last_number,
+    rouge_l,
+    score_answer,
+    total_score,
+)
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.utils.errors import MarsError
 
@@ -31,7 +38,7 @@ def problem(metric, *references):
 )
 def test_final_answer(text, value):
     assert final_answer(text) == value
-    assert score(problem("final_answer", "17"), text) == [float(value == 17)]
+    assert score_answer(problem("final_answer", "17"), text) == [float(value == 17)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_bleu_is_that_of_sacrebleu(rows):
     sacrebleu = pytest.importorskip("sacrebleu")
     hypotheses, references = [HYPOTHESES[i] for i in rows], [REFERENCES[i] for i in rows]
     counts = np.sum([bleu_counts(h, [r]) for h, r in zip(hypotheses, references, strict=True)], axis=0)
-    ours = total("bleu", np.append(counts, len(rows))[None])[0]
+    ours = total_score("bleu", np.append(counts, len(rows))[None])[0]
     assert 100 * ours == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-9)
 
 

@@ -68,7 +68,7 @@ def test_what_is_told_follows_from_the_rows(finished):
         assert low <= value <= high
     scored = [arm["score"] - table["alone"]["score"] for arm in table["arms"]]
     assert [arm["score_change"] for arm in table["arms"]] == pytest.approx(scored)
-    assert f"The best lossless arm is {table['best_lossless']}." in tuned.markdown(made)
+    assert f"The best lossless arm is {table['best_lossless']}." in tuned.tuned_markdown(made)
 
 
 def test_rows_are_those_of_a_decode_at_that_length(finished, target):

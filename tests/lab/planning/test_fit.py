@@ -222,12 +222,12 @@ def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
             return None  # does not fit
         return StepTime(*(costs[shape.length] * seconds for seconds in alone[:3]))
 
-    chain, tree = advice.compare(step, alone, [0.5])
+    chain, tree = advice.compare_drafts(step, alone, [0.5])
     assert chain.flags == "--num-draft-tokens 3" and chain.pays_above == pytest.approx((1.5, 1.5))
     assert chain.tau == 1.875 and chain.gain == pytest.approx(1.875 / 1.5)
     # By hand: 7 levels, each accepted with probability 3/4.
     assert tree.tau == pytest.approx(4 * (1 - 0.75**8)) and tree.gain == pytest.approx(tree.tau / 6)
-    assert advice.compare(lambda shape: None, alone, [0.5]) == []
+    assert advice.compare_drafts(lambda shape: None, alone, [0.5]) == []
     # With likely drafts, an additional level pays for its cost. With unlikely drafts, no level does.
     levels = {None: 1.0, 7: 1.2, 10: 1.3}
 
@@ -235,7 +235,7 @@ def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
         return StepTime(*(levels[shape.tree and shape.tree.depth] * seconds for seconds in alone[:3]))
 
     for likely, first in (([0.9, 0.8], 10), ([0.4], 7), ([0.1], None)):
-        best = advice.compare(deeper, alone, likely, advice.DEEPER)[0]
+        best = advice.compare_drafts(deeper, alone, likely, advice.DEEPER)[0]
         assert best.flags == (f"--tree dynamic:10-{first}-60" if first else "--num-draft-tokens 5")
 
 

@@ -11,7 +11,7 @@ from mars_jax import verify
 from mars_jax.contrib.drafters.dflash import dflash
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
-from mars_jax.contrib.teaching import read
+from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core.types import Params
 from mars_jax.lab.training import dflash_training
 from mars_jax.models import ModelConfig
@@ -64,7 +64,7 @@ def test_documents_do_not_see_each_other():
 
     @jax.jit
     def hidden(tokens):
-        output = read(FEATURES, WEIGHTS, tokens, segments)
+        output = forward_packed(FEATURES, WEIGHTS, tokens, segments)
         return dflash_training.block_hidden(DFLASH, TARGET, both, output, tokens, segments, places)
 
     mine, changed = hidden(tokens), hidden(other)

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from mars_jax.lab.training.data import Stream, batches, documents, stream
+from mars_jax.lab.training.data import Stream, batches, documents, make_stream
 from mars_jax.utils.errors import MarsError
 
 TEXT = "One.\r\nStill one.\n<|endoftext|>\n\nTwo.\n<|endoftext|>\n \n<|endoftext|>\n"
@@ -58,4 +58,4 @@ def test_a_short_source_and_an_empty_one_are_refused():
         batches([a_stream(0, 8, 1.0)], rows=1, length=8, seed=0)
 
     with pytest.raises(MarsError, match="there is no text to train on"):
-        stream([], types.SimpleNamespace(encode_batch=lambda texts: []))
+        make_stream([], types.SimpleNamespace(encode_batch=lambda texts: []))

@@ -18,7 +18,7 @@ def test_a_record_teaches_what_the_target_teaches(tmp_path):
     """The record keeps more tokens per position than the vocabulary has, so it is complete."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 16, n).tolist() for n in (13, 9, 20, 7)]
-    tokens, segments = features.pack(texts, 24)
+    tokens, segments = features.pack_documents(texts, 24)
     record = features.reader(FEATURES)(WEIGHTS, jnp.asarray(tokens), jnp.asarray(segments))
     features.write_shard(tmp_path / "00000", record)
     again = features.read_shard(tmp_path / "00000")
@@ -48,19 +48,19 @@ def shard(folder, number):
 def test_an_epoch_has_every_row_but_those_held_out(tmp_path):
     for number in range(3):
         shard(tmp_path, number)
-    batches, held_out, size = features.batches([tmp_path], step_tokens=16, seed=0)
+    batches, held_out, size = features.dump_batches([tmp_path], step_tokens=16, seed=0)
     assert size == 16 and batches[0].tokens.shape == (2, 8)
     epoch = sorted(first for i in range(4) for first in batches[i].tokens[:, 0])
     assert epoch == [1, 2, 101, 102, 201, 202, 301, 302]
     assert [batch.tokens[0, 0] for batch in held_out] == [0, 200]
-    by_row, _, size = features.batches([tmp_path], step_tokens=8, seed=0)
+    by_row, _, size = features.dump_batches([tmp_path], step_tokens=8, seed=0)
     assert size == 8 and by_row[0].tokens.shape == (1, 8)
 
 
 def test_too_few_features_are_a_sentence(tmp_path):
     shard(tmp_path, 0)
     with pytest.raises(MarsError, match="too few features to train on: give it two shards at least"):
-        features.batches([tmp_path], step_tokens=16, seed=0)
+        features.dump_batches([tmp_path], step_tokens=16, seed=0)
 
 
 @pytest.mark.parametrize("kept", [0, 40, 150])

@@ -105,7 +105,7 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) ->
                 report[name] = check(lambda detail, going=going: setattr(going, "detail", detail))
             except Exception as error:  # the other checks still run
                 report[name] = None
-                report["wrong"].append(f"{name}: {large.failure(error)}")
+                report["wrong"].append(f"{name}: {large.error_summary(error)}")
         if name != "large":
             report["wrong"] += wrong_rows(report[name] or [])
         report["seconds"] = round(time.perf_counter() - began, 1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats, top_k, tree_attention
 from mars_jax.core.tree import ancestors, static_topology
-from mars_jax.lab.commands.check.large import failure, looped, seconds_of
+from mars_jax.lab.commands.check.large import error_summary, looped, seconds_of
 from mars_jax.models import moe
 from mars_jax.models.attention import attend
 from mars_jax.models.layers import dense
@@ -103,7 +103,7 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
         if not interpret:
             row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
     except Exception as error:  # compilers and drivers raise errors of many types
-        return row | {"status": "failed", "detail": failure(error)}
+        return row | {"status": "failed", "detail": error_summary(error)}
     wrong = differences(expected, result, case.tolerance)
     return row | {"status": "differs" if wrong else "equal", "detail": ", ".join(wrong) or None}
 

@@ -47,7 +47,7 @@ COPIED, SIDE = GIB, 8192
 """Bytes of the copied array, and side of the multiplied matrices."""
 
 
-class Arm(NamedTuple):
+class TimedArm(NamedTuple):
     """A draft of an EAGLE-3 head to measure."""
 
     name: str
@@ -55,10 +55,10 @@ class Arm(NamedTuple):
     tau: float = 1.0
 
 
-PLAIN = Arm("plain", None)
-CHAIN = Arm("chain of 5", {"num_draft_tokens": 5}, 3.5)
+PLAIN = TimedArm("plain", None)
+CHAIN = TimedArm("chain of 5", {"num_draft_tokens": 5}, 3.5)
 # Tokens per step of an 8B model with EAGLE-3 and MARS: 2601.15498, table 1.
-TREE = Arm("tree 10-7-60", {}, 6.61)
+TREE = TimedArm("tree 10-7-60", {}, 6.61)
 
 
 class Program(NamedTuple):
@@ -71,7 +71,7 @@ class Program(NamedTuple):
     flops: int  # operations of the target's products in one step
 
 
-class Pair(NamedTuple):
+class RandomPair(NamedTuple):
     """A target and an EAGLE-3 head of its size, with random weights on the device."""
 
     config: ModelConfig
@@ -80,7 +80,7 @@ class Pair(NamedTuple):
     drafted: Params
     context: int
 
-    def steps(self, arm: Arm, batch: int) -> Program:
+    def steps(self, arm: TimedArm, batch: int) -> Program:
         """Lower the decode loop of `batch` rows, each with `context` tokens."""
         head, dtype = EagleConfig.outline(self.config), self.drafted.draft["unembed"].dtype.name
         draft = draft_of("none") if arm.options is None else draft_of(head, dtype=dtype, **arm.options)
@@ -119,8 +119,8 @@ class Pair(NamedTuple):
         )
 
 
-def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -> Pair:
-    """Return a `Pair` with weights drawn on the device.
+def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -> RandomPair:
+    """Return a `RandomPair` with weights drawn on the device.
 
     Args:
       config: config of the target.
@@ -134,7 +134,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
     head = drawn(shardings.abstract_params(EagleConfig.outline(config), wide))
     # Scale logits to a standard deviation of `PEAK`, as in a trained head: otherwise trees stay shallow.
     head["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
-    return Pair(config, model, params, params._replace(draft=head), context)
+    return RandomPair(config, model, params, params._replace(draft=head), context)
 
 
 def check_large(tick: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _live_bytes(part: PyTree, context: int) -> int:
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
 
-def failure(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:500]}"
@@ -206,7 +206,7 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return measure()
     except Exception as error:  # compilers and drivers raise errors of many types
-        return {"failed": failure(error)}
+        return {"failed": error_summary(error)}
 
 
 def seconds_of(call: Callable[[], Any], rounds: int) -> list[float]:

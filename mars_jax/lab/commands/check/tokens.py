@@ -62,11 +62,15 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[
             tokens = [completion.tokens for completion in completions]
             count = sum(map(len, tokens))
             tau = count / sum(completion.metrics.steps for completion in completions)
-            rows.append({"way": name, "tokens": count, "tau": tau} | compare(target, prompts, tokens))
+            rows.append(
+                {"way": name, "tokens": count, "tau": tau} | compare_with_target(target, prompts, tokens)
+            )
         return rows
 
 
-def compare(target: Pretrained, prompts: Sequence[list[int]], tokens: Sequence[list[int]]) -> dict[str, Any]:
+def compare_with_target(
+    target: Pretrained, prompts: Sequence[list[int]], tokens: Sequence[list[int]]
+) -> dict[str, Any]:
     """Check that each token is the target's best one given the preceding text, or tied with it.
 
     Args:

@@ -11,7 +11,7 @@ from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arm_rows import Recorder, by_task, place_of, turns_of
 from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import read_json, write_json
+from mars_jax.lab.folder import read_shared_json, write_shared_json
 from mars_jax.serve.queue import Said
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.utils import activity
@@ -58,7 +58,7 @@ class Evaluation:
             for i, p in enumerate(group)
         }
         # Without rows, the folder may hold the completions of a run with other settings.
-        self.texts = (read_json(folder / TEXTS) or {}) if file.rows else {}
+        self.texts = (read_shared_json(folder / TEXTS) or {}) if file.rows else {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
@@ -104,4 +104,4 @@ class Evaluation:
                 if isinstance(event, Said):
                     texts[event.index]["arms"][arm.name] += event.pieces
         self.texts[place] = texts
-        write_json(self._folder / TEXTS, self.texts)
+        write_shared_json(self._folder / TEXTS, self.texts)

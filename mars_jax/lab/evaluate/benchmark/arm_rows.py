@@ -95,7 +95,7 @@ def make_row(
     score: list[float] | None,
     stop_tokens: Sequence[int],
 ) -> Row:
-    """Return the row of one answer, without the key of its group. `score` is the result of `scores.score`."""
+    """Return the row of one answer, without the key of its group. `score` is the result of `scores.score_answer`."""
     metrics = answer.metrics
     return {
         "id": problem.id,
@@ -128,7 +128,7 @@ def scored(
       problems, answers: in the same order.
     """
     if problems[0].metric != "likelihood":
-        return [scores.score(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
+        return [scores.score_answer(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
     target, chat = decoding.session.target, decoding.chat
     turns = [
         (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)

@@ -17,7 +17,7 @@ from mars_jax.lab.evaluate.benchmark import plots, tables
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import write_json
+from mars_jax.lab.folder import write_shared_json
 from mars_jax.serve.rows import Row
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
@@ -33,7 +33,7 @@ LEGEND = {
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
-def summarize(
+def make_summary(
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
     problems: Sequence[Problem],
@@ -57,7 +57,7 @@ def summarize(
             strict_rows = None if strict is None else by_arm[task, temperature, strict]
             summaries = [
                 arm.legend()
-                | figures.summarize(
+                | figures.arm_figures(
                     by_arm[task, temperature, arm.name],
                     autoregressive_rows,
                     strict_rows,
@@ -112,9 +112,9 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
     return sentences
 
 
-def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
+def write_report(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
     """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
-    write_json(folder / SUMMARY, summary)
+    write_shared_json(folder / SUMMARY, summary)
     write_whole(folder / TABLE, tables.markdown(summary))
     plots.draw(summary, folder, "; ".join([tables.title(summary["settings"]), *tables.facts(summary)]) + ".")
     pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots.PICTURES}

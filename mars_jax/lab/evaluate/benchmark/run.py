@@ -116,7 +116,7 @@ def evaluate(
             return {}
         rows = samples.with_results(folder, study.problems, evaluation.rows)
         with activity.doing("figures and plots"):
-            summary = report.summarize(
+            summary = report.make_summary(
                 settings,
                 provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
                 study.problems,
@@ -124,5 +124,5 @@ def evaluate(
                 evaluation.arms,
             )
             if hosts.is_first():
-                report.write(summary, evaluation.texts, folder)
+                report.write_report(summary, evaluation.texts, folder)
     return summary

@@ -32,7 +32,7 @@ from mars_jax.lab.evaluate.benchmark.run import Study
 from mars_jax.lab.evaluate.scoring import samples
 from mars_jax.lab.evaluate.scoring.scores import METRICS
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import open_rows, write_json
+from mars_jax.lab.folder import open_rows, write_shared_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Row
@@ -129,9 +129,9 @@ def tuned(
             for temperature in study.temperatures
         ]
         report = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
-        write_json(folder / FILE, report)
+        write_shared_json(folder / FILE, report)
         if hosts.is_first():
-            write_whole(folder / TABLE, markdown(report))
+            write_whole(folder / TABLE, tuned_markdown(report))
     return report
 
 
@@ -167,7 +167,7 @@ class _Run:
         )
         baseline, metric = rows[lossless.name, length], problems[0].metric
         summarize = functools.partial(
-            figures.summarize, alone=rows[ALONE.name, 0], strict=None, metric=metric, seed=seed
+            figures.arm_figures, alone=rows[ALONE.name, 0], strict=None, metric=metric, seed=seed
         )
         return {
             "task": task,
@@ -184,7 +184,7 @@ class _Run:
                     "tau_by_length": {str(k): _tau(trials[arm.name, k]) for k in lengths},
                     "rate_by_length": {str(k): rates[arm.name, k] for k in lengths},
                     **summarize(rows[arm.name, n]),
-                    "over_lossless": ratio(
+                    "over_lossless": rate_ratio(
                         self._counts(rows[arm.name, n], n), self._counts(baseline, length), seed
                     ),
                 }
@@ -240,14 +240,14 @@ def _tau(rows: Sequence[Row]) -> float:
     return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
 
 
-def ratio(counts: np.ndarray, others: np.ndarray, seed: int) -> list[float]:
+def rate_ratio(counts: np.ndarray, others: np.ndarray, seed: int) -> list[float]:
     """Return the ratio of two rates with its 95% interval by the paired bootstrap: [value, low, high].
 
     Args:
       counts, others: f64[n, 2]; tokens and time of the same n problems, as `_Run._counts` returns them.
       seed: seed of the resampling.
 
-    >>> ratio(np.asarray([[3.0, 1.0], [3.0, 1.0]]), np.asarray([[2.0, 1.0], [2.0, 1.0]]), 0)
+    >>> rate_ratio(np.asarray([[3.0, 1.0], [3.0, 1.0]]), np.asarray([[2.0, 1.0], [2.0, 1.0]]), 0)
     [1.5, 1.5, 1.5]
     """
     n = len(counts)
@@ -258,7 +258,7 @@ def ratio(counts: np.ndarray, others: np.ndarray, seed: int) -> list[float]:
     return [float(ratios[0]), *np.quantile(ratios[1:], [0.025, 0.975]).tolist()]
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def tuned_markdown(report: Mapping[str, Any]) -> str:
     """Return the tables in Markdown."""
     settings, cost = report["settings"], report["settings"]["draft_cost"]
     by = "the clock" if cost is None else f"tokens per step over 1 + {cost:g} K, for K drafted tokens"

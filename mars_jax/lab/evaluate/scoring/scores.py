@@ -30,14 +30,14 @@ METRICS = {
 BLEU_ORDER = 4
 
 
-def score(problem: Problem, text: str) -> list[float] | None:
+def score_answer(problem: Problem, text: str) -> list[float] | None:
     """Score one answer: a single number, the BLEU counts, or None if it is not scored here.
 
     Args:
       problem: gives metric and references. For the likelihood see `arm_loops.score_answers`, for programs `samples`.
       text: the answer.
 
-    >>> score(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
+    >>> score_answer(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
     [1.0]
     """
     match problem.metric:
@@ -63,13 +63,13 @@ def check_metrics(problems: Sequence[Problem]) -> None:
         _bleu_metric()
 
 
-def total(metric: str, counts: np.ndarray) -> np.ndarray:
-    """Return the score of a task, f64[R] in [0, 1], from summed rows of `score`, f64[R, k + 1].
+def total_score(metric: str, counts: np.ndarray) -> np.ndarray:
+    """Return the score of a task, f64[R] in [0, 1], from summed rows of `score_answer`, f64[R, k + 1].
 
     The last column is the number of answers. The score is the mean over answers, except that BLEU pools counts and the
     likelihood is a mean over tokens.
 
-    >>> total("pass@1", np.asarray([[3.0, 4.0]])).tolist()
+    >>> total_score("pass@1", np.asarray([[3.0, 4.0]])).tolist()
     [0.75]
     """
     if metric == "likelihood":

@@ -21,7 +21,9 @@ STORY_WORDS = 24
 """Length of a prompt in words. A document must have more than twice as many words."""
 
 
-def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = None) -> list[Problem]:
+def read_problems(
+    name: str, path: str | None = None, *, chat: bool, limit: int | None = None
+) -> list[Problem]:
     """Return the first `limit` problems of a task, or of each part of Spec-Bench.
 
     Args:
@@ -34,7 +36,7 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
     Raises:
       MarsError: the task is unknown, the file cannot be read, or a line is not a problem of the task.
 
-    >>> [problem] = read("arithmetic", chat=True, limit=1)
+    >>> [problem] = read_problems("arithmetic", chat=True, limit=1)
     >>> problem.metric, problem.references
     ('final_answer', ('33',))
     """
@@ -105,4 +107,4 @@ def _stories(path: str) -> Iterator[Problem]:
 
 
 TASKS = ("stories", "arithmetic", *READERS)
-"""Names that `read` accepts."""
+"""Names that `read_problems` accepts."""
