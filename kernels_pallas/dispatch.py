@@ -1,11 +1,11 @@
-"""Choice of an implementation while a program is lowered, for every operation, unless the caller names one.
+"""Choice of an implementation during lowering, for all operations except attention, unless the caller names one.
 
 Kernels are compiled as part of a program, so one that does not compile would make the whole program fail. So each
 kernel is first compiled separately, on the local chip. Without a chip, as when a program is compiled ahead of time for
 a TPU, there is no trial, and a failure is an error that the user sees.
 
 XLA cannot partition a Mosaic call. Whether it will partition a program is known only during lowering, and jax exposes
-it only in private attributes; `is_partitioned` is the only function of this package that depends on them.
+it only in private attributes. Only `is_partitioned` and `runs_here` use private parts of jax.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def dispatch(
         operands = jax.tree.map(lax.stop_gradient, operands)
     if implementation == "pallas_tpu":
         options = {} if blocks is None else {"blocks": blocks}
-        return forms["pallas_tpu"](*operands, interpret=interpret, **options)
+        kernel = functools.partial(forms["pallas_tpu"], interpret=interpret, **options)
+        return (with_gradient_of(forms["xla"], kernel) if differentiable else kernel)(*operands)
     if implementation is not None:
         return forms[implementation](*operands)
     xla = forms["xla"]

@@ -56,7 +56,7 @@ def margin_stats(
     >>> margin_stats(jnp.asarray([[1.0, 3.0, 2.0]])).id2.tolist()
     [2]
     """
-    # Imported here, like every TPU kernel: most programs that import this package never run one.
+    # Imported at the first call, because it imports Pallas.
     from kernels_pallas.margin import mosaic
 
     forms = {

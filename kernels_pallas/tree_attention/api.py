@@ -150,7 +150,7 @@ def _attend(
     if operands.scale is None:
         operands = operands._replace(scale=operands.q.shape[-1] ** -0.5)
     if implementation == "pallas_tpu":
-        # Imported here, like every TPU kernel: most programs that import this package never run one.
+        # Imported only if it runs, because it imports Pallas.
         from kernels_pallas.tree_attention import mosaic
 
         return mosaic.tree_attention(operands, new, blocks=blocks, interpret=interpret)

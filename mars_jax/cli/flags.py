@@ -33,7 +33,7 @@ HEAD_EMBED_HELP = (
 NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 
 SAMPLING = tuple(name for name in REQUEST if name not in ("strict", "draft_stop"))
-"""Settings of a prompt that are neither about rules nor about drafts."""
+"""Settings of a prompt that concern neither the rule nor the draft."""
 
 
 def flag_of(name: str) -> str:

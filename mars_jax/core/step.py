@@ -1,4 +1,4 @@
-"""The parts of a step: propose, score, judge, emit, commit. `Decoder.step` runs them in order.
+"""The parts of a step: propose, score_tree, judge, emit, commit. `Decoder.step` runs them in order.
 
 All are pure functions. B batch, N nodes, D depth, T token buffer, V vocabulary. Oracles: greedy autoregression of the
 same model, token for token (tests/core/test_decode.py), and the cut node by node in Python (tests/core/test_cut.py).

@@ -125,7 +125,7 @@ class Tracked:
 
 @struct.dataclass(kw_only=True)
 class GuideTables:
-    """The tables of the constraints and of the spans of a batch: `Params.guides`. None: no row has any."""
+    """The tables of the constraints and of the spans of a batch: `Params.guides`. None if no row has one."""
 
     constraint: Tables | None = None
     span: Tables | None = None
@@ -133,7 +133,7 @@ class GuideTables:
 
 @struct.dataclass(kw_only=True)
 class GuideRows:
-    """Starts of the rows in the tables: `Controls.guides`. None compiles none."""
+    """Start states of the rows in the tables: `Controls.guides`. A field that is None is not compiled."""
 
     constraint: Tracked | None = None
     span: Tracked | None = None

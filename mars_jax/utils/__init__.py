@@ -1,1 +1,1 @@
-"""Helpers of all packages: errors, limits, settings, paths, code of users. Nothing here imports jax when imported."""
+"""Helpers of all packages: errors, limits, settings, paths, code of users. Only `compilations` imports jax."""

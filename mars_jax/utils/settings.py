@@ -261,14 +261,16 @@ def settings_of(cls: type) -> dict[str, Setting]:
 class RequestSettings:
     """The numbers and switches of a request.
 
-    Each field is the only definition of its flag, its key in prompts files, its checks and its default.
+    Each field defines its key in prompts files, its checks, its default and, except `strict`, its flag.
     """
 
+    # 0 is greedy
     temperature: float = setting(
         default=0.0,
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
         help="0 is greedy (default: 0)",
     )
+    # sample among so many best tokens; 0 is off
     top_k: int = setting(
         kind=int,
         default=0,
@@ -276,31 +278,37 @@ class RequestSettings:
         metavar="N",
         help="sample among the N best tokens (default: off)",
     )
+    # sample among the best tokens with this much probability; 1 is off
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
         help="sample among the top X of probability (default: off)",
     )
+    # drop tokens below this multiple of the best probability; 0 is off
     min_p: float = setting(
         default=0.0,
         ranges=Range("a number between 0 and 1 (0 is off)", 0, 1),
         help="drop tokens below X times the best probability (default: off)",
     )
+    # 1 is off; for tokens in the prompt and the completion
     repetition_penalty: float = setting(
         default=1.0,
         ranges=Range("a finite number above 0 (1 is off)", 0, LARGEST_FLOAT, above=True),
         help="divide positive and multiply negative logits of tokens that are in prompt or text by X (default: off)",
     )
+    # 0 is off; for tokens in the completion
     presence_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
         help="take X from the logit of every token that is in the new text (default: off)",
     )
+    # 0 is off; for each occurrence of a token in the completion
     frequency_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
         help="take X from the logit of a token for every time that it is in the new text (default: off)",
     )
+    # of the draws of this request; `make_requests` increments it, so that requests draw differently
     seed: int = setting(
         kind=int,
         default=0,
@@ -308,6 +316,7 @@ class RequestSettings:
         metavar="N",
         help="prompt i draws with seed N + i (default: 0)",
     )
+    # maximum length of the completion
     max_new_tokens: int = setting(
         kind=int,
         default=256,
@@ -315,12 +324,14 @@ class RequestSettings:
         metavar="N",
         help="most tokens per prompt (default: 256)",
     )
+    # a lossy rule relaxes no token
     strict: bool = setting(
         kind=bool,
         default=False,
         per_row=True,
         help="switch the rule's relaxation off",
     )
+    # as `Controls.draft_stop`
     draft_stop: float = setting(
         default=math.inf,
         ranges=Range("a number of at least 0 (inf is off)", 0),

@@ -126,7 +126,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
         choice = RuleChoice(spec, settings)
         text, label = given[name]
         if name not in choice.options:
-            # The name of another rule's setting is no typing error.
+            # The name of another rule's setting is not a typo.
             is_known = any(name in other.settings for other in rules().values())
             suggestion = "" if is_known else did_you_mean(name, choice.options)
             raise MarsError(f"{label}{suggestion} does not apply to {not_in(choice, name)}.")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.int4 import mosaic
+from kernels_pallas.int4.api import dense_int4
 from tests.helpers import slow_but
 from tests.helpers.implementations import RACES, assert_no_races
 
@@ -47,6 +48,19 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     rounded = 2.0**-14 if by_group else 2.0**-8
     size_of = np.abs(np.asarray(x, np.float64)) @ np.abs(wide)
     assert np.all(np.abs(np.asarray(made) - exact) <= rounded * size_of)
+
+
+def test_a_named_kernel_has_the_gradient_of_the_product():
+    rng = np.random.default_rng(1)
+    stored, wide = matrix(rng, 128, 128, 128)
+    x = jnp.asarray(rng.normal(size=(3, 128)), jnp.bfloat16)
+
+    def total(x):
+        return dense_int4(x, *stored, implementation="pallas_tpu", interpret=True).sum()
+
+    np.testing.assert_allclose(
+        jax.grad(total)(x).astype(np.float32), np.tile(wide.sum(1), (3, 1)), rtol=2**-7, atol=0.1
+    )
 
 
 @pytest.mark.slow
