@@ -4,8 +4,8 @@ Kernels are compiled as part of a program, so one that does not compile would ma
 kernel is first compiled separately, on the local chip. Without a chip, as when a program is compiled ahead of time for
 a TPU, there is no trial, and a failure is an error that the user sees.
 
-XLA cannot partition a Mosaic call. Whether it will partition a program is known only during lowering, and jax exposes
-it only in private attributes. Only `is_partitioned` and `runs_here` use private parts of jax.
+XLA cannot partition a Mosaic call. Only lowering reveals whether XLA will partition the program, and jax exposes this
+only in private attributes. `is_partitioned` and `runs_here` are the only functions that use private parts of jax.
 """
 
 from __future__ import annotations

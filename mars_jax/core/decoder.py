@@ -291,7 +291,7 @@ class Decoder:
 
     def _check_cache(self, state: DecodeState) -> None:
         batch, buffer = state.tokens.shape
-        # Shapes only: nothing is allocated.
+        # `eval_shape` allocates nothing.
         expected = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
         check_same("cache", state.cache, expected)
 

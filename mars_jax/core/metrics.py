@@ -156,7 +156,7 @@ def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
     try:
-        # Try the index on an array of as many rows, so that NumPy decides what is valid.
+        # NumPy raises an error here if the index is not valid for this number of rows.
         np.empty(stats.steps.shape[0])[rows]
         usable = rows is not None and not isinstance(rows, bool)
     except (IndexError, TypeError, ValueError):

@@ -52,7 +52,7 @@ class _Reading(NamedTuple):
 
     next_start: Array  # i32[B]; the cache holds the tokens before it
     cache: PyTree
-    state: PyTree  # of the fold
+    state: PyTree  # result of `observe` so far
 
 
 def prefill(

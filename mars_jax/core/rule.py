@@ -272,7 +272,7 @@ def user_errors(rule: Any) -> Iterator[None]:
         kind = type(rule)
         if not is_user_module(kind.__module__):
             raise
-        # The innermost frame of a method in the user's file names what failed.
+        # The innermost frame in the user's file tells which method of the rule failed.
         frames = frames_in({kind.__module__, *MODULES}, error)
         method = next((code.co_name for code, _ in frames if code.co_name in EXPECTED), "__call__")
         raise MarsError(

@@ -108,8 +108,8 @@ class _ChainLevel(NamedTuple):
     """Scan carry of `_chain`: one level of the chain."""
 
     tokens: Array  # i32[B, 1]
-    states: Array | None  # i32[B, 1]; of the constraint, after the tokens
-    carry: Any  # of the growth
+    states: Array | None  # i32[B, 1]; state of the constraint after each token
+    carry: Any  # as in `Growth`
 
 
 def _chain(
@@ -267,9 +267,9 @@ class _Children(NamedTuple):
 class _TreeLevel(NamedTuple):
     """Scan carry of `_dynamic`: the k nodes of one level."""
 
-    carry: Any  # of the growth
+    carry: Any  # as in `Growth`
     nodes: _Children  # [B, k]
-    states: Array | None  # i32[B, k]; of the constraint, after the nodes
+    states: Array | None  # i32[B, k]; state of the constraint after each node
     ids: Array  # i32[B, k]; candidate numbers of the nodes
     parents: Array  # i32[B, k]; indices of their parents in the level before
     seen: Array  # bool[B, k, R]; rows that the parents attend to

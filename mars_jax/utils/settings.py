@@ -270,7 +270,7 @@ class RequestSettings:
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
         help="0 is greedy (default: 0)",
     )
-    # sample among so many best tokens; 0 is off
+    # sample among this many best tokens; 0 is off
     top_k: int = setting(
         kind=int,
         default=0,
@@ -308,7 +308,7 @@ class RequestSettings:
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
         help="take X from the logit of a token for every time that it is in the new text (default: off)",
     )
-    # of the draws of this request; `make_requests` increments it, so that requests draw differently
+    # seed of the request's draws; `make_requests` increments it, so that requests draw differently
     seed: int = setting(
         kind=int,
         default=0,
