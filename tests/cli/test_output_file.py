@@ -97,7 +97,17 @@ def decode(tmp_path_factory):
 
     def run(name, *flags):
         argv = ["--target", "tiny/draft", "--draft", "ngram", "--prompts-file", str(folder / "in.jsonl")]
-        argv += ["--temperature", "1", "--max-new-tokens", "8", "--output", str(folder / name), *flags]
+        argv += [
+            "--temperature",
+            "1",
+            "--max-new-tokens",
+            "8",
+            "--batch-size",
+            "2",
+            "--output",
+            str(folder / name),
+            *flags,
+        ]
         assert command.main(argv) == 0
         return folder / name
 

@@ -51,6 +51,7 @@ def test_labels_and_features_are_those_of_one_branch_at_a_time():
         np.testing.assert_allclose(found.accepted[row, place], float(chance), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_classifier_learns_what_its_features_say(tmp_path):
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(4096, 8)).astype(np.float32)

@@ -35,6 +35,7 @@ ENTRY %main (x: f32[2]) -> f32[2] {
     assert gpu_step.loop_operations(text) == counts | {"concatenated": concatenated}
 
 
+@pytest.mark.slow
 def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(monkeypatch, tmp_path):
     path = tmp_path / "report.json"
     monkeypatch.setitem(gpu_step.VARIANTS, "unknown", gpu_step.Variant({"xla_gpu_no_such_option": 1}))

@@ -69,11 +69,16 @@ GEMMA = {
 @pytest.mark.parametrize(
     ("more", "options", "devices"),
     [
-        ({}, {}, 2),
+        pytest.param({}, {}, 2, marks=pytest.mark.slow),
         ({}, {}, 4),
         (GEMMA, {"batch": 2}, 2),
         pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, 2, marks=pytest.mark.slow),
-        ({"family": "qwen2", "qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}, 2),
+        pytest.param(
+            {"family": "qwen2", "qkv_bias": True},
+            {"bits": 8, "cache_dtype": "int8"},
+            2,
+            marks=pytest.mark.slow,
+        ),
         ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2),
         ({}, {"kept": ((True, False), (False, True))}, 2),
     ],

@@ -140,6 +140,7 @@ def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch
     assert memory.row_bytes(dataclasses.replace(made, target=wide)) > 2 * 4 * length * width
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
     """The embedding of one token is NaN, and the prompt that contains it is the first in its row."""
     ids = [target.encode(text) for text in WORDS[:3]]

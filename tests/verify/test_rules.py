@@ -123,7 +123,7 @@ CASES = {
 LIKE_ANOTHER = {
     "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
     "cactus", "diversed", "speccascade", "mars over rejection on trees", "mixture on trees",
-    "phrase", "mentored", "fuzzy",
+    "phrase", "mentored", "fuzzy", "equivalent", "released",
 }  # fmt: skip
 """Rules without state that differ from another rule of the table only in a formula. Their tests are slow ones."""
 SEAMS = ("mixture", "budget")
@@ -279,7 +279,9 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
 
 
 @pytest.mark.parametrize("generated", [0, 1, 2, 3])
-@pytest.mark.parametrize("rule", [verify.mars(theta=0.5), verify.adaptive(theta=0.5)])
+@pytest.mark.parametrize(
+    "rule", [verify.mars(theta=0.5), pytest.param(verify.adaptive(theta=0.5), marks=pytest.mark.slow)]
+)
 def test_an_exact_prefix_ends_at_its_token(rule, generated):
     """Every drafted token is the runner-up. Generated tokens count towards the two strict ones."""
     tree = trees.chain(jnp.asarray([[0, 2, 2, 2, 2]], jnp.int32))

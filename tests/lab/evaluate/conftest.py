@@ -49,7 +49,7 @@ def flags(target, prompts):
     return [
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2),
         *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3, "--thetas", 0.9, 0.5),
-        *("--controls", "all"),
+        *("--temperatures", 1, "--controls", "all"),
     ]
 
 

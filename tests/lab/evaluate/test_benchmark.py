@@ -34,27 +34,17 @@ def refused(capsys):
     return inner
 
 
-def rows_of(finished, arm, temperature):
-    return [row for row in finished.rows if (row["arm"], row["temperature"]) == (arm, temperature)]
-
-
-def arm_of(finished, arm, temperature):
-    [table] = [t for t in finished.summary["tables"] if t["temperature"] == temperature]
-    return next(a for a in table["arms"] if a["arm"] == arm)
-
-
 # Output files.
 
 
 def test_there_is_a_row_for_every_prompt_and_arm(finished):
-    for temperature, arms in ((0.0, [a for a in ARMS if "top_k" not in a]), (1.0, ARMS)):
-        [table] = [t for t in finished.summary["tables"] if t["temperature"] == temperature]
-        assert [a["arm"] for a in table["arms"]] == arms
-        for arm in arms:
-            rows = rows_of(finished, arm, temperature)
-            assert [(row["id"], row["seed"]) for row in rows] == [("0", 0), ("1", 1), ("2", 2), ("3", 3)]
-            assert all(0 < row["emitted"] == len(row["tokens"][0]) <= 12 for row in rows)
-    assert len(finished.rows) == 4 * (5 + 6)
+    [table] = finished.summary["tables"]
+    assert [a["arm"] for a in table["arms"]] == ARMS
+    for arm in ARMS:
+        rows = [row for row in finished.rows if row["arm"] == arm]
+        assert [(row["id"], row["seed"]) for row in rows] == [("0", 0), ("1", 1), ("2", 2), ("3", 3)]
+        assert all(0 < row["emitted"] == len(row["tokens"][0]) <= 12 for row in rows)
+    assert len(finished.rows) == 4 * len(ARMS)
 
 
 def test_progress_counts_every_decode_and_ends_at_its_total(finished):
@@ -69,7 +59,8 @@ def test_the_table_is_for_people(finished):
         assert f"| {arm} |" in text and f"- {arm}: " in text
     for picture in plots.PICTURES:
         assert f"({picture}.png)" in text
-    tau = arm_of(finished, "mars theta=0.9", 1.0)["tau"]
+    [table] = finished.summary["tables"]
+    [tau] = [arm["tau"] for arm in table["arms"] if arm["arm"] == "mars theta=0.9"]
     line = text[text.index("temperature 1\n") :].partition("| mars theta=0.9")[2]
     assert line.split("|")[1].strip() == f"{tau:.2f}"
     assert "ROUGE-L" in text and "Note: 3 problems were decoded side by side" in text
@@ -80,11 +71,10 @@ def test_the_plots_are_not_blank(finished):
 
     for name in plots.PICTURES:
         picture = image.imread(finished.path / f"{name}.png")[..., :3]
-        assert picture.shape[0] > 300 and picture.shape[1] > 1000  # two panels
-        for panel in np.array_split(picture, 2, axis=1):
-            coloured = (panel.max(axis=-1) - panel.min(axis=-1)) > 0.2
-            # Times place the marks, which overlap on a busy machine.
-            assert coloured.mean() > 2e-4 and (panel < 0.5).any(axis=-1).mean() > 1e-3
+        assert picture.shape[0] > 300 and picture.shape[1] > 500
+        coloured = (picture.max(axis=-1) - picture.min(axis=-1)) > 0.2
+        # Times place the marks, which overlap on a busy machine.
+        assert coloured.mean() > 2e-4 and (picture < 0.5).any(axis=-1).mean() > 1e-3
 
 
 @pytest.mark.slow
@@ -134,7 +124,7 @@ def test_a_humaneval_file_without_tests_is_noted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (3, 0), (8, 500), (9, 1)])
+@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (2, 0), (4, 500), (5, 1)])
 def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, groups, torn):
     """Kill a run at the start or in the middle, and drop some bytes at the end of its rows."""
     output = tmp_path / "killed"
@@ -181,10 +171,11 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     stories.write_text("\n<|endoftext|>\n".join(["a b " * 30] * 3))
     flags = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2, "--base", "rejection"]
     flags += ["--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3]
-    flags += ["--temperatures", 1, "--batch-size", 3, "--max-new-tokens", 12, "--controls", "all"]
+    flags += ["--batch-size", 3, "--max-new-tokens", 12, "--controls", "all"]
     assert call(*flags, "--output", tmp_path / "output") == 0
     made = read_folder(tmp_path / "output")
-    assert [t["task"] for t in made.summary["tables"]] == ["stories", "jsonl"]
+    tables = [(t["task"], t["temperature"]) for t in made.summary["tables"]]
+    assert tables == [("stories", 0.0), ("stories", 1.0), ("jsonl", 0.0), ("jsonl", 1.0)]
     for part in made.summary["tables"]:
         names = [a["arm"] for a in part["arms"]]
         assert names[1:3] == ["rejection", "mars over rejection theta=0.9"]

@@ -167,14 +167,13 @@ def test_texts_that_are_markup_stay_texts(finished, texts):
         table["arms"][2]["arm"] = table["arms"][2]["meaning"] = HOSTILE
     pieces = [("relaxed", HOSTILE), ("corrected", chr(0xD800))]
     problem = {"id": HOSTILE, "prompt": HOSTILE, "arms": {HOSTILE: pieces}}
-    hostile = {f"{HOSTILE}, temperature {t:g}": [problem] for t in (0, 1)}
-    made = report.page(summary, hostile, PICTURES)
+    made = report.page(summary, {f"{HOSTILE}, temperature 1": [problem]}, PICTURES)
     made.encode("utf-8")
     root = Strict(made).root
     assert not root.find("script") and len(root.find("img")) == len(PICTURES)
     assert "49" not in root.find("h1")[0].text
-    assert list(said(root)) == [(SHOWN, [("relaxed", SHOWN), ("corrected", "?")])] * 2
-    assert [p.text for p in root.find("p", kind="prompt")] == [SHOWN] * 2
+    assert list(said(root)) == [(SHOWN, [("relaxed", SHOWN), ("corrected", "?")])]
+    assert [p.text for p in root.find("p", kind="prompt")] == [SHOWN]
     assert root.find("h3")[0].text == f"Problem {SHOWN}" and SHOWN in root.find("title")[0].text
-    assert [c.text for c in root.find("th", scope="row")].count(SHOWN) == 4
+    assert [c.text for c in root.find("th", scope="row")].count(SHOWN) == 2
     assert "\x1b" not in made
