@@ -27,9 +27,8 @@ from mars_jax.verify.retargeted import Retargeted
 class Diversed(Retargeted):
     """Follow a mixture of target and draft whose weight a trained head predicts.
 
-    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`).
-
-    Like `Mixture`, but with one weight per position. The head's weights are `Params.verify`; see `models.mixer` for its
+    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`) for each
+    position, where `mixture` has one weight. The head's weights are `Params.verify`; see `models.mixer` for its
     inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it equals
     `rejection` bit for bit.
 

@@ -24,13 +24,11 @@ from mars_jax.verify.retargeted import Retargeted
 class Fuzzy(Retargeted):
     """Accept drafted tokens where target and draft are similar, and verify the others by rejection.
 
-    Fuzzy speculative decoding (arXiv 2502.20704): accept drafted tokens where target and draft differ little.
-
-    If the distance of p and q is below `bound`, the drafted token is accepted; otherwise it is verified by rejection,
-    as in the comparison of arXiv 2607.08690. So the output follows q at the former positions and p at the latter. The
-    distance is taken after temperature and filters: "js" is the Jensen-Shannon divergence in nats, at most ln 2, and
-    "tv" the total variation distance, at most 1. Lossy; at bound 0 it equals `rejection` bit for bit, and at
-    temperature 0 it is exact.
+    Fuzzy speculative decoding (arXiv 2502.20704): if the distance of p and q is below `bound`, the drafted token is
+    accepted; otherwise it is verified by rejection, as in the comparison of arXiv 2607.08690. So the output follows q
+    at the former positions and p at the latter. The distance is taken after temperature and filters: "js" is the
+    Jensen-Shannon divergence in nats, at most ln 2, and "tv" the total variation distance, at most 1. Lossy; at bound 0
+    it equals `rejection` bit for bit, and at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify

@@ -27,14 +27,13 @@ HALVINGS, STEPS = 18, 3
 class Mentored(Retargeted):
     """Accept the most that a divergence from the target allows.
 
-    Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): maximal acceptance within a divergence of the target.
-
-    The output follows the distribution v with the highest acceptance sum(min(q, v)) among those with KL(p || v) of at
-    most `bound` nats. That is v = min(max(q, a p), b p) with a <= 1 <= b, the paper's 1 / beta and 1 / alpha: x is
-    accepted with probability min(1, b p(x) / q(x)), otherwise the token is drawn from norm((a p - q)+). If KL(p || q)
-    is within the bound, v is q. Tokens that only the target excludes get the mass that is left over at a. Lossy; at
-    bound 0 it equals `rejection` bit for bit, and at temperature 0 it is exact. `lenience` has only b, as a setting:
-    its 1 / factor. A step reads the two distributions 90 times, because a and b are found by bisection.
+    Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): the output follows the distribution v with the highest
+    acceptance sum(min(q, v)) among those with KL(p || v) of at most `bound` nats. That is v = min(max(q, a p), b p)
+    with a <= 1 <= b, the paper's 1 / beta and 1 / alpha: x is accepted with probability min(1, b p(x) / q(x)),
+    otherwise the token is drawn from norm((a p - q)+). If KL(p || q) is within the bound, v is q. Tokens that only the
+    target excludes get the mass that is left over at a. Lossy; at bound 0 it equals `rejection` bit for bit, and at
+    temperature 0 it is exact. `lenience` has only b, as a setting: its 1 / factor. A step reads the two distributions
+    90 times, because a and b are found by bisection.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

@@ -32,14 +32,13 @@ HALVINGS = 24
 class Simulated(Lossy):
     """Accept by chance, to size hardware; the text means nothing.
 
-    Accept at random, so that a step emits `tau` expected tokens, bonus token included. The output is meaningless.
-
-    In each step the path to the first of the deepest nodes is accepted up to a random depth, with a constant rate of
-    acceptance per depth. The rate is solved from tau and the length of that path. So tau is met by chains, by trees and
-    by trees that change from step to step, unless a draft is too short: then its whole path is accepted. The step emits
-    the accepted drafted tokens and then the target's token. The cost is that of `exact`, which also applies in strict
-    rows and in the exact prefix. A drafted stop token ends a completion, so use `ignore_eos` to reach a given length. A
-    last step that is cut off by the limit emits fewer tokens.
+    A step emits `tau` expected tokens, bonus token included. In each step the path to the first of the deepest nodes is
+    accepted up to a random depth, with a constant rate of acceptance per depth. The rate is solved from tau and the
+    length of that path. So tau is met by chains, by trees and by trees that change from step to step, unless a draft is
+    too short: then its whole path is accepted. The step emits the accepted drafted tokens and then the target's token.
+    The cost is that of `exact`, which also applies in strict rows and in the exact prefix. A drafted stop token ends a
+    completion, so use `ignore_eos` to reach a given length. A last step that is cut off by the limit emits fewer
+    tokens.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
