@@ -38,6 +38,9 @@ examples:
       --risk judges.py:is_safe --prefixes 16 8 4 2 1 0 --output prefix.json
 
 {pair.TASKS}
+A bound of 0.02 with confidence 0.95 takes 408 problems for a mean loss of 0.002, 816 for
+0.005 and 2,448 for 0.01.
+
 generate takes the file as --theta FILE, and benchmark among --thetas; they refuse it for
 another pair, other weights, another rule or temperature. If no threshold is certified, it
 holds inf, which is strict. During the run, answers are in OUTPUT-rows. After a kill, run the
@@ -47,7 +50,9 @@ same command again to continue.
 
 def parser() -> Parser:
     """Return the parser. Numbers remain strings."""
-    command_parser = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG)
+    command_parser = pair.make_parser(
+        "calibrate", _DESCRIPTION, _EPILOG, arithmetic="enough for a loss of a tenth of the bound"
+    )
     group = command_parser.add_argument_group("calibration")
     group.add_argument(
         "--risk",
@@ -192,6 +197,7 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
     from mars_jax.lab.studies import calibration
+    from mars_jax.lab.studies.certify import FACTORS, fewest
     from mars_jax.mesh import hosts
     from mars_jax.serve.rows import digest, fingerprint
     from mars_jax.serve.session import Session
@@ -201,7 +207,8 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         check_writable(args.output)
     promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
     check = functools.partial(calibration.check_certifiable, **promise)
-    problems, target, drafter = open_study(args, work, check)
+    enough = FACTORS[0.1] * fewest(args.bound, args.confidence)
+    problems, target, drafter = open_study(args, work, check, arithmetic=enough)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     rule = args.rule.as_json(but=("theta",))
@@ -267,6 +274,8 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
 
 
 def _table(report: dict[str, Any], value: float, args: argparse.Namespace) -> str:
+    from mars_jax.lab.studies.certify import FACTORS, fewest
+
     units = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}
     word = {"theta": "theta", "exact_prefix": "prefix"}[args.setting]
     lines = [f"{word:>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
@@ -278,6 +287,10 @@ def _table(report: dict[str, Any], value: float, args: argparse.Namespace) -> st
     promise = f"{args.risk} below {args.bound:g} {units[args.risk]} with confidence {args.confidence:g}"
     if value == math.inf:
         lines.append(f"no {word} is certified for {promise}: the file has inf, which is strict")
+        share = report["trials"][0]["risk"] / args.bound
+        if factors := [factor for most, factor in FACTORS.items() if share <= most]:
+            needed = factors[0] * fewest(args.bound, args.confidence)
+            lines.append(f"a risk of {report['trials'][0]['risk']:.2g} takes about {needed:,} problems")
     else:
         tau, strict_tau = report["tau"], report["strict_tau"]
         lines.append(f"{word} {value:g}: {promise}; tau {tau:.2f}, strict {strict_tau:.2f}")

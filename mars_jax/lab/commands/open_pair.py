@@ -19,9 +19,16 @@ from mars_jax.lab.folder import check_folder
 from mars_jax.mesh import hosts
 from mars_jax.utils.errors import MarsError
 
+ARITHMETIC_PROBLEMS = 200
+"""Default number of problems of the task arithmetic."""
+
 
 def open_study(
-    args: argparse.Namespace, folder: Path, check: Callable[[list[Problem]], None]
+    args: argparse.Namespace,
+    folder: Path,
+    check: Callable[[list[Problem]], None],
+    *,
+    arithmetic: int = ARITHMETIC_PROBLEMS,
 ) -> tuple[list[Problem], Pretrained, drafters.LoadedDrafter]:
     """Open problems, target and drafter for a command that measures a pair on tasks.
 
@@ -31,6 +38,7 @@ def open_study(
       args: from a parser of `pair.make_parser`, after `pair.check_pair_flags`.
       folder: output folder of the rows.
       check: raises MarsError for problems that the command cannot use.
+      arithmetic: number of problems of the task arithmetic without --problems.
 
     Raises:
       MarsError: the folder holds other files, `check` failed, or problems or checkpoints are invalid.
@@ -41,7 +49,8 @@ def open_study(
     problems = []
     for task in args.task:
         name, _, path = task.partition("=")
-        problems += read_problems(name, path or None, chat=args.chat, limit=args.problems)
+        limit = arithmetic if name == "arithmetic" and args.problems is None else args.problems
+        problems += read_problems(name, path or None, chat=args.chat, limit=limit)
     check(problems)
     draft = parse_draft(args.draft, shown="--draft")
     with busy("loading"):

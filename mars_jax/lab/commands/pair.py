@@ -48,12 +48,15 @@ hub, OWNER/NAME[:CONFIG[:SPLIT]]:
 DRAFTS = tuple(name for name in definitions() if name != "none")
 
 
-def make_parser(prog: str, description: str, epilog: str, *, instead: Collection[str] = ()) -> Parser:
+def make_parser(
+    prog: str, description: str, epilog: str, *, instead: Collection[str] = (), arithmetic: str = "200"
+) -> Parser:
     """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
 
     Args:
       prog, description, epilog: strings of the command's help.
       instead: settings of the rule for which the command has other flags; see `add_rule_flags`.
+      arithmetic: number of problems of the task arithmetic without --problems.
     """
     parser = Parser(
         prog=f"mars-jax {prog}",
@@ -84,7 +87,9 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
     group.add_argument(
-        "--problems", metavar="N", help="take the first N of each task (default: all; arithmetic 200)"
+        "--problems",
+        metavar="N",
+        help=f"take the first N of each task (default: all; arithmetic {arithmetic})",
     )
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"

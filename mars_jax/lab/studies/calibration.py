@@ -20,7 +20,7 @@ from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
-from mars_jax.lab.studies.certify import choose_threshold, fewest
+from mars_jax.lab.studies.certify import FACTORS, choose_threshold, fewest
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
@@ -175,5 +175,5 @@ def check_certifiable(problems: Sequence[Problem], *, risk: str, bound: float, c
     if len(problems) < (needed := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "
-            f"good their answers are: give at least {needed}, or ask for less."
+            f"good their answers are: give {FACTORS[0.1] * needed} or more, or ask for less."
         )

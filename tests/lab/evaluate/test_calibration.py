@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.studies import calibration
-from mars_jax.lab.studies.certify import choose_threshold, fewest, p_value
+from mars_jax.lab.studies.certify import FACTORS, choose_threshold, fewest, p_value
 from mars_jax.lab.theta import read_theta, run_settings
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.relaxed import UNLIMITED_RUN
@@ -57,6 +58,16 @@ def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence)
     assert relaxed / RESAMPLINGS >= (0.9 if kind == "regret" else 0.15)
 
 
+@pytest.mark.parametrize("share", FACTORS)
+@pytest.mark.parametrize("bound", [0.02, 0.005])
+def test_so_many_problems_certify_a_loss(bound, share):
+    """Each text loses all or nothing, which is the hardest case."""
+    rng = np.random.default_rng(0)
+    problems = FACTORS[share] * fewest(bound, 0.95)
+    draws = [(rng.random(problems) < share * bound).astype(float) for _ in range(400)]
+    assert np.mean([p_value(losses, bound, 0.95) <= 0.05 for losses in draws]) >= 0.93
+
+
 def test_the_p_value_is_that_of_a_bet_written_out():
     """Oracle: the capital from the loop of the paper. Each bet depends only on past losses."""
     rng = np.random.default_rng(1)
@@ -76,6 +87,17 @@ def test_the_p_value_is_that_of_a_bet_written_out():
 def test_too_few_problems_are_known_beforehand():
     count = fewest(0.05, 0.9)
     assert p_value(np.zeros(count), 0.05, 0.9) <= 0.1 < p_value(np.zeros(count - 1), 0.05, 0.9)
+
+
+def test_a_loss_that_was_not_certified_says_how_many_problems_it_takes():
+    args = SimpleNamespace(setting="theta", risk="regret", bound=0.02, confidence=0.95)
+    said = {}
+    for risk in (0.001, 0.004, 0.015):
+        trial = {"theta": 0.9, "risk": risk, "p_value": 0.2, "tau": 2.0, "passed": False}
+        said[risk] = calibrate._table({"trials": [trial]}, math.inf, args).splitlines()[-1]
+    assert said[0.001] == "a risk of 0.001 takes about 408 problems"
+    assert said[0.004] == "a risk of 0.004 takes about 816 problems"
+    assert said[0.015].startswith("no theta is certified")
 
 
 # The command and its file.

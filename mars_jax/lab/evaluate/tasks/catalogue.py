@@ -15,8 +15,6 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.training.data import documents
 from mars_jax.utils.errors import MarsError, did_you_mean
 
-ARITHMETIC_PROBLEMS = 200
-"""Default number of arithmetic problems."""
 STORY_WORDS = 24
 """Length of a prompt in words. A document must have more than twice as many words."""
 
@@ -49,7 +47,7 @@ def read_problems(
             raise MarsError(
                 "the task arithmetic has its problems in the package and takes no file: leave its path out."
             )
-        return read_arithmetic("eval", ARITHMETIC_PROBLEMS if limit is None else limit)
+        return read_arithmetic("eval", limit)
     if not path:
         hub = "" if name == "stories" else f", or {name}=OWNER/DATASET of the Hub"
         raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
