@@ -9,6 +9,9 @@ from mars_jax.hub.detokenizer import REPLACEMENT, Detokenizer
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
 
+LONGEST_PERIOD, LOOP_TOKENS = 90, 12
+"""Longest phrase of a loop, and its fewest tokens."""
+
 
 class RowText:
     """Text of the tokens of one request, piece by piece, up to the first stop string.
@@ -113,3 +116,25 @@ def complete(
         if stats.tokens is None
         else token_log_probs(stats.tokens, row, first, len(new_tokens)),
     )
+
+
+def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
+    """Return whether a completion ends in a loop: a phrase of up to 90 tokens, repeated at least three times.
+
+    Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
+    allows phrases of up to 90 tokens. Here the repeated tail must also have at least 12 tokens, so that "!!!" or "ha ha
+    ha" is not a loop. A completion cut off inside the phrase ends in a rotation of the phrase, which counts as well. A
+    final stop token is ignored.
+
+    Source: 1904.09751. Raises: nothing.
+
+    >>> ends_in_loop([5, 6, 7, 8] * 3), ends_in_loop([1, 2, 3, 1, 2, 3, 1, 2]), ends_in_loop([9] * 11)
+    (True, False, False)
+    """
+    text = list(tokens[:-1] if len(tokens) and tokens[-1] in stop_tokens else tokens)
+    for period in range(1, min(LONGEST_PERIOD, len(text) // 3) + 1):
+        span = max(3 * period, LOOP_TOKENS)
+        tail = text[-span:]
+        if len(tail) == span and tail[period:] == tail[:-period]:
+            return True
+    return False

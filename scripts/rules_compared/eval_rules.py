@@ -29,13 +29,13 @@ from mars_jax import assets, verify
 from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
-from mars_jax.lab.evaluate.figures import loops
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
 from mars_jax.serve.requests import Completion, make_requests
 from mars_jax.serve.session import Session
+from mars_jax.serve.text import ends_in_loop
 from scripts import common
 from scripts.rules_compared.rules_report import report
 
@@ -249,7 +249,7 @@ def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarr
         "accepted": m.accepted,
         "relaxed": m.accepted_relaxed,
         "regret": round(m.regret, 4),
-        "loops": bool(loops(completion.tokens, pair.target.stop_tokens)),
+        "loops": bool(ends_in_loop(completion.tokens, pair.target.stop_tokens)),
         "cut": completion.finish_reason != "stop",
         "score": score,
         "overshoot": over,

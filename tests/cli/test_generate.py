@@ -159,13 +159,14 @@ def test_the_comparison_is_a_table(run, target):
     argv = ["--target", target, *FEW, "--num-draft-tokens", "3", "--compare", "the sea", "a story of"]
     table = run(*argv)
     assert table.code == 0 and "\x1b" not in table.out and table.err == ""
-    words = ("autoregressive", "exact", "mars", "speedup", "tau", "relaxed", "tokens/s")
+    words = ("autoregressive", "exact", "mars", "speedup", "tau", "relaxed", "tokens/s", "loops")
     assert all(word in table.out for word in words)
     [comparison] = rows_of(run(*argv, "--json").out)
     plain, exact, mars = comparison["rules"]
     assert [row["rule"] for row in (plain, exact, mars)] == ["autoregressive", "exact", "mars"]
     assert plain["speedup"] == 1.0 and plain["tau"] == 1.0 and plain["tokens"] == exact["tokens"]
     assert exact["relaxed_share"] == 0.0 <= mars["relaxed_share"] <= 1.0
+    assert all(0.0 <= row["loop_rate"] <= 1.0 for row in comparison["rules"])
 
 
 def test_output_equals_what_json_prints(run, target, tmp_path):

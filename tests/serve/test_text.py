@@ -1,4 +1,4 @@
-"""Stop strings: the tokens of transformers, and the text before the stop string, for every way of decoding."""
+"""Stop strings, for every way of decoding: tokens as in transformers, text before the string. Loops in texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import mars_jax as mj
 from mars_jax.cli.generate.command import main
 from mars_jax.serve.requests import make_requests
-from mars_jax.serve.text import RowText
+from mars_jax.serve.text import LONGEST_PERIOD, RowText, ends_in_loop
 
 PROMPTS = ("Once upon a time", "The cat", "A big dog ran to", "One day, Tim")
 # They occur inside words, over several tokens, and at the ends of words; the last one never occurs.
@@ -92,3 +92,29 @@ def test_what_may_begin_a_stop_string_is_held_back(target):
 def test_bad_stop_strings_get_a_sentence(target, given, sentence):
     with pytest.raises(mj.MarsError, match=sentence):
         mj.generate(target, "none", ["The"], stop_strings=given)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], False),
+        ([7] * 11, False),
+        ([7] * 12, True),
+        ([1, 2] * 6, True),
+        ([1, 2] * 5 + [1], False),
+        (list(range(20)) * 3, True),
+        ([99, *list(range(20)) * 3], True),
+        (list(range(20)) * 3 + [5, 6], False),
+        (list(range(20)) * 3 + [0, 1, 2], True),  # cut off inside the phrase
+        (list(range(LONGEST_PERIOD)) * 3, True),
+        (list(range(LONGEST_PERIOD + 1)) * 3, False),
+    ],
+)
+def test_a_repeated_phrase_at_the_end_is_a_loop(tokens, expected):
+    assert ends_in_loop(tokens) is expected
+
+
+def test_a_stop_token_is_not_part_of_a_loop():
+    assert ends_in_loop([7] * 12 + [0], stop_tokens=[0])
+    assert not ends_in_loop([7] * 12 + [0])
+    assert not ends_in_loop([0] * 12, stop_tokens=[0])

@@ -20,6 +20,7 @@ from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request, Result, total_metrics
 from mars_jax.serve.rows import RowFile, to_line
+from mars_jax.serve.text import ends_in_loop
 from mars_jax.utils.errors import say
 
 REPEATS = 5
@@ -144,6 +145,7 @@ def compare_ways(job: Job, show: Show) -> dict[str, Any]:
 def _row(name: str, results: list[Result]) -> dict[str, Any]:
     metrics = results[0].metrics  # every repeat decodes the same tokens
     seconds = median(result.seconds for result in results)
+    loops = [ends_in_loop(c.tokens, c.request.stop_tokens) for c in results[0].completions]
     return {
         "rule": name,
         "tokens": metrics.emitted,
@@ -153,6 +155,7 @@ def _row(name: str, results: list[Result]) -> dict[str, Any]:
         "steps": metrics.steps,
         "tau": metrics.tau,
         "relaxed_share": metrics.relaxed_share,
+        "loop_rate": sum(loops) / len(loops),
     }
 
 
@@ -161,16 +164,17 @@ def to_table(comparison: dict[str, Any]) -> Table:
     prompts, repeats = comparison["prompts"], comparison["repeats"]
     table = Table(
         caption=f"{prompts} prompt{'s' * (prompts != 1)}, batches of {comparison['batch_size']}, median of "
-        f"{repeats} runs; relaxed: share of the accepted draft tokens",
+        f"{repeats} runs; relaxed: share of the accepted draft tokens; loops: share of texts that end in a repeated "
+        "phrase, which is easy to draft",
         caption_justify="left",
     )
     table.add_column("rule")
-    for name in ("tokens/s", "speedup", "tau", "relaxed"):
+    for name in ("tokens/s", "speedup", "tau", "relaxed", "loops"):
         table.add_column(name, justify="right")
     for row in comparison["rules"]:
         relaxed = "-" if row["rule"] == "autoregressive" else f"{row['relaxed_share']:.1%}"
         figures = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x", f"{row['tau']:.2f}"
-        table.add_row(row["rule"], *figures, relaxed)
+        table.add_row(row["rule"], *figures, relaxed, f"{row['loop_rate']:.0%}")
     return table
 
 

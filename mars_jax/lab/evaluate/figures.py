@@ -16,31 +16,7 @@ import numpy as np
 from mars_jax.core.metrics import Metrics
 from mars_jax.lab.evaluate.scoring.scores import total_score
 
-LONGEST_PERIOD = 90
-LOOP_TOKENS = 12
 RESAMPLES = 2000
-
-
-def loops(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
-    """Return whether a completion ends in a loop: a phrase of up to 90 tokens, repeated at least three times.
-
-    Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
-    allows phrases of up to 90 tokens. Here the repeated tail must also have at least 12 tokens, so that "!!!" or "ha ha
-    ha" is not a loop. A completion cut off inside the phrase ends in a rotation of the phrase, which counts as well. A
-    final stop token is ignored.
-
-    Source: 1904.09751. Raises: nothing.
-
-    >>> loops([5, 6, 7, 8] * 3), loops([1, 2, 3, 1, 2, 3, 1, 2]), loops([9] * 12), loops([9] * 11)
-    (True, False, True, False)
-    """
-    text = list(tokens[:-1] if len(tokens) and tokens[-1] in stop_tokens else tokens)
-    for period in range(1, min(LONGEST_PERIOD, len(text) // 3) + 1):
-        span = max(3 * period, LOOP_TOKENS)
-        tail = text[-span:]
-        if len(tail) == span and tail[period:] == tail[:-period]:
-            return True
-    return False
 
 
 def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:

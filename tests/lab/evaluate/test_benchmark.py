@@ -86,7 +86,8 @@ def test_plots_and_table_of_a_run_without_scores_and_thresholds(finished, tmp_pa
         for arm in part["arms"]:
             arm |= {"score": None, "score_change": None, "recovered": None, "theta": None}
     plots.draw(summary, tmp_path, "a run", formats=("svg",))
-    assert {file.stem for file in tmp_path.iterdir()} == set(plots.PICTURES)
+    assert {file.stem for file in tmp_path.iterdir()} == {*plots.PICTURES} - {"tau_theta"}
+    assert "tau_theta" not in tables.markdown(summary)
     assert "regret, nats per token" in (tmp_path / "speed_quality.svg").read_text()
     assert "not scored" in tables.markdown(summary)
     assert tables.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]

@@ -12,12 +12,12 @@ from mars_jax.cli.progress import Show, speed
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark.arms import Arm
-from mars_jax.lab.evaluate.figures import loops
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.provenance import stamp
 from mars_jax.serve import likelihood
 from mars_jax.serve.rows import Row, RowFile
+from mars_jax.serve.text import ends_in_loop
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ def make_row(
         "accepted_relaxed": metrics.accepted_relaxed,
         "depth_histogram": list(metrics.depth_histogram),
         "regret": metrics.regret,
-        "loops": any(loops(turn, stop_tokens) for turn in answer.tokens),
+        "loops": any(ends_in_loop(turn, stop_tokens) for turn in answer.tokens),
         "score": score,
         "seconds": answer.seconds,
         **stamp(),

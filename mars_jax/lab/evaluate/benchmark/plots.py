@@ -20,14 +20,23 @@ LEAST_POINTS = 10
 """Minimum range of a score axis, in points of 100: differences of one or two points are noise."""
 
 
+def captions(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the plots of a run with their captions. Without a rule that has theta, there is no plot over theta."""
+    arms = [arm for table in summary["tables"] for arm in table["arms"]]
+    if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
+        return PICTURES
+    return {name: caption for name, caption in PICTURES.items() if name != "tau_theta"}
+
+
 def draw(summary: Mapping[str, Any], folder: Path, caption: str, formats: Sequence[str] = FORMATS) -> None:
-    """Write all plots, each in all formats."""
+    """Write the plots of `captions`, each in all formats."""
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
     height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
     panels = {"speed": (_speed, height), "speed_quality": (_speed_quality, 3.4)}
     panels |= {"tau_theta": (_tau_theta, 3.0), "depth": (_depth, 3.0)}
-    for name, (draw_panel, height) in panels.items():
+    for name in captions(summary):
+        draw_panel, height = panels[name]
         files = [folder / f"{name}.{kind}" for kind in formats]
         rows = math.ceil(len(tables) / columns)
         with picture(files, rows=rows, columns=columns, panel=(4.6, height), caption=caption) as axes:

@@ -117,7 +117,7 @@ def write_report(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: P
     write_shared_json(folder / SUMMARY, summary)
     write_whole(folder / TABLE, tables.markdown(summary))
     plots.draw(summary, folder, "; ".join([tables.title(summary["settings"]), *tables.facts(summary)]) + ".")
-    pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots.PICTURES}
+    pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots.captions(summary)}
     write_whole(folder / PAGE, page(summary, texts, pictures))
 
 
@@ -158,8 +158,8 @@ def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping
         ],
         columns=tables.COLUMNS,
         plots=[
-            {"words": words, "data": base64.b64encode(pictures[name]).decode()}
-            for name, words in plots.PICTURES.items()
+            {"words": plots.PICTURES[name], "data": base64.b64encode(picture).decode()}
+            for name, picture in pictures.items()
         ],
         legend=LEGEND,
         settings={

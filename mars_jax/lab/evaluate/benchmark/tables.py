@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.lab.evaluate.benchmark.plots import PICTURES
+from mars_jax.lab.evaluate.benchmark.plots import captions
 from mars_jax.lab.evaluate.scoring.scores import METRICS
 
 KEY = ("arm", "tau", "tokens/s", "speed", "score change")
@@ -46,7 +46,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines += [f"- {arm['arm']}: {arm['meaning']}" for arm in table["arms"]]
         lines.append("")
     lines += ["## Columns", "", *(f"- {name}: {text}" for name, text in COLUMNS.items()), "", "## Plots", ""]
-    for name, words in PICTURES.items():
+    for name, words in captions(summary).items():
         lines += [f"![{words}]({name}.png)", ""]
     return "\n".join(lines)
 
