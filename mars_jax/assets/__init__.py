@@ -1,4 +1,4 @@
-"""Names of what ships with the package. The card of the model family is `assets/tiny/README.md`."""
+"""Names of the checkpoints in the package. The card of the model family is `assets/tiny/README.md`."""
 
 from __future__ import annotations
 
