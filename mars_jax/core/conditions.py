@@ -65,7 +65,10 @@ class Nodes(NamedTuple):
         # The constraint comes last, so that a bias cannot re-enable a forbidden token.
         logits = raw
         if self.edits is not None:
-            logits = edited(raw, self.edits, tree, state.tokens, state.prompt_length, state.length)
+            stop_tokens = state.controls.stop_tokens
+            logits = edited(
+                raw, self.edits, tree, state.tokens, state.prompt_length, state.length, stop_tokens
+            )
         return logits if self.constraint is None else self.constraint.masked(logits)
 
     def ended(self, verdict: Verdict) -> Array | None:

@@ -1,11 +1,12 @@
-"""Per-request edits of the target's logits: biases, banned tokens, and penalties on repeated tokens.
+"""Per-request edits of the target's logits: biases, banned tokens, penalties on repeated tokens, a minimum length.
 
 The edited logits define the target distribution that rules verify, so a lossless rule stays lossless. Penalties at a
 draft node count the drafted tokens on its branch. B batch, N nodes, T token buffer, K biased tokens of a row, V
 vocabulary.
 
-Sources: the bias and the repetition penalty are those of transformers (`SequenceBiasLogitsProcessor`, then
-`RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858), presence and frequency penalties those of OpenAI's API.
+Sources: the bias, the repetition penalty and the minimum length are those of transformers
+(`SequenceBiasLogitsProcessor`, then `RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858;
+`MinNewTokensLengthLogitsProcessor`), presence and frequency penalties those of OpenAI's API.
 Oracles: these processors, and autoregression (tests/core/test_edits.py).
 """
 
@@ -34,6 +35,7 @@ def make_edits(
     repetition_penalty: Any = 1.0,
     presence_penalty: Any = 0.0,
     frequency_penalty: Any = 0.0,
+    min_new_tokens: Any = 0,
     width: int = 1,
 ) -> Edits:
     """Build `Edits` for `Controls.edits`; each penalty is one value for all rows or one per row.
@@ -44,10 +46,12 @@ def make_edits(
       repetition_penalty: 1 is off.
       presence_penalty: 0 is off.
       frequency_penalty: 0 is off.
+      min_new_tokens: number of new tokens before the first stop token; 0 is off.
       width: minimum K, so that batches share a compilation.
 
     Returns:
-      bias_tokens i32[B, K], bias f32[B, K], and repetition, presence and frequency, f32[B] each.
+      bias_tokens i32[B, K], bias f32[B, K], and repetition, presence and frequency, f32[B] each, and
+      min_new_tokens i32[B].
 
     Raises:
       MarsError: a value is out of range.
@@ -82,6 +86,7 @@ def make_edits(
         repetition=one_per_row("repetition_penalty", repetition_penalty, batch, np.float32),
         presence=one_per_row("presence_penalty", presence_penalty, batch, np.float32),
         frequency=one_per_row("frequency_penalty", frequency_penalty, batch, np.float32),
+        min_new_tokens=one_per_row("min_new_tokens", min_new_tokens, batch, np.int32),
     )
 
 
@@ -115,7 +120,13 @@ def bias_of(
 
 
 def edited(
-    logits: Array, edits: Edits, tree: DraftTree, tokens: Array, prompt_length: Array, length: Array
+    logits: Array,
+    edits: Edits,
+    tree: DraftTree,
+    tokens: Array,
+    prompt_length: Array,
+    length: Array,
+    stop_tokens: Array,
 ) -> Array:
     """Apply the edits of each row to the logits of a tree's nodes, f32[B, N, V].
 
@@ -125,6 +136,7 @@ def edited(
       tree: the draft; its root is the last committed token.
       tokens: i32[B, T]; committed below `length`.
       prompt_length, length: i32[B].
+      stop_tokens: i32[B, S]; padded with NO_TOKEN.
     """
     vocab = logits.shape[-1]
 
@@ -156,4 +168,9 @@ def edited(
     factor = jnp.where(z < 0, per_row(edits.repetition), 1 / per_row(edits.repetition))
     z = jnp.where(is_repeated, z * factor, z)
     z = z - jnp.where(count > 0, per_row(edits.presence), 0.0)
-    return z - per_row(edits.frequency) * count
+    z = z - per_row(edits.frequency) * count
+    # i32[B, N]: new tokens before the one that the node predicts.
+    generated = (length - prompt_length)[:, None] + jnp.sum(branch, axis=-1, dtype=jnp.int32)
+    is_early = generated < edits.min_new_tokens[:, None]
+    is_stop = scatter_add(stop_tokens, jnp.ones(stop_tokens.shape, jnp.float32)) > 0
+    return jnp.where(is_early[..., None] & is_stop[:, None], -jnp.inf, z)

@@ -78,7 +78,7 @@ class DraftTree:
 
 @struct.dataclass(kw_only=True)
 class Edits:
-    """Per-row edits of the target's logits. A repetition penalty of 1 is off; the other penalties are off at 0."""
+    """Per-row edits of the target's logits. A repetition penalty of 1 is off; the others are off at 0."""
 
     bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
     bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans a token
@@ -87,6 +87,7 @@ class Edits:
     )
     presence: Array  # f32[B]; subtracted from the logit of every token in the output
     frequency: Array  # f32[B]; subtracted once for each occurrence in the output
+    min_new_tokens: Array  # i32[B]; earlier in the output, stop tokens are banned
 
 
 @struct.dataclass(kw_only=True)

@@ -57,8 +57,9 @@ def generate(
       log_probs: also return log-probabilities, regret and kind of each new token, as `Completion.log_probs`.
       **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
-        max_new_tokens (default 256), stop_tokens (default: the model's), stop_strings (strings that end a completion;
-        see `serve.text.RowText`), logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
+        max_new_tokens (default 256), min_new_tokens (as in transformers: no stop token before; not with constraints),
+        stop_tokens (default: the model's), stop_strings (strings that end a completion; see `serve.text.RowText`),
+        logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
         (as in transformers), presence_penalty and frequency_penalty (as OpenAI's); these change the target, so a
         lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
         completions of one prompt differ and every call repeats them. With one seed per prompt, its sample j adds j.

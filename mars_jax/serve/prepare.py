@@ -183,6 +183,7 @@ class Prepared:
             repetition_penalty=[r.repetition_penalty for r in own],
             presence_penalty=[r.presence_penalty for r in own],
             frequency_penalty=[r.frequency_penalty for r in own],
+            min_new_tokens=[r.min_new_tokens for r in own],
             width=max(8, -(-max_biases // 8) * 8),
         )
 

@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     draft_stop: Each[float]
     seed: Each[int]
     max_new_tokens: Each[int]
+    min_new_tokens: Each[int]
     stop_tokens: TokenIds
     stop_strings: str | Sequence[str] | Sequence[Sequence[str]]
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None
@@ -127,7 +128,7 @@ class Request(RequestSettings):
     def edits(self) -> bool:
         """True if the request changes the target's logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
+        return bool(self.logit_bias or self.min_new_tokens) or penalties != (1.0, 0.0, 0.0)
 
 
 class TokenLogProbs(NamedTuple):
@@ -432,6 +433,15 @@ def check_request(target: Pretrained, request: Request) -> None:
         )
     for name in ("max_new_tokens", "seed"):
         REQUEST[name].check(getattr(request, name))
+    if request.min_new_tokens > request.max_new_tokens:
+        raise MarsError(
+            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens {request.max_new_tokens}: give a minimum "
+            "of at most the maximum."
+        )
+    if request.min_new_tokens and request.constraint is not None:
+        raise MarsError(
+            "min_new_tokens does not apply with a constraint, which determines where the text ends: leave one out."
+        )
 
 
 def total_metrics(completions: Sequence[Completion]) -> Metrics:

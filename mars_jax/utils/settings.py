@@ -324,6 +324,14 @@ class RequestSettings:
         metavar="N",
         help="most tokens per prompt (default: 256)",
     )
+    # stop tokens are banned before; stop strings are not
+    min_new_tokens: int = setting(
+        kind=int,
+        default=0,
+        ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
+        metavar="N",
+        help="no stop token before N new tokens (default: off)",
+    )
     # a lossy rule relaxes no token
     strict: bool = setting(
         kind=bool,

@@ -30,8 +30,12 @@ def test_every_node_is_edited_after_the_tokens_before_it():
     root = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     tree = tree.replace(tokens=jnp.concatenate([root, tree.tokens[:, 1:]], axis=1))
     logits = rng.normal(size=(3, N, VOCAB)).astype(np.float32) * 3
-    made = make_edits(3, logit_bias=BIAS, **PENALTIES)
-    found = np.asarray(edited(jnp.asarray(logits), made, tree, tokens, prompt_lengths, lengths))
+    # The first row has no output yet, the second has 5 tokens, and the third 7.
+    made = make_edits(3, logit_bias=BIAS, **PENALTIES, min_new_tokens=(least := [2, 0, 8]))
+    stops = [[1, 4], [2], [7]]
+    stop_tokens = jnp.asarray([[1, 4], [2, -1], [7, -1]], jnp.int32)
+    found = np.asarray(edited(jnp.asarray(logits), made, tree, tokens, prompt_lengths, lengths, stop_tokens))
+    assert np.isneginf(found[[0, 2]]).sum() > 2
     for b in range(3):
         texts = {-1: tokens[b, : lengths[b] - 1].tolist()}
         for i, (token, parent) in enumerate(
@@ -48,6 +52,10 @@ def test_every_node_is_edited_after_the_tokens_before_it():
             counts = np.bincount(text[prompt_lengths[b] :], minlength=VOCAB)
             want = z[0].numpy() - PENALTIES["presence_penalty"][b] * (counts > 0)
             want = want - PENALTIES["frequency_penalty"][b] * counts
+            minimum = transformers.MinNewTokensLengthLogitsProcessor(
+                int(prompt_lengths[b]), least[b], torch.tensor(stops[b]), device="cpu"
+            )
+            want = minimum(ids, torch.tensor(want[None]))[0].numpy()
             np.testing.assert_allclose(found[b, i], want, atol=1e-5)
 
 

@@ -45,6 +45,51 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == want
 
 
+@pytest.mark.slow
+def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
+    """Three prompts in two refilled rows: two minima with two stop tokens, next to a row without a minimum."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    target = mj.load("tiny/draft", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
+    free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
+    stops, minima = [free[3], free[20]], [12, 0, 30]
+
+    def by_transformers(minimum):
+        ids = torch.tensor([target.encode(TEXT)])
+        with torch.inference_mode():
+            return model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0,
+                eos_token_id=stops, min_new_tokens=minimum,
+            )[0, ids.shape[1] :].tolist()  # fmt: skip
+
+    want = [by_transformers(minimum) for minimum in minima]
+    assert len({len(tokens) for tokens in want}) > 1
+    options = {"min_new_tokens": minima, "max_new_tokens": 40, "stop_tokens": stops, "batch_size": 2}
+    for drafter in (
+        "none",
+        mj.drafters.load("model:tiny/draft", target, num_draft_tokens=4),
+        mj.drafters.load("model:tiny/draft", target, tree=(2, 2, 1)),
+    ):
+        assert mj.generate(target, drafter, [TEXT] * 3, **options).tokens == want
+    flags = "--target tiny/draft --dtype float32 --draft ngram --verify exact --json --max-new-tokens 9"
+    assert main([*flags.split(), "--min-new-tokens", "9", TEXT]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9 and max_new_tokens 8"),
+        ({"min_new_tokens": 2, "regex": "a+"}, "min_new_tokens does not apply with a constraint"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1: expected a whole number of at least 0"),
+    ],
+)
+def test_a_minimum_that_cannot_be_is_refused(options, message):
+    target = mj.load("tiny/draft", dtype="float32")
+    with pytest.raises(mj.MarsError, match=message):
+        mj.generate(target, "none", TEXT, **options)
+
+
 def test_batches_with_9_to_16_biases_share_their_shapes():
     target, shapes = mj.load("tiny/draft"), []
     for count in (9, 16):

@@ -29,6 +29,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"prompt": "of a man, of a man", "max_new_tokens": 1},
     {"prompt": "a story of the sun, of the sun", "max_new_tokens": 17, "stop": 5},
     {"prompt": "the sea", "max_new_tokens": 18, "stop_text": (4, 7)},
+    {"prompt": "a story of the sun, of the sun", "max_new_tokens": 16, "stop": 5, "min_new_tokens": 9},
     {"prompt": "a man", "max_new_tokens": 15, "stop_strings": ["qqq"], "ban": 3},
     {"prompt": "t", "max_new_tokens": 16, "repetition_penalty": 1.3, "temperature": 0.8, "top_k": 1},
     {"prompt": "the sun", "max_new_tokens": 12, "presence_penalty": 1.5, "frequency_penalty": 0.5},
@@ -129,6 +130,8 @@ def edited(raw: np.ndarray, row: Mapping[str, Any], prompt: list[int], said: lis
     z[seen] = np.where(z[seen] > 0, z[seen] / by, z[seen] * by)
     for token in set(said):
         z[token] -= row.get("presence_penalty", 0.0) + row.get("frequency_penalty", 0.0) * said.count(token)
+    if len(said) < row.get("min_new_tokens", 0):
+        z[list(row.get("stop_tokens", ()))] = -np.inf
     return z
 
 
@@ -253,7 +256,7 @@ def test_the_requests_meet_what_they_are_for():
     free = [by_hand({"prompt": prompt, "max_new_tokens": 20}) for prompt in prompts]
     for row, (one, plain) in enumerate(zip(wanted(), free, strict=True)):
         count = min(len(one.tokens), 20)
-        names = ("regex", "choice", "banned_tokens", "logit_bias", "presence_penalty")
+        names = ("regex", "choice", "banned_tokens", "logit_bias", "presence_penalty", "min_new_tokens")
         changed = any(options[name][row] for name in names) or options["repetition_penalty"][row] != 1
         assert (one.tokens[:count] == plain.tokens[:count]) != changed, row
     assert {one.finish for one in wanted()} == {"stop", "length"}

@@ -168,7 +168,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     with busy("planning"):
         target_programs = pair(place, args.dtype, "none", None, None)
-        plan = planning.make_plan(pair(place, args.dtype), target_programs, place, dump)
+        planned = pair(place, args.dtype)
+        plan = planning.make_plan(planned, target_programs, place, dump)
     drafts = []
     if acceptance is None and mixture:
         acceptance = [0.75]
@@ -196,7 +197,10 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         }
         print(json.dumps(inputs | plan.as_json() | lists), file=out)
     else:
-        _print_table(inputs, plan, attempts, drafts, out)
+        nodes, depth = planned.drafter.num_nodes - 1, planned.drafter.max_depth
+        shape = f"a chain of {depth} tokens" if nodes == depth else f"a tree of {nodes} nodes, {depth} deep"
+        title = f"batch {batch}, context {context}, {args.dtype}, {shape if nodes else 'no draft'}"
+        _print_table(inputs, title, plan, attempts, drafts, out)
     return plan.fits
 
 
@@ -260,7 +264,12 @@ def _speeds(step: dict[str, float], tokens: int) -> str:
 
 
 def _print_table(
-    inputs: dict[str, Any], plan: Any, attempts: Sequence[Any], drafts: Sequence[Any], out: IO[str]
+    inputs: dict[str, Any],
+    title: str,
+    plan: Any,
+    attempts: Sequence[Any],
+    drafts: Sequence[Any],
+    out: IO[str],
 ) -> None:
     """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.DraftEstimate`)."""
     from rich.console import Console
@@ -277,7 +286,8 @@ def _print_table(
 
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
     table = Table(
-        title=f"{inputs['target']} with {inputs['draft']} on {plan.topology}, {mesh}", show_header=False
+        title=f"{inputs['target']} with {inputs['draft']} on {plan.topology}, {mesh}; {title}",
+        show_header=False,
     )
     table.add_row("fits", "yes" if plan.fits else "no")
     table.add_row("memory of a device", memory(plan))

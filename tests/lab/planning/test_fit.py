@@ -207,7 +207,9 @@ def test_the_command_prints_what_to_try(capsys, monkeypatch):
     monkeypatch.setattr(advice, "advise", lambda attempt, dtype, slices: attempts)
     flags = ["--target", "large", "--draft", "none", "--topology", "v5litepod-1", "--context", "128"]
     assert plan.main(flags) == 1
-    rows = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines()]
+    out = capsys.readouterr().out
+    assert "batch 1, context 128, bfloat16, no draft" in " ".join(out.split())
+    rows = [line.strip("│ ").split("│") for line in out.splitlines()]
     cells = [tuple(cell.strip() for cell in row) for row in rows]
     assert ("fits neither", "--dtype int8 (32.00 GiB of 16.00 GiB)") in cells
     assert ("try", "--topology v5e:2x2 (8.00 GiB of 16.00 GiB)") in cells
