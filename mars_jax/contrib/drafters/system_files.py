@@ -26,7 +26,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "trispec": {"margin": 0.5},
     "via_sd": {"accept": 0.6, "escalate": 0.3},
 }
-"""Default thresholds of each system; above 1 a system trusts nothing."""
+"""Default thresholds of each system; above 1 a system trusts no tokens."""
 NGRAM = "ngram"
 """Value of `draft` that selects n-grams instead of a small model, in a system with a proxy."""
 
