@@ -1,4 +1,4 @@
-"""The style of all plots: colours, markers, and figures of panels with one legend and a caption.
+"""The style of all plots: colours, markers, and figures whose panels share one legend and a caption.
 
 Matplotlib is imported only when a figure is drawn, and without pyplot, which would select a GUI backend.
 """
@@ -37,14 +37,14 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # keep text as text
     "svg.hashsalt": "mars-jax",
-    "text.parse_math": False,  # a name with two dollar signs is not a formula
+    "text.parse_math": False,  # otherwise a name with two dollar signs becomes a formula
 }
 # Omit metadata that would change the bytes of an unchanged figure.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class Look(NamedTuple):
-    """Colour and marker of a rule or another way to decode."""
+    """Colour and marker of a rule or of another decoding method."""
 
     colour: str
     marker: str = "o"

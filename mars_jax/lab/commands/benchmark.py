@@ -118,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.theta_files = []
     if args.thetas:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
-    # Plus zero, so that -0 is 0.
+    # Add zero, so that -0 becomes 0.
     args.temperatures = [
         number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]

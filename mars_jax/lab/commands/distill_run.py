@@ -55,16 +55,16 @@ from mars_jax.utils.paths import expanded
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not identify a training run: paths, devices, and the dtype of the result. File contents do."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
-"""Completions that the target decodes at a time, and completions between two writes; rows refill within a group."""
+"""Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
-"""Default share of the sublayers that VIA-SD leaves out, and number of masks that its search tries."""
+"""Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
     """Train a drafter of `args.kind` and write it to `args.output`.
 
     Raises:
-      MarsError: flags do not fit the models or this machine, or --work belongs to another run.
+      MarsError: flags do not fit the models or this machine, or --work belongs to a different run.
     """
     work = args.work or args.output.with_name(args.output.name + "-training")
     with joined_with_folder(args, work, out, without=CHECKPOINTS) as folder:
@@ -399,7 +399,7 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str],
 """Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
 
 Raises:
-  MarsError: the small model has another vocabulary, there is too little text, or the task has no rewards.
+  MarsError: the small model has a different vocabulary, there is too little text, or the task has no rewards.
 """
 
 

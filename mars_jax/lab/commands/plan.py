@@ -42,7 +42,7 @@ one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; f
 experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
 """
 TAUS = (2, 3, 4)
-"""Values of tau, tokens per step, whose speed the table lists."""
+"""Values of tau, in tokens per step, for which the table lists the speed."""
 _DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
 
 
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
-    # JAX loads only after the checks above, which therefore fail fast.
+    # Import JAX only after the checks above, so that they fail fast.
     from mars_jax import verify
     from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable

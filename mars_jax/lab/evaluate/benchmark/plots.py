@@ -21,7 +21,7 @@ LEAST_POINTS = 10
 
 
 def captions(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the plots of a run with their captions. Without a rule that has theta, there is no plot over theta."""
+    """Return the plots of a run with their captions. If no rule has theta, omit the plot over theta."""
     arms = [arm for table in summary["tables"] for arm in table["arms"]]
     if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
         return PICTURES

@@ -117,7 +117,7 @@ def about(table: Mapping[str, Any]) -> str:
 
 
 def change(arm: Mapping[str, Any], metric: str) -> str:
-    """Return an arm's change in score from the target without a draft, with a word for the difference.
+    """Return an arm's change in score from the target without a draft, with a verdict in words.
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
     >>> change(arm, "final_answer"), change(arm, "likelihood")
