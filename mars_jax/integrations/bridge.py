@@ -8,7 +8,7 @@ A module is used unchanged, through one function that calls it. **The contract**
 - A slot is not a position: rotary embeddings use `positions`. Tree nodes at the same depth have the same position.
 - Padding is clipped: a token below 0 arrives as 0, and its result is never used.
 - Rows are independent, and the call is pure: it does not change its input cache.
-- Functions are reused: bridging a module twice with the same functions gives the same model, which does not compile
+- Functions are reused: bridging a module twice with the same functions returns the same model, which is not compiled
   again. A lambda that is created again counts as a different function.
 
 `check` tests a model against the contract. Oracle: transformers' logits through our own transformer

@@ -278,7 +278,7 @@ class MarsJax(TemplateLM):
     def _each(
         self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]], other: Any
     ) -> list[Any]:
-        """Return the answers to the requests of one call of the harness, which calls in a fixed order.
+        """Return the answers to the requests in one call from the harness, which makes its calls in a fixed order.
 
         Each row stores the number of its request in the whole run, so that the rows of several parts can be joined.
 
@@ -290,7 +290,7 @@ class MarsJax(TemplateLM):
           other: placeholder for the answers of other parts.
 
         Raises:
-          MarsError: the file answers other requests, or cannot be written.
+          MarsError: the file answers different requests, or cannot be written.
         """
         if self._rows is None:
             return list(answer(range(len(requests))))

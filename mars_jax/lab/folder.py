@@ -29,7 +29,7 @@ def open_rows(folder: Path, settings: Mapping[str, Any]) -> RowFile:
     """Open the rows of a run in its folder and record the settings. Create the folder if necessary.
 
     Raises:
-      MarsError: the folder holds a run with other settings, or another process writes to it.
+      MarsError: the folder holds a run with different settings, or another process writes to it.
     """
     if hosts.is_first():
         try:
@@ -52,7 +52,7 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
       flag: the flag that names the folder, for messages.
 
     Raises:
-      MarsError: the folder holds a run with other settings or other files, or another process writes to it.
+      MarsError: the folder holds a run with different settings or other files, or another process writes to it.
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
@@ -72,7 +72,7 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
         try:
             yield
         except BaseException:
-            # If the run wrote no output, remove the folder, so that it can be reused with other settings.
+            # If the run wrote no output, remove the folder, so that it can be reused with different settings.
             if fresh and [file.name for file in folder.iterdir()] == [SETTINGS]:
                 (folder / SETTINGS).unlink()
                 if created:

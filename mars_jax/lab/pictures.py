@@ -70,7 +70,7 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 
 
 def look(name: str) -> Look:
-    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule differ in the marker.
+    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule have different markers.
 
     >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
     (True, Look(colour='#0072B2', marker='^'))
@@ -174,6 +174,6 @@ def honest_limits(axis: Any, values: Sequence[float], *, least: float) -> None:
 
 
 def no_grid(axis: Any, which: str) -> None:
-    """Remove grid lines and ticks from an axis of names."""
+    """Remove grid lines and ticks from an axis whose labels are names."""
     axis.grid(visible=False, axis=which)
     axis.tick_params(axis=which, length=0)

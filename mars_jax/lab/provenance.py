@@ -30,8 +30,8 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 
     Args:
       packages: packages to list with their versions, in addition to mars-jax and jax; None if not installed.
-      data: files, or folders of files, that were read. A digest of each is recorded.
-      weights: params by name. A digest of each is recorded.
+      data: files or folders that were read. A digest of each is recorded.
+      weights: params, keyed by name. A digest of each is recorded.
 
     >>> sorted(provenance())[:5]
     ['affinity', 'command', 'commit', 'cores', 'date']

@@ -103,7 +103,7 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     """Make a DFlashConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
-      MarsError: they contradict each other or the target, or are not supported.
+      MarsError: the contents contradict the shapes or the target, or are not supported.
     """
     _check_kind(data, shapes)
     dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes

@@ -64,4 +64,4 @@ GATES: Mapping[str, Gate] = {
     "margin": Gate(margin_gate, np.float32(0.5), ("margin",)),
     "ratio": Gate(ratio_gate, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
 }
-"""Gates by the names that `cascade` accepts."""
+"""Gates, keyed by the names that `cascade` accepts."""

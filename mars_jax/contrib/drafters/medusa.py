@@ -41,7 +41,7 @@ class Medusa(ShapedDrafter):
     next depth. In a sampled draft the true q of a path is the product of its heads' probabilities.
 
     Raises:
-      MarsError: the heads are for another vocabulary, the draft is deeper than the number of heads, or the tree is
+      MarsError: the heads are for a different vocabulary, the draft is deeper than the number of heads, or the tree is
         dynamic.
 
     >>> from mars_jax.core.fake import hash_model

@@ -34,7 +34,7 @@ def load_medusa(
 ) -> tuple[MedusaConfig, PyTree]:
     """Load Medusa heads for a target.
 
-    If the weights hold more heads than config.json lists, load all of them: the config of the first published heads
+    If the weights contain more heads than config.json lists, load all of them: the config of the first published heads
     lists 2 of 5.
 
     Args:
@@ -44,7 +44,7 @@ def load_medusa(
         weight and leaves other arrays as stored.
 
     Raises:
-      MarsError: no heads at this path, heads of another target, or tensors that are not Medusa heads.
+      MarsError: the heads are missing or for a different target, or the tensors are not Medusa heads.
 
     >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
     """

@@ -31,7 +31,7 @@ CORPUS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Replay(Drafter):
-    """Copies of earlier answers, the rows of a file, or of the text so far.
+    """Copies of earlier answers, of the rows of a file, or of the row's own tokens so far.
 
     The draft continues the longest match of the row's suffix, in a corpus of answers or in the row's own tokens. The
     corpus is `Params.draft`, an i32[C] made by `corpus`. Switching to a different corpus, such as the last epoch's
@@ -125,7 +125,7 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     """Load `replay:FILE`.
 
     A .jsonl file has rows with `prompt_tokens` and `tokens`, in the format of `mars_jax.generate --output`. In any
-    other file each line is one text.
+    other file, each line is one document.
 
     Raises:
       MarsError: the file cannot be read, is empty, or contains tokens that are not in the target's vocabulary.

@@ -38,7 +38,7 @@ def examples(
     """Draft one token with the small model at every position of a batch, [B, n].
 
     Even rows draft the best token; odd rows draw it at temperature 1. All branches of a row run in one forward: a
-    drafted token attends to the preceding text and to itself.
+    drafted token attends to the preceding tokens and to itself.
     """
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
     rows, n = tokens.shape

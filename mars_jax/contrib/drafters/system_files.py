@@ -49,7 +49,7 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     """Read the config.json of a system, in a directory or on the hub.
 
     Raises:
-      MarsError: the directory does not exist, holds another system, or has invalid values.
+      MarsError: the directory does not exist, holds a different system, or has invalid values.
 
     >>> load_system("tiny/trispec", "trispec").draft
     'tiny/draft'

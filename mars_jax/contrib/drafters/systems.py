@@ -115,7 +115,7 @@ def _cascade(
 
 
 def _model(asked: Asked, system: System, name: str) -> Pretrained:
-    """Load a model that the system names onto the target's mesh, and check that it has the target's tokenizer."""
+    """Load a model of the system onto the target's mesh, and check that it has the target's tokenizer."""
     model = hub.load(
         resolve_system_model(system, name),
         dtype=asked.dtype,

@@ -68,7 +68,7 @@ def search(
 
     Args:
       model, params: the target, a transformer of this library whose weights are not in 8 bits.
-      batches: text to compare on.
+      batches: rows of text on which to compare the models.
       log: a file with one line per mask, from which a killed search continues.
       left_out: share of all sublayers to leave out.
       evaluations: maximum number of masks to try.

@@ -99,7 +99,7 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
       margin: the margin that theta bounds.
 
     Raises:
-      MarsError: the table is missing or for another kind of context.
+      MarsError: the table is missing or for a different kind of context.
     """
     if not isinstance(table, Context) or table.by != by:
         stated = f"one by {table.by}" if isinstance(table, Context) else "none"

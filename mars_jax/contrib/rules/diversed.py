@@ -79,5 +79,5 @@ diversed = Diversed
 
 
 def read(path: str, target: Any) -> PyTree:
-    """Read the weights that `diversed:PATH` names; see `head_files.read_weights`."""
+    """Read the weights of `diversed:PATH`; see `head_files.read_weights`."""
     return read_weights(path, target, "diversed")

@@ -48,7 +48,7 @@ def surrogate(
 ) -> tuple[Array, dict[str, Array]]:
     """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and its figures.
 
-    `params` and `models` are those of the target and of the draft.
+    `params` and `models` each hold the target's, then the draft's.
     """
     target, draft = models
     tokens = rollouts.tokens[:, :-1]

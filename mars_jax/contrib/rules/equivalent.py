@@ -101,7 +101,7 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
         space.
 
     Raises:
-      MarsError: an unknown name, or a string that is not a single token.
+      MarsError: a name is unknown, or a string is not a single token.
     """
     differences = tuple(alike)
     for name in differences:
@@ -142,7 +142,7 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
-    """Return a key that is equal for strings with only the given differences.
+    """Return a key that is equal for strings that differ only in the ways that `alike` lists.
 
     >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
     ('2', '2')
@@ -160,7 +160,7 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
 
 
 def read(given: str, target: Any) -> PyTree:
-    """Read the table that `equivalent:case,space` or `equivalent:FILE.json` names.
+    """Read the table of `equivalent:case,space` or `equivalent:FILE.json`.
 
     A file holds an object: `alike`, a list of names, and `groups`, lists of strings.
 

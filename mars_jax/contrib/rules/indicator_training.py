@@ -35,7 +35,7 @@ def indicator_head_training(
       examples: see `IndicatorExamples`.
       optimizer: an optax optimizer, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
       steps, rows: number of steps, each on `rows` examples.
-      seed: seed of the initial params and of the order.
+      seed: seed of the initial params and of the order of examples.
     """
     import grain
     import optax

@@ -32,11 +32,11 @@ class Phrase(Relaxed):
 
     A drafted token is accepted if its regret and that of the next `window` tokens sum to less than `bound` nats.
 
-    The regret of a token is the log-probability of the target's best token there minus its own. So the sum measures how
-    far the drafted phrase is from the target's choices along the draft; the target's continuation after its own token
-    would need another forward. A token whose phrase does not fit into the draft is rejected. In a tree the cheapest
-    path below the token counts. FLy (`fly`) instead requires that the following tokens are the target's. The base is
-    `exact()`. Lossy; at bound = 0 it equals `exact()` bit for bit.
+    The regret of a token is the log-probability of the target's best token at its position minus that of the token. So
+    the sum measures how far the drafted phrase is from the target's choices along the draft; the target's continuation
+    after its own token would need another forward. A token whose phrase does not fit into the draft is rejected. In a
+    tree the cheapest path below the token counts. FLy (`fly`) instead requires that the following tokens are the
+    target's. The base is `exact()`. Lossy; at bound = 0 it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

@@ -119,11 +119,11 @@ _GROUPS = {
         *("--mesh", "--dtype"),
     ),
 }
-"""Flags by help group. All other flags are in the group `method`."""
+"""Flags, keyed by help group. All other flags are in the group `method`."""
 
 
 class Kind(NamedTuple):
-    """A kind of result of `distill`, and its flags, which are keys of `_FLAGS`."""
+    """A kind of result that `distill` produces, with its flags, which are keys of `_FLAGS`."""
 
     help: str
     flags: Sequence[str]

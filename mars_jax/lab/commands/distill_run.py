@@ -136,7 +136,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> Any:
 def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
-    """Train a head, or a small model, on text or on features, and write it."""
+    """Train a head or a small model on text or on features, and write it."""
     tokenizer = target.tokenizer.backend_tokenizer
     options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
     if args.features is None:
@@ -292,7 +292,7 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
 
 
 def draft_name(name: str, output: Path) -> str:
-    """Return the name of a model for config.json in `output`: `name` itself, or a path relative to the output."""
+    """Return a model's name for config.json in `output`: `name` itself, or a path relative to the output."""
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name

@@ -155,7 +155,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         return advice.try_fit(pair(slice_, dtype), slice_)
 
     def step(shape: advice.DraftShape) -> Any:
-        """Return the time of a step with a draft of another shape, or None if it does not fit."""
+        """Return the time of a step with a draft of a different shape, or None if it does not fit."""
         programs_ = pair(place, args.dtype, length=shape.length, tree=shape.tree)
         is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
         if not is_planned and not advice.try_fit(programs_, place).fits:

@@ -164,7 +164,7 @@ def prompt_tokens(
 
 
 def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:
-    """Raise MarsError, with the problem's id, if the target cannot take a problem. `target` may be an outline."""
+    """Raise MarsError, with the problem's id, if the target cannot decode a problem. `target` may be an outline."""
     for problem in problems:
         context = target.config.max_positions
         try:

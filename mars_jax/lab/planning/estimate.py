@@ -116,7 +116,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
 
 
 def _layer_row(rows: dict[str, Any], tokens: int) -> dict[str, float]:
-    """Return the row of the smallest measured number of tokens that is at least `tokens`."""
+    """Return the row for the smallest measured number of tokens that is at least `tokens`."""
     return rows[str(min(int(count) for count in rows if int(count) >= tokens))]
 
 

@@ -123,7 +123,7 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
 def draft_vocabulary(
     streams: Sequence[Stream], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> np.ndarray:
-    """Return the tokens of `always` and the most frequent tokens of some streams: i32[size], ascending.
+    """Return the tokens in `always` and the most frequent tokens of the streams: i32[size], ascending.
 
     Args:
       streams: the streams, counted according to their weights.

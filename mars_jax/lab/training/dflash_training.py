@@ -1,4 +1,4 @@
-"""Training of block drafters: masked blocks at many positions of a row at once.
+"""Training of block drafters on masked blocks at many positions of a row at once.
 
 Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the positions of a block); DSpark
 (deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's

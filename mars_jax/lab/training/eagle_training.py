@@ -154,7 +154,7 @@ def drafted_ahead(
       steps, dtype: as for `eagle3`.
 
     Yields:
-      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and
+      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
       bool[B, n], whether that chain lies inside one document.
     """
     feature = head.fuse(config, both.draft, output)

@@ -26,7 +26,7 @@ from mars_jax.utils.errors import MarsError
 CHECKPOINTS = "orbax"
 """Directory of the checkpoints, inside the directory of a training run."""
 WARMUP, DECAY = 50, 0.35
-"""Number of steps over which the learning rate rises, and share of final steps over which it falls to zero."""
+"""Number of steps over which the learning rate rises, and final share of the steps over which it falls to zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ def refuse_version_0_1(directory: Path) -> None:
 
 
 class Checkpoints:
-    """The last two states of a training run on disk. Of several processes, only the first reads and writes them."""
+    """The last two states of a training run on disk. Only the first of several processes reads and writes them."""
 
     def __init__(self, directory: Path, steps: int):
         import orbax.checkpoint as ocp

@@ -2,7 +2,7 @@
 
 Source: OSD (2310.07177): cross entropy to the target's distribution at positions where drafts were rejected. An EAGLE-3
 head learns there at every step of its chain. B rows, T tokens, n positions, K draft tokens, V vocabulary.
-Oracle: a count by hand of the steps of a run (tests/lab/training/test_online.py).
+Oracle: a run's steps, counted by hand (tests/lab/training/test_online.py).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Refiner:
         return trained | self._ids if self._ids else trained
 
     def expected_tau(self, target_params: PyTree) -> float:
-        """Return the expected tau of a chain of K on the held-out documents, with the current weights."""
+        """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
         tokens, lengths = self._padded(self._held_out)
         total = count = 0.0
         for first in range(0, len(tokens), BATCH):

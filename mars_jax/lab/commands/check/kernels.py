@@ -120,7 +120,7 @@ def _reference(case: Case) -> Any:
 
 
 def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
-    """Return the names of the results that differ, each with its number of wrong entries.
+    """Return the names of the differing results, each with its number of wrong entries.
 
     >>> from kernels_pallas import MarginStats
     >>> one, two = (MarginStats(*np.full((5, 3), value, np.float32)) for value in (1, 2))
@@ -242,7 +242,7 @@ def _experts() -> Case:
     sizes = np.array([20, 0, 1, 27], np.int32)
     experts = np.repeat(np.arange(4), sizes)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[experts])
-    # Products of bfloat16 are exact in float32; a sum of 256 of them is within 256 roundings.
+    # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.
     return Case(
         "dense_by_expert",
         "[48, 256] by 4 experts",

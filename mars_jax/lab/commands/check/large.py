@@ -1,7 +1,7 @@
 """Times of an 8B model on this device: steps, a batch and a prompt, compared with a copy and a matrix product.
 
-Weights and caches are random, and acceptance is simulated at a published tau. This reads no files and gives the times
-of a real model, though the generated text is meaningless. B batch.
+Weights and caches are random, and acceptance is simulated at a published tau. So no files are read, and the times equal
+those of a real model, though the generated text is meaningless. B batch.
 """
 
 from __future__ import annotations

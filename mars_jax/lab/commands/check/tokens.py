@@ -29,10 +29,10 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[
     Matrix products use full float32 precision, because some devices round them to fewer bits by default.
 
     Args:
-      tick: called with the name of each way to decode before it runs.
+      tick: called with the name of each decoding method before it runs.
 
     Returns:
-      One row per way to decode: its name, status ("equal", "equal up to ties" or "differs"), detail and tau.
+      One row per decoding method: its name, status ("equal", "equal up to ties" or "differs"), detail and tau.
     """
     with jax.default_matmul_precision("highest"):
         target = hub.load(assets.TARGET, dtype="float32")

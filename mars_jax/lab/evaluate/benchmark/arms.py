@@ -193,7 +193,7 @@ def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[
 
 
 def label(choice: RuleChoice, rule: LoadedRule) -> str:
-    """Return the name of a rule with the settings that its own name omits, theta excepted."""
+    """Return the name of a rule with the settings that its own name omits, except theta."""
     is_users = is_own(choice.spec)
     words = [choice.definition.name if is_users else rule.rule.name]
     for name, value in choice.settings.items():
@@ -204,7 +204,7 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
 
 
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
-    """Return the controls that separate the benefit of a rule from that of sampling among the two best tokens."""
+    """Return the controls that separate a rule's benefit from that of sampling among the two best tokens."""
     arms = []
     if temperature > 0:
         arms.append(

@@ -144,7 +144,7 @@ def change(arm: Mapping[str, Any], metric: str) -> str:
 
 
 def cells(arm: Mapping[str, Any], metric: str) -> dict[str, str]:
-    """Return the table row of an arm, keyed by the names of `COLUMNS`."""
+    """Return the table row of an arm, keyed by the names in `COLUMNS`."""
     is_drafting = bool(arm["acceptance_by_depth"])
     return {
         "arm": arm["arm"],
