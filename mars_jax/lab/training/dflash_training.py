@@ -69,7 +69,7 @@ def dflash(
       config: config of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller.
-      blocks: A; default: one per `SPACING` tokens of a row.
+      blocks: A; default: one per `SPACING` tokens in a row.
       divergence: divergence of the head's distribution from the target's.
       dtype: dtype of the computation.
     """
