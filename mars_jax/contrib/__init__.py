@@ -1,4 +1,4 @@
-"""Rules and drafters from single papers, with the library's interfaces. Without a stability guarantee.
+"""Rules and drafters from single papers, with the library's interfaces but no stability guarantee.
 
 Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fly`.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from mars_jax.utils.user_code import load_function
 
-# {public name: "module:name"}; imported on first use, as rules are.
+# {public name: "module:name"}; each is imported on first use, like the rules.
 _HOME = {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {

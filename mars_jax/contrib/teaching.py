@@ -1,6 +1,6 @@
 """Shared parts of training: the input of the training loop, and forward passes over whole rows.
 
-The loop is `mars_jax.lab.training.loop.fit`. B rows, L tokens of a row, V vocabulary.
+The loop is `mars_jax.lab.training.loop.fit`. B rows, L tokens per row, V vocabulary.
 """
 
 from __future__ import annotations

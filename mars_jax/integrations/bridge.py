@@ -8,8 +8,8 @@ A module is used unchanged, through one function that calls it. **The contract**
 - A slot is not a position: rotary embeddings use `positions`. Tree nodes at the same depth have the same position.
 - Padding is clipped: a token below 0 arrives as 0, and its result is never used.
 - Rows are independent, and the call is pure: it does not change its input cache.
-- Functions are reused: bridging a module twice with the same functions gives the same model, which does not compile
-  again. A lambda that is created again is another function.
+- Functions are reused: bridging a module twice with the same functions returns the same model, which is not compiled
+  again. A lambda that is created again counts as a different function.
 
 `check` tests a model against the contract. Oracle: transformers' logits through our own transformer
 (tests/integrations/test_bridge.py).
@@ -210,7 +210,7 @@ def _check_shapes(out: Any, old: PyTree, new: PyTree, tokens: tuple[int, ...], v
 
 
 def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> None:
-    """Test a model against the contract of this module, with a dozen random tokens; takes seconds.
+    """Test a model against the contract of this module, with a dozen random tokens. This takes seconds.
 
     The test compares one forward over all tokens with forwards in pieces, with a tree whose nodes share positions and
     are in other slots, with swapped and replaced rows, and with a cache that holds junk in all masked slots.
@@ -220,7 +220,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
       tolerance: the largest difference between two logits that counts as rounding.
 
     Raises:
-      MarsError: the first part of the contract that is violated.
+      MarsError: the contract is violated; the message describes the first violation.
 
     >>> from mars_jax.core import fake
     >>> check(fake.hash_model(vocab_size=11), ())
@@ -278,7 +278,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
 
 
 def to_nnx(model: LanguageModel, params: PyTree) -> Any:
-    """Return our params as a `flax.nnx` module, for optimizers, checkpoints and trainers that take one.
+    """Return our params as a `flax.nnx` module, for optimizers, checkpoints and trainers that expect one.
 
     The module has an `nnx.Param` for each array. `module(tokens i32[B, N]) -> f32[B, N, V]` returns the logits after
     every token and is differentiable. `params_of` converts its weights back.
@@ -321,7 +321,7 @@ def _module_class() -> type:
 
 
 def params_of(module: Any, state: Mapping[str, Any] | None = None) -> PyTree:
-    """Return the params of a module of `to_nnx`, in the structure that the model's functions take.
+    """Return the params of a module from `to_nnx`, in the structure that the model's functions expect.
 
     Args:
       module: from `to_nnx`.

@@ -55,7 +55,7 @@ CHUNK = 32
 
 
 class Answered(Exception):
-    """The end of a part, which has no score. The message has the number of rows on file."""
+    """The end of a part, which has no score. The message includes the number of rows on file."""
 
 
 @register_model("mars_jax")
@@ -79,10 +79,11 @@ class MarsJax(TemplateLM):
         Args:
           target, draft: as for `python -m mars_jax.generate`; only the embedded target has a draft by default.
           max_gen_toks: maximum number of new tokens in tasks that do not limit them.
-          choice: strings separated by "|". Every generated text is constrained to one of them, unless a task has
-            constraints in its generation_kwargs, where choice is a list.
+          choice: strings separated by "|". Every generated text is constrained to one of them, unless a task sets
+            constraints in its generation_kwargs; there, choice is a list.
           mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
-          rows: a file of answers, one row each. A run with the same arguments answers only the requests that it lacks.
+          rows: a file of answers, one row each. A run with the same arguments answers only the requests that the file
+            lacks.
           part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
             without `part` scores the rows of all parts, joined in one file.
           max_batch_size, device: ignored; the harness always passes them.
@@ -90,7 +91,7 @@ class MarsJax(TemplateLM):
             draws with seed + i. In a run of several processes, only one should be given an --output_path.
 
         Raises:
-          MarsError: an argument is invalid; one sentence names it and the fix.
+          MarsError: an argument is invalid; the message names it and the fix.
         """
         super().__init__()
         if part is not None and rows is None:
@@ -145,7 +146,7 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """0. The harness reads this property again after the last answer, which closes the file of rows.
+        """Rank 0. The harness reads this property again after the last answer, which closes the file of rows.
 
         Raises:
           Answered: the run is only a part.
@@ -162,7 +163,7 @@ class MarsJax(TemplateLM):
         raise Answered(f"{self._rows.path}: {self._answered} of {self._count} rows")
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Refuse the harness's cache if there is a file of rows: it would keep the placeholders of other parts.
+        """Refuse the harness's cache if there is a file of rows: the cache would store the placeholders of other parts.
 
         Raises:
           MarsError: there is a file of rows.
@@ -189,11 +190,11 @@ class MarsJax(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The context of the target."""
+        """The target's maximum context length."""
         return self._target.config.max_positions
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Select the template of later calls of `apply_chat_template`, and return it for the harness's record of a run.
+        """Select the template for later `apply_chat_template` calls, and return it for the harness's record of a run.
 
         Args:
           chat_template: True for the tokenizer's own, the name of one of several, or False for none.
@@ -226,7 +227,7 @@ class MarsJax(TemplateLM):
             the last turn, which the model continues.
 
         Raises:
-          MarsError: there is no template, or it does not take these turns.
+          MarsError: there is no template, or it does not accept these turns.
         """
         if self._template is None:
             self.chat_template(True)
@@ -277,18 +278,19 @@ class MarsJax(TemplateLM):
     def _each(
         self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]], other: Any
     ) -> list[Any]:
-        """Return the answers to the requests of one call of the harness, which calls in a fixed order.
+        """Return the answers to the requests in one call from the harness, which makes its calls in a fixed order.
 
-        A row has the number of its request in the whole run, so that the rows of several parts can be joined.
+        Each row stores the number of its request in the whole run, so that the rows of several parts can be joined.
 
         Args:
-          kind: of the requests.
-          requests: of the call.
-          answer: answers the requests with some indices, in their order. Each answer is written at once.
+          kind: kind of the requests.
+          requests: requests of the call.
+          answer: a function that answers the requests with the given indices, in order. Each answer is written
+            immediately.
           other: placeholder for the answers of other parts.
 
         Raises:
-          MarsError: the file answers other requests, or cannot be written.
+          MarsError: the file answers different requests, or cannot be written.
         """
         if self._rows is None:
             return list(answer(range(len(requests))))

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if {"-h", "--help"} & {*args}:
             print(f"{parser.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
-        # The harness parses the others.
+        # The harness parses the remaining arguments.
         settings, args = argparse.ArgumentParser.parse_known_args(parser, args)
         settings = {name: value for name, value in vars(settings).items() if value is not None}
         if settings:

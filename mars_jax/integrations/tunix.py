@@ -4,9 +4,9 @@
         rollout_engine=functools.partial(mars_jax.integrations.tunix.MarsRollout, drafter="ngram"), ...
     )
 
-It converts the weights of Tunix's Qwen3, Qwen2 and Llama 3 from nnx state on the device, decodes in rows that refill,
-reads each prompt once, and returns log-probabilities as Tunix defines them. Samples follow the policy's distribution:
-lossy rules need `lossy=True`.
+The engine converts the weights of Tunix's Qwen3, Qwen2 and Llama 3 from nnx state on the device, decodes in rows that
+refill, reads each prompt once, and returns log-probabilities as Tunix defines them. Samples follow the policy's
+distribution: lossy rules need `lossy=True`.
 
 The interface is that of google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
 `generate/sampler.py`, `models/{qwen3,qwen2,llama3}/model.py`. Oracle: the actor's own logits
@@ -58,7 +58,7 @@ def config_of(actor: Any) -> ModelConfig:
     """Return the config of one of Tunix's dense models: Qwen3, Qwen2 or Llama 3.
 
     Raises:
-      MarsError: the actor is another model.
+      MarsError: the actor is a different model.
     """
     family, actor_config = type(actor).__name__, getattr(actor, "config", None)
     if family not in ("Qwen3", "Qwen2", "Llama3") or actor_config is None:
@@ -77,7 +77,7 @@ def config_of(actor: Any) -> ModelConfig:
         num_heads=actor_config.num_heads,
         num_kv_heads=actor_config.num_kv_heads,
         head_dim=actor_config.head_dim,
-        max_positions=1 << 20,  # Tunix's configs name none
+        max_positions=1 << 20,  # Tunix's configs do not specify a maximum
         norm_eps=actor_config.norm_eps,
         rope=Rope(theta=float(actor_config.rope_theta)),
         tie_embeddings=bool(tied),
@@ -87,7 +87,7 @@ def config_of(actor: Any) -> ModelConfig:
 
 
 def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
-    """Convert the nnx state of one of Tunix's models to our params: a pure function of transposes and copies.
+    """Convert the nnx state of one of Tunix's models to our params, using only transposes and copies.
 
     Under `jax.jit` the result shares no memory with the state, so a trainer may donate its state.
 
@@ -96,7 +96,7 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
       config: from `config_of`.
 
     Raises:
-      MarsError: the state is not that of such a model, for example one of adapters.
+      MarsError: the state is not that of such a model, for example because it holds adapters.
     """
     from flax import nnx
 
@@ -162,17 +162,17 @@ class Rollout:
         """
         Args:
           rollout_actor, tokenizer, mesh, rollout_config: as `RLCluster` passes them. On a mesh with Tunix's axes fsdp
-            and tp, fsdp divides rows and tp divides the model; map other names by `mars_jax.sharding.name_axes`.
-          drafter: a drafter or its spec; or a function from the target, with its initial weights, to a drafter.
+            and tp, fsdp divides rows and tp divides the model; map other names with `mars_jax.sharding.name_axes`.
+          drafter: a drafter or its spec; or a function that maps the target, with its initial weights, to a drafter.
           verify: the rule; default `exact`.
-          batch_size: rows that decode side by side; default: as many as fit in memory.
+          batch_size: number of rows that decode at the same time; default: as many as fit in memory.
           lossy: allow a rule or a drafter whose samples do not follow the policy's distribution. Log-probabilities are
             still the policy's, so importance ratios do not correct for it.
 
         Raises:
           MarsError: the model is unknown or its logits differ from those computed here; or a rule is lossy.
         """
-        del rollout_config  # each call of `generate` has its own
+        del rollout_config  # each call of `generate` receives its own
         rule = loaded_rule(verify)
         self._actor, self._tokenizer, self._rule = rollout_actor, tokenizer, rule
         self._batch_size, self._calls = batch_size, 0
@@ -242,7 +242,8 @@ class Rollout:
             for tokens, seed in zip(ids, self._seeds(rollout_config.seed, len(ids)), strict=True)
         ]
         batch = prepared(self._target, self._drafter, requests, verify=self._rule)
-        # All calls with one config have the same width, so that prompts of other lengths do not compile again.
+        # All calls with one config use the same width, so that prompts of different lengths do not trigger
+        # recompilation.
         batch = dataclasses.replace(batch, width=bucket(width + max_new_tokens))
         rows = self._batch_size or default_rows(batch)
         by_index = dict(
@@ -282,7 +283,7 @@ class Rollout:
         return ids
 
     def _seeds(self, seed: Any, count: int) -> list[int]:
-        """Return a seed for each prompt; every call returns other seeds."""
+        """Return a seed for each prompt; every call returns different seeds."""
         if seed is None:
             words = [0]
         else:
@@ -326,7 +327,7 @@ class Rollout:
             )
 
     def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Copy new weights by one jitted function, which compiles once. The result shares no memory with the trainer's.
+        """Copy new weights in one jitted function, compiled once. The result shares no memory with the trainer's.
 
         Args:
           params: from `nnx.state(actor, nnx.Param)`, with the trainer's shardings; each update reshards them for
@@ -334,13 +335,13 @@ class Rollout:
           filter_types: ignored; a state that has only adapters is refused.
         """
         del filter_types
-        # The state of `model()`, which Tunix moves between host and device.
+        # This is the state of `model()`, which Tunix moves between host and device.
         is_model_state = "weights" in params
         target_params = bridge.params_of(self.model(), params) if is_model_state else self._take(params)
         self._target = dataclasses.replace(self._target, params=target_params)
 
     def update_drafter(self, params: PyTree) -> None:
-        """Set new weights of the drafter, for example of a retrained head, without compiling again."""
+        """Set new drafter weights, for example those of a retrained head, without recompilation."""
         self._drafter = self._drafter._replace(params=params)
 
     @property
@@ -364,13 +365,13 @@ class Rollout:
 
 
 def _is_function(drafter: Any) -> bool:
-    """Return whether this is a function that makes a drafter; drafters are named tuples of functions."""
+    """Return whether this is a function that creates a drafter; drafters are named tuples of functions."""
     return callable(drafter) and not isinstance(drafter, tuple)
 
 
 @functools.cache
 def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
-    """Return `params_from_state`, compiled, with a cast to `dtype` and on a mesh the shardings for decoding."""
+    """Return `params_from_state`, compiled, with a cast to `dtype` and, on a mesh, the shardings for decoding."""
 
     def take(state: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), params_from_state(state, config))
@@ -379,13 +380,13 @@ def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTr
 
 
 def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
-    """Return the config that reproduces the actor's logits on a short text.
+    """Return the config that reproduces the actor's logits on a short token sequence.
 
     Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. So compare
     both bases, and choose the one with the closer logits.
 
     Raises:
-      MarsError: the logits of both differ too much.
+      MarsError: the logits differ too much with both bases.
     """
     config = config_of(actor)
     rotate = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
@@ -438,7 +439,7 @@ def _log_probs(
 
 
 def _base() -> Any:
-    """Import Tunix's module of the interface. This happens on first use, because it has many dependencies."""
+    """Import the module of Tunix's interface on first use, because it has many dependencies."""
     try:
         return importlib.import_module("tunix.rl.rollout.base_rollout")
     except ImportError as error:

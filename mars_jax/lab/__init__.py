@@ -1,1 +1,1 @@
-"""Measurements, training and plans. Decoding does not need this package."""
+"""Measurement, training and planning. Decoding does not need this package."""

@@ -1,4 +1,4 @@
-"""The folder of one run. Its recorded settings prevent a run with other settings from continuing it."""
+"""The folder of one run. Its recorded settings prevent a run with different settings from continuing it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SETTINGS, ROWS = "settings.json", "rows.jsonl"
 
 
 def open_rows(folder: Path, settings: Mapping[str, Any]) -> RowFile:
-    """Open the rows of a run in its folder, and record the settings. Create the folder if necessary.
+    """Open the rows of a run in its folder and record the settings. Create the folder if necessary.
 
     Raises:
-      MarsError: the folder holds a run with other settings, or another process writes to it.
+      MarsError: the folder holds a run with different settings, or another process writes to it.
     """
     if hosts.is_first():
         try:
@@ -52,7 +52,7 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
       flag: the flag that names the folder, for messages.
 
     Raises:
-      MarsError: the folder holds a run with other settings or other files, or another process writes to it.
+      MarsError: the folder holds a run with different settings or other files, or another process writes to it.
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
@@ -72,7 +72,7 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
         try:
             yield
         except BaseException:
-            # If the run wrote no output, remove the folder, so that it can be reused with other settings.
+            # If the run wrote no output, remove the folder, so that it can be reused with different settings.
             if fresh and [file.name for file in folder.iterdir()] == [SETTINGS]:
                 (folder / SETTINGS).unlink()
                 if created:
@@ -108,13 +108,13 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        # For example, the name is too long.
+        # This happens, for example, if the name is too long.
         raise _unwritable(path, error, flag) from None
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
     try:
-        # `os.access` only checks permissions. In /proc they allow writing, though files cannot be created there.
+        # `os.access` checks only permissions, which in /proc allow writing although files cannot be created there.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
@@ -134,7 +134,7 @@ def write_shared_json(path: Path, value: Any) -> None:
 
 
 def read_shared_json(path: Path) -> Any:
-    """Return, in every process, the value that the first process of a mesh has on disk, or None if there is no file."""
+    """Return, in every process, the value in the first process's file, or None if there is no file."""
     data = path.read_bytes() if hosts.is_first() and path.exists() else b""
     data = hosts.broadcast_bytes(data)
     return json.loads(data) if data else None

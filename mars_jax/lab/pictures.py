@@ -1,4 +1,4 @@
-"""The style of all plots: colours, markers, and figures of panels with one legend and a caption.
+"""The style of all plots: colours, markers, and figures whose panels share one legend and a caption.
 
 Matplotlib is imported only when a figure is drawn, and without pyplot, which would select a GUI backend.
 """
@@ -37,14 +37,14 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # keep text as text
     "svg.hashsalt": "mars-jax",
-    "text.parse_math": False,  # a name with two dollar signs is not a formula
+    "text.parse_math": False,  # otherwise a name with two dollar signs becomes a formula
 }
 # Omit metadata that would change the bytes of an unchanged figure.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class Look(NamedTuple):
-    """Colour and marker of a rule or another way to decode."""
+    """Colour and marker of a rule or of another decoding method."""
 
     colour: str
     marker: str = "o"
@@ -70,7 +70,7 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 
 
 def look(name: str) -> Look:
-    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule differ in the marker.
+    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule have different markers.
 
     >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
     (True, Look(colour='#0072B2', marker='^'))
@@ -174,6 +174,6 @@ def honest_limits(axis: Any, values: Sequence[float], *, least: float) -> None:
 
 
 def no_grid(axis: Any, which: str) -> None:
-    """Remove grid lines and ticks from an axis of names."""
+    """Remove grid lines and ticks from an axis whose labels are names."""
     axis.grid(visible=False, axis=which)
     axis.tick_params(axis=which, length=0)

@@ -1,6 +1,6 @@
 """Provenance of figures: date, command, code, machine and weights.
 
-Paths of the machine are not recorded. Only fingerprints of weights need packages outside the standard library.
+Local paths are not recorded. Only fingerprints of weights need packages outside the standard library.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 
     Args:
       packages: packages to list with their versions, in addition to mars-jax and jax; None if not installed.
-      data: files, or folders of files, that were read. A digest of each is recorded.
-      weights: params by name. A digest of each is recorded.
+      data: files or folders that were read. A digest of each is recorded.
+      weights: params, keyed by name. A digest of each is recorded.
 
     >>> sorted(provenance())[:5]
     ['affinity', 'command', 'commit', 'cores', 'date']
@@ -60,8 +60,8 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 def stamp() -> dict[str, Any]:
     """Return the minute (UTC), the commit of this checkout and whether its code differs from it.
 
-    Files that are filled in parts store this in each record. The commit is None if the package is not in its own
-    checkout.
+    Files that are written in several runs store this in each record. The commit is None if the package is not in a
+    checkout of its own.
     """
     timestamp = datetime.datetime.now(datetime.UTC)
     return {"date": timestamp.isoformat(timespec="minutes"), **_code()}

@@ -37,10 +37,10 @@ class ThetaFile(NamedTuple):
         return RuleChoice(self.spec, {**self.rule, "theta": self.theta})
 
     def check(self, run: Mapping[str, Any]) -> None:
-        """Raise MarsError if a run has other settings. Settings that are missing from `run` are not compared.
+        """Raise MarsError if a run has different settings. Settings that are missing from `run` are not compared.
 
-        Models are compared by the last part of their path, since a checkpoint may have another path on another machine.
-        After loading, `check_weights` compares their weights.
+        Models are compared by the last part of their path, since a checkpoint may have a different path on another
+        machine. After loading, `check_weights` compares their weights.
         """
         for name in SETTINGS:
             if name in run:
@@ -52,7 +52,7 @@ class ThetaFile(NamedTuple):
                 )
 
     def check_rule(self, rule: RuleChoice) -> None:
-        """Raise MarsError if a run has another rule, apart from theta."""
+        """Raise MarsError if a run uses a different rule, apart from theta."""
         self._compare("rule", _last(self.spec), _last(rule.spec), self.spec, rule.spec)
         self.check_settings(rule.settled())
 
@@ -81,7 +81,7 @@ class ThetaFile(NamedTuple):
 
 
 def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
-    """Return the rule in the file that theta names, with its threshold, and the file. Called for `--theta FILE`.
+    """Return the rule in a threshold file, with its threshold, and the file. Called for `--theta FILE`.
 
     Args:
       spec: spec of the rule, or None if it is not given.
@@ -103,7 +103,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
 
 
 def file_of(given: Given) -> ThetaFile:
-    """Return the file that a threshold names.
+    """Read the file that the setting theta refers to.
 
     Raises:
       MarsError: as for `read_theta`, or the file does not exist.
@@ -139,7 +139,7 @@ def thetas_of(
     """Return the thresholds of --thetas and their files. Each threshold is a number or a file for this rule and run.
 
     Raises:
-      MarsError: the rule has no threshold, a value is out of range, or a file is for another rule or run.
+      MarsError: the rule has no threshold, a value is out of range, or a file is for a different rule or run.
     """
     if "theta" not in rule.options:
         raise MarsError(f"--thetas does not apply to {not_in(rule, 'theta')}.")
@@ -176,7 +176,7 @@ def read_theta(path: str) -> ThetaFile:
         if math.isnan(theta):
             raise ValueError
         if not is_own(spec):
-            # Settings that are newer than the file get their defaults.
+            # Settings that were added after the file was written get their defaults.
             rule = RuleChoice(spec, rule).settled()
         del rule["theta"]
     except OSError as error:
@@ -191,7 +191,7 @@ def read_theta(path: str) -> ThetaFile:
 
 
 def run_settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Return the settings of a run from its flags, and `more`. Without `more`, the temperature is left to the file."""
+    """Return the settings of a run from its flags, and `more`. Without `more`, the file determines the temperature."""
     flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}
     return {name: json_restored(value) for name, value in (flags | more).items()}
 

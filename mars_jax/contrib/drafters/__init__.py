@@ -1,4 +1,4 @@
-"""Drafters of single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
+"""Drafters from single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
 
 import importlib
 import pkgutil

@@ -1,13 +1,13 @@
 """Parallel drafting: the drafter guesses the verdict and drafts on its own devices while the target verifies.
 
-Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens of a draft, T token buffer. Oracle: the
+Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per draft, T token buffer. Oracle: the
 sequential loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens, and the target gets the first K. While it verifies them, the drafter continues as if
 all K were accepted and the target added the last one. If that guess is right for every live row, the next draft is
 ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
 drafter drafts again from the committed tokens, which overwrites the cache entries of the wrong guess, so no rollback is
-needed. Under a lossless rule the tokens are those of the sequential loop, for right and wrong guesses.
+needed. Under a lossless rule the tokens equal those of the sequential loop, whether the guesses are right or wrong.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
     Args:
       target: the model that verifies.
-      drafter: drafts greedy chains of K + 1 tokens, independently of the target, such as a small model. K is at
+      drafter: a drafter of greedy chains of K + 1 tokens that does not read the target, such as a small model. K is at
         least 1.
       verify: the rule.
 
     Raises:
-      MarsError: the drafter reads its target, samples its drafts, or drafts no chain of at least 2 tokens.
+      MarsError: the drafter reads its target, samples its drafts, or does not draft chains of at least 2 tokens.
 
     >>> from mars_jax import drafters, fake, verify
     >>> model = fake.hash_model(vocab_size=11)
@@ -81,10 +81,10 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
-    """Return the target's view of a drafter of K + 1 tokens: one of K tokens, whose drafts the caller supplies.
+    """Return the target's view of a (K + 1)-token drafter: a K-token drafter whose drafts the caller supplies.
 
     Raises:
-      MarsError: as `ahead`.
+      MarsError: as for `ahead`.
     """
     if drafter.reads is not None:
         raise MarsError(
@@ -130,7 +130,7 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """Return the draft i32[B, K + 1], the tokens as if all of it were accepted, and the drafter's state."""
+    """Return the draft i32[B, K + 1], the tokens as if the whole draft were accepted, and the drafter's state."""
     inputs = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
     tree, state = drafter.propose(Params((), params), state, inputs)
     if tree.draft_logits is not None:
@@ -171,19 +171,19 @@ def stream_ahead(
     pre_verify: bool = False,
     guesses: Guesses | None = None,
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """Yield steps like `decode.stream`, with drafts made in parallel. `state` is donated: use the yielded one.
+    """Yield steps like `decode.stream`, with drafting in parallel. `state` is donated: use the yielded one.
 
     Drafter and target synchronise once per step: the host reads one flag of the verdict while the next draft runs.
 
     Args:
       made: from `ahead`.
-      params: params of both; the target's on the devices of `state`, the drafter's anywhere.
+      params: params of both models. The target's are on the devices of `state`; the drafter's may be anywhere.
       state: state of `made.decoder`, from `decode.start`.
-      draft_device: where the drafter runs, apart from the target: a device, or a mesh over which its weights are
+      draft_device: the drafter's device, separate from the target's, or a mesh over which the drafter's weights are
         already sharded.
       pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.
-        If that token is the first of the new draft, the remaining ones are verified next. Worthwhile if a draft takes
-        about as long as the target's forward. A lossless rule gives the same tokens in more steps.
+        If that token is the first of the new draft, the remaining ones are verified next. This pays off if a draft
+        takes about as long as the target's forward. A lossless rule then emits the same tokens in more steps.
       guesses: incremented for each step and each right guess.
 
     Raises:
@@ -195,7 +195,7 @@ def stream_ahead(
     no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), sharding)
     drafted, guessed = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
     # Usually the target gets all tokens of a draft but the last, which is the guess. If pre-verify has already emitted
-    # the first token, the target gets all others, and the guess is the first token of the next draft.
+    # the first token, the target gets the remaining tokens, and the guess is the first token of the next draft.
     first_known, finished = False, bool(jnp.all(state.done))
     while not finished:
         columns = slice(1, None) if first_known else slice(-1)
@@ -247,12 +247,12 @@ class _Drafter:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def part(self, drafted: Array, columns: slice) -> Array:
-        """Return columns of a draft, sliced under the drafter's mesh; the loop runs under the target's."""
+        """Return columns of a draft, sliced under the drafter's mesh, because the loop runs under the target's."""
         with self._here():
             return drafted[:, columns]
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """Return the draft i32[B, K + 1] after `text`, and the tokens as if all of it were accepted."""
+        """Return the draft i32[B, K + 1] after `text`, and the tokens as if the whole draft were accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted, guessed, self._state = _draft(
@@ -272,7 +272,7 @@ def run_ahead(
     draft_device: Any,
     pre_verify: bool = False,
 ) -> tuple[DecodeState, DecodeStats, Guesses]:
-    """Decode prompts to their end.
+    """Decode prompts to completion.
 
     Args:
       made: from `ahead`.
@@ -280,7 +280,7 @@ def run_ahead(
       prompts: on the target's device.
 
     Returns:
-      The final state, the counters of each row, and the counts of steps and right guesses.
+      The final state, the counters per row, and the counts of steps and right guesses.
     """
     state = decode.start(made.decoder, params._replace(draft=()), prompts)
     guesses = Guesses()

@@ -1,13 +1,14 @@
 """Best-first trees from independent marginals: the nodes with the highest products of probabilities.
 
-Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the root, k maximum children of a node.
+Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the root, k maximum children per node.
 Oracle: a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
-All nodes of one depth have the same children. So once the prefixes of a depth are sorted, a bound on the rank of every
-node is known without its value: the j-th child of the r-th prefix (both from 0) is preceded or equalled by the
-(r + 1) * (j + 1) nodes of its depth with no later prefix and child, and by their ancestors at each depth above. If that
-is more than M nodes, the node is in no tree. `_plan` lists the others, about 3,000 for M = 59 and D = 15, three depths
-at a time. Their values are sums over static indices, and only the last of three depths is sorted for the next three.
+All nodes at one depth have the same children. So once the prefixes at a depth are sorted, the rank of every node has a
+lower bound that does not depend on its value. The j-th child of the r-th prefix (both from 0) is preceded or equalled
+by the (r + 1) * (j + 1) nodes at its depth whose prefix and child rank no lower, and by their ancestors at each depth
+above. If these are more than M nodes, the node is in no tree. `_plan` lists all other nodes, about 3,000 for M = 59 and
+D = 15, three depths at a time. Their values are sums over static indices, and only the last of three depths is sorted
+for the next three.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from mars_jax.drafters.tree_shapes import Dynamic
 
 @jax.named_scope("best_first")
 def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> DraftTree:
-    """Return the tree of the `shape.num_nodes` likeliest nodes, in this order, with up to `shape.top_k` children each.
+    """Return the tree of the `shape.num_nodes` likeliest nodes, in order, with up to `shape.top_k` children each.
 
     Args:
-      shape: shape with depth D.
+      shape: shape of the tree, with depth D.
       root: i32[B, 1]; the last committed token.
       logits: f32[B, D, V]; logits of the token at each depth below the root, independent of the tokens above it.
       alive: bool[B, D]; False at all depths after the end of the draft.
@@ -54,7 +55,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     zero = jnp.zeros((batch, 1), jnp.float32)
     prefixes, values, sorted_prefixes = zero, [], []
     for part in plan.parts:
-        # The terms of the sums: log-probabilities of the sorted prefixes, of the children at each depth, and a zero.
+        # The sums add log-probabilities of the sorted prefixes and of the children at each depth, and a zero.
         part_log_q = children[:, part.begin : part.end].reshape(batch, -1)
         values.append(_sums(jnp.concatenate([prefixes, part_log_q, zero], axis=1), part.places))
         if part.width:
@@ -62,17 +63,17 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
             sorted_prefixes.append(best + part.first + part.last)
 
     # A child's sum is its parent's with a zero replaced by a term of at most 0, so it is never higher, even after
-    # rounding, and top_k breaks ties by the lower number, which is the parent's. So the kept nodes form a tree, and
-    # parents precede their children.
+    # rounding. top_k breaks ties in favour of the lower number, which is the parent's. So the kept nodes form a tree,
+    # and parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(values, axis=1), m)
-    # i32[B, M] each, looked up in the static table of all candidates.
+    # Look up each i32[B, M] in the static table of all candidates.
     token, parent_ids, depth = jnp.unstack(
         jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds"), axis=2
     )
     if sorted_prefixes:
         prefix_ids = pick(jnp.concatenate(sorted_prefixes, axis=1), jnp.maximum(-1 - parent_ids, 0))
         parent_ids = jnp.where(parent_ids < 0, prefix_ids, parent_ids)
-    # The parent's node is 1 + its index among the kept. The root is not among them, and the sum over no match is 0.
+    # A parent's node is 1 + its index among the kept nodes. The root matches none, so the sum is 0.
     parents = jnp.sum(
         jnp.where(parent_ids[:, :, None] == kept_ids[:, None], jnp.arange(1, m + 1, dtype=jnp.int32), 0),
         axis=2,
@@ -91,7 +92,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
 
 
 def _sums(source: Array, places: np.ndarray) -> Array:
-    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P], which repeat no index but that of the zero."""
+    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P], which repeat only the index of the zero."""
 
     def gathered(source: Array) -> Array:
         # Add in a fixed order, so that a node and its parent round alike.
@@ -112,8 +113,8 @@ class _Part(NamedTuple):
 
     begin: int  # the first of L depths, counted from 0
     end: int  # one past the last depth
-    # i32[C, 1 + L]; for each node the indices of its prefix and of its tokens below it, into the terms of the sums: the
-    # prefixes, the children of the L depths, and a zero as padding.
+    # i32[C, 1 + L]; for each node, the indices of its prefix and of the tokens below the prefix. They index the terms
+    # of the sums: the prefixes, the children at the L depths, and a zero as padding.
     places: np.ndarray
     first: int  # number of the first node, among the nodes of all parts
     last: int  # index of the first node of the last depth, among the nodes of this part
@@ -123,15 +124,15 @@ class _Part(NamedTuple):
 class _CandidatePlan(NamedTuple):
     parts: tuple[_Part, ...]
     # i32[candidates, 3]. Column 0: index of the node's token among D * k. Column 1: number of its parent; past the last
-    # number if the parent is the root; -1 - index into the sorted prefixes of all parts if it is one of those.
+    # number if the parent is the root; -1 - index into the sorted prefixes of all parts if the parent is one of them.
     # Column 2: its depth.
     table: np.ndarray
 
 
 @functools.lru_cache
 def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
-    """Return the candidates of trees of m nodes, `depth` levels and k children."""
-    # Larger parts mean fewer sorts of more nodes.
+    """Return the candidate nodes for trees with m nodes, `depth` levels and k children per node."""
+    # Larger parts need fewer sorts, each of more nodes.
     size = 3 if m <= 128 else 2 if m <= 512 else 1
     cuts = [*range(0, depth, size), depth]
     part_nodes, num_prefixes = [], 1
@@ -172,7 +173,8 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
     def descendants(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes below `path`.
 
-        `width` nodes of its depth, itself included, and `num_likelier` nodes in total are at least as likely.
+        At least as likely as `path` are `width` nodes at its depth, including itself, and `num_likelier` nodes in
+        total.
         """
         for j in range(k):
             count = num_likelier + width * (j + 1)
@@ -186,5 +188,5 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
         yield from descendants((0,), 1, 0)
         return
     for r in range(min(m, prefixes)):
-        # At least r + 1 nodes of the prefix's depth, and one node of each depth above.
+        # At least r + 1 nodes at the prefix's depth and one node at each depth above are as likely.
         yield from descendants((r,), r + 1, r + begin)

@@ -1,11 +1,12 @@
 """A cascade: a proxy of the target verifies the draft, and the target verifies only if the proxy is unsure.
 
-Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens of an inner draft, M of the full draft, T token
-buffer, V vocabulary.
+Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draft, M per full draft, T token buffer, V
+vocabulary.
 Oracle: the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
-Invariants: the inner drafter's, for a row of the trusted length; and the proxy's cache is valid in `[0, length - 1)`,
-like a target's. So every token that can be committed without another round has been fed to the proxy.
+Invariants: the inner drafter's invariant holds for a row whose length includes the trusted tokens. The proxy's cache is
+valid in `[0, length - 1)`, like a target's. So every token that can be committed without another round has been fed to
+the proxy.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class CascadeParams(NamedTuple):
 
     inner: PyTree  # weights of the inner drafter
     proxy: PyTree  # weights of the proxy
-    # Thresholds of the gate, see `gates`: for "margin" the least difference of probabilities, f32[]; for "ratio"
-    # (accept, escalate). Arrays, so that other values do not recompile.
+    # Thresholds of the gate, see `gates`: for "margin" the minimum difference of probabilities, f32[]; for "ratio"
+    # (accept, escalate). They are arrays, so that changing them does not trigger recompilation.
     gate: Any = np.float32(0.5)
 
 
@@ -44,7 +45,7 @@ class CascadeState(NamedTuple):
 
     inner: PyTree  # state of the inner drafter
     cache: PyTree  # cache of the proxy
-    rounds: Array  # i32[B]; rounds of each row since it began, not counting rounds that it waited
+    rounds: Array  # i32[B]; rounds of each row since its start, excluding rounds spent waiting
 
 
 class _Round(NamedTuple):
@@ -60,10 +61,10 @@ class _Round(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Drafter):
-    """A drafter whose drafts a proxy model verifies, and the target only where the proxy is unsure.
+    """A drafter whose drafts a proxy model verifies, deferring to the target only where the proxy is unsure.
 
-    This is TriSpec (arXiv 2601.23180) with the gate "margin" and a small model as proxy, and VIA-SD (arXiv 2606.12243)
-    with the gate "ratio" and as proxy the target without some of its layers, `LanguageModel.with_layers`.
+    With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and the
+    target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
 
     In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
     proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and then a are
@@ -71,14 +72,15 @@ class Cascade(Drafter):
     verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
     `StepInfo`, with the target's regret.
 
-    Lossy by design under every rule. Rows above temperature 0, strict rows, and the tokens of a rule's `exact_prefix`
-    trust nothing, so the rule verifies their inner draft. The same holds for every row if the gate's threshold is above
-    1. Stop tokens, and tokens that the request forbids, are never trusted: the target verifies them. The proxy ignores
-    a request's biases and penalties, so they do not affect trusted tokens. A row that waits for others repeats its last
-    round, so its tokens do not depend on the batch.
+    Lossy by design under every rule. No tokens are trusted in rows above temperature 0, in strict rows, or within a
+    rule's `exact_prefix`: there the rule verifies the inner draft. The same holds for every row if the gate's threshold
+    is above 1. Stop tokens, and tokens that the request forbids, are never trusted: the target verifies them. The proxy
+    ignores a request's biases and penalties, so they do not affect trusted tokens. A row that waits for others repeats
+    its last round, so its tokens do not depend on the batch.
 
     Raises:
-      MarsError: another kind of inner drafter, another vocabulary, no room for a round, or an unknown gate.
+      MarsError: the inner drafter is of an unsupported kind, the vocabularies differ, there is no room for a round, or
+        the gate is unknown.
 
     >>> from mars_jax.core.fake import hash_model
     >>> from mars_jax.drafters import ngram
@@ -88,7 +90,7 @@ class Cascade(Drafter):
 
     inner: Drafter  # drafts greedy chains from the tokens only: `language_model(...)` or `ngram(...)`
     proxy: LanguageModel  # a model between drafter and target in size, of the same vocabulary
-    num_draft_tokens: int = 24  # M, the maximum number of tokens per step with trusted ones; at least K + 1
+    num_draft_tokens: int = 24  # M, maximum tokens per step, with trusted ones; at least K + 1
     # "margin" or "ratio"; its thresholds are `CascadeParams.gate`.
     gate: str = dataclasses.field(default="margin", kw_only=True)
 
@@ -182,12 +184,12 @@ class Cascade(Drafter):
             verdict = judge(logits, x, params.draft.gate)
             differs, unsure = _first(verdict.differs), _first(verdict.unsure)
             decided = (differs < unsure) & may_trust
-            # The proxy's output: x up to its first correction, then its own tokens.
+            # The proxy's output is x up to its first correction, followed by its own tokens.
             proxy_tokens = jnp.where(place < differs[:, None], x, verdict.token)
             count = jnp.where(decided, differs + 1, jnp.where(may_trust, unsure, 0))
             stop = _first(is_stop(proxy_tokens, controls.stop_tokens))
             stopped = decided & (stop < count)
-            # Without room for another round, drop the proxy's own last token, which was fed to no cache. The target
+            # If there is no room for another round, drop the proxy's own last token, which is in no cache. The target
             # supplies the next token.
             full = decided & ~stopped & (carry.begin + count + k + 1 > most)
             count = jnp.where(full, count - 1, jnp.minimum(count, stop))

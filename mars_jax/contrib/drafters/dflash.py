@@ -1,8 +1,8 @@
 """A block drafter: one forward over the target's features drafts a whole chain or tree.
 
-Sources: DFlash 2602.06036; trees from its marginals DDTree 2604.12989; DSpark (deepseek-ai/DeepSpec). B batch, N nodes,
-D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the head run over all committed tokens from an empty
-cache (tests/contrib/test_dflash.py).
+Sources: DFlash 2602.06036; DDTree 2604.12989 (trees from its marginals); DSpark (deepseek-ai/DeepSpec). B batch, N
+nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the head run over all committed tokens from an
+empty cache (tests/contrib/test_dflash.py).
 
 Invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, computed from the target's features.
 A block is written after it, from the slot of the last committed token on. `update` overwrites the block.
@@ -57,7 +57,7 @@ class _Block(NamedTuple):
     inputs: DraftInput
     root: Array  # i32[B, 1]
     hidden: Array  # [B, D, E]
-    marginals: Array  # f32[B, D, W]; without a Markov head, of the tokens below the root
+    marginals: Array  # f32[B, D, W]; logits at each depth, before a Markov head's correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DFlash(ShapedDrafter):
     exceeds it.
 
     Raises:
-      MarsError: the head does not fit the target, the draft is longer than a block, or as `DraftModel`.
+      MarsError: the head does not fit the target, the draft is longer than a block, or as for `DraftModel`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
@@ -83,7 +83,7 @@ class DFlash(ShapedDrafter):
 
     config: DFlashConfig  # configuration of the head
     target: LanguageModel  # the model that the head was trained for
-    # Length of the chain; None: the block's; ignored if there is a tree.
+    # Length of the chain; None: the block's length. Ignored if there is a tree.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
     # Dtype of the head's keys and values.
     cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
@@ -250,16 +250,16 @@ dflash = DFlash
 
 
 def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
-    """`dflash` of a head's checkpoint.
+    """Load `dflash` from a head's checkpoint.
 
     Raises:
-      MarsError: as `contrib.load_dflash`.
+      MarsError: as for `contrib.load_dflash`.
     """
     target = asked.target
     config, params = dflash_files.load_dflash(
         asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
     )
-    # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # Use float32 on a CPU, as in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree
     if tree is None and asked.length is None and not asked.sample:

@@ -1,7 +1,8 @@
 """Reading and writing of DFlash and DSpark heads as published on the Hugging Face hub.
 
-Layouts: z-lab's and DeepSeek's number layer outputs from 0; that of speculators numbers hidden states, which is one
-more. Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py). V vocabulary, W draft vocabulary.
+The layouts of z-lab and DeepSeek number layer outputs from 0. The layout of speculators numbers hidden states, so its
+numbers are higher by one. Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py). V vocabulary, W draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def load_dflash(
       name_or_path, target_config, target_params, dtype, head_embed: as for `load_eagle`.
 
     Returns:
-      The config, and the weights for `Params.draft`. If the draft vocabulary is smaller than V, their `ids` i32[W] are
-      the target's token ids of the draft tokens.
+      The config, and the weights for `Params.draft`. If the draft vocabulary is smaller than V, their `ids` i32[W] map
+      draft tokens to the target's token ids.
 
     Raises:
-      MarsError: the checkpoint is missing, damaged, unsupported, or of another target.
+      MarsError: the checkpoint is missing, damaged, unsupported, or for a different target.
 
     >>> target = load("Qwen/Qwen3-8B")  # doctest: +SKIP
     >>> config, head = load_dflash("z-lab/Qwen3-8B-DFlash-b16", target.config, target.params)  # doctest: +SKIP
@@ -102,7 +103,7 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     """Make a DFlashConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
-      MarsError: they contradict each other or the target, or are not supported.
+      MarsError: the contents contradict the shapes or the target, or are not supported.
     """
     _check_kind(data, shapes)
     dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
@@ -121,14 +122,15 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     sliding = not settings.get("sliding_window_non_causal", False)
     is_causal = settings.get("is_causal")
     confidence_shape = shapes.get("confidence_head.proj.weight", (1, 0))
-    # Outside the layout of speculators only the rows of lm_head determine the draft vocabulary.
+    # Outside the layout of speculators, only the rows of lm_head determine the draft vocabulary.
     vocab_settings = settings | ({"draft_vocab_size": None} if nested is None else {})
     return DFlashConfig(
         **shared_fields(DFlashConfig.title, vocab_settings, shapes, target, config),
         feature_layers=layers,
         block_size=settings["block_size"],
         mask_token=settings["mask_token_id"],
-        # DeepSeek's DFlash heads name the class of its DSpark heads, and their positions also predict the next token.
+        # DeepSeek's DFlash heads have the class name of its DSpark heads, and their positions also predict the next
+        # token.
         from_anchor=bool(value_or_default(data, "sample_from_anchor", dspark or "dspark" in names)),
         causal=tuple(
             bool(is_causal) if is_causal is not None else kind == _SLIDING and sliding for kind in kinds
@@ -141,7 +143,7 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
 
 
 def _check_kind(data: dict[str, Any], shapes: Shapes) -> None:
-    """Raise MarsError for related heads that draft in another way."""
+    """Raise MarsError for related heads that draft in a different way."""
     kind = data.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dspark"):
         raise MarsError(
@@ -213,7 +215,7 @@ def to_dflash_json(
     """Return the contents of config.json.
 
     Args:
-      config, dtype: of the head.
+      config, dtype: those of the head.
       layout: one of `LAYOUTS`.
       verifier: name of the target, written only in the layout of speculators.
 

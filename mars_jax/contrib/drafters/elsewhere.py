@@ -25,7 +25,7 @@ from mars_jax.verify import needs_q
 
 
 def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
-    """Return the device for a drafter, or a mesh of several devices with the axis `model` to shard it over.
+    """Return the device for a drafter, or a mesh of several devices whose axis `model` shards the drafter.
 
     Args:
       numbers: indices into `jax.devices()`.
@@ -68,8 +68,8 @@ def draft_elsewhere(
 ) -> drafters.LoadedDrafter:
     """Return a small model that drafts on its own device or mesh while the target verifies.
 
-    It drafts one token more than the target receives, and continues from that last token as a guess. Rows do not
-    refill, so prompts are decoded one batch at a time.
+    It drafts one token more than the target receives, and continues drafting from that last token as a guess. Rows do
+    not refill, so prompts are decoded one batch at a time.
 
     Args:
       drafter: `model:PATH`, whose chain is drafted one token longer than `num_draft_tokens`; or a drafter of chains of
@@ -79,8 +79,8 @@ def draft_elsewhere(
       **options: options of `drafters.load`.
 
     Raises:
-      MarsError: as for `drafters.load`, or the drafter cannot draft ahead: a head, a tree, or not a small model.
-        When decoding begins: a rule that needs the draft's true probabilities.
+      MarsError: as for `drafters.load`, or the drafter cannot draft ahead because it is a head, drafts a tree, or is
+        not a small model. When decoding begins: the rule needs the draft's true probabilities.
 
     >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP
     >>> mj.generate(target, drafter, ["Once upon a time"])  # doctest: +SKIP
@@ -108,7 +108,7 @@ def open_elsewhere(
     """Return `draft_elsewhere` on the devices with these numbers. `--draft-device` calls this.
 
     Raises:
-      MarsError: as `open_device` and `draft_elsewhere`.
+      MarsError: as for `open_device` and `draft_elsewhere`.
     """
     return draft_elsewhere(spec, target, open_device(numbers, target.mesh), **options)
 

@@ -1,6 +1,6 @@
-"""Gates of a cascade: at each drafted token the proxy accepts it, replaces it, or defers to the target.
+"""Gates of a cascade, by which the proxy accepts a drafted token, replaces it, or defers to the target.
 
-B batch, P positions of a draft, V vocabulary. Oracle: the same decisions in Python, in tests/contrib/test_cascade.py.
+B batch, P positions per draft, V vocabulary. Oracle: the same decisions in Python, in tests/contrib/test_cascade.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Gate(NamedTuple):
     """A criterion of the proxy. `judge` takes (logits f32[B, P, V], drafted i32[B, P], numbers)."""
 
     judge: Callable[[Array, Array, Any], ProxyVerdict]
-    numbers: Any  # the default thresholds; arrays, so that other values do not recompile
-    names: tuple[str, ...]  # of the numbers
+    numbers: Any  # the default thresholds; arrays, so that changing them does not trigger recompilation
+    names: tuple[str, ...]  # names of the thresholds
 
 
 def margin_gate(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
-    """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its two largest probabilities differ by `least`.
+    """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its top two probabilities differ by `least`.
 
     `least` is f32[]; above 1 the proxy is never sure.
     """
@@ -64,4 +64,4 @@ GATES: Mapping[str, Gate] = {
     "margin": Gate(margin_gate, np.float32(0.5), ("margin",)),
     "ratio": Gate(ratio_gate, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
 }
-"""Gates by the names that `cascade` accepts."""
+"""Gates, keyed by the names that `cascade` accepts."""

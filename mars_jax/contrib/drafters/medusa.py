@@ -1,4 +1,4 @@
-"""Medusa heads as drafter of a chain, greedy or sampled, or a static tree, from one hidden state of the target.
+"""Medusa heads that draft a chain, greedy or sampled, or a static tree, from one hidden state of the target.
 
 Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E hidden size, V vocabulary.
 Oracle: the heads in numpy over a forward of the target from an empty cache (tests/contrib/test_medusa.py).
@@ -37,11 +37,11 @@ from mars_jax.utils.errors import MarsError
 class Medusa(ShapedDrafter):
     """Medusa heads of the target.
 
-    Their weights are `Params.draft`. In a tree every node gets the likeliest tokens of the head of the next depth. In a
-    sampled draft the true q of a path is the product of its heads' probabilities.
+    Their weights are `Params.draft`. In a tree, the children of every node are the likeliest tokens of the head for the
+    next depth. In a sampled draft the true q of a path is the product of its heads' probabilities.
 
     Raises:
-      MarsError: the heads are for another vocabulary, the draft is deeper than the number of heads, or the tree is
+      MarsError: the heads are for a different vocabulary, the draft is deeper than the number of heads, or the tree is
         dynamic.
 
     >>> from mars_jax.core.fake import hash_model
@@ -52,7 +52,7 @@ class Medusa(ShapedDrafter):
 
     config: MedusaConfig  # configuration of the heads
     target: LanguageModel  # the model that the heads were trained for
-    # Length of the chain; None: all heads; ignored if there is a tree.
+    # Length of the chain; None: use all heads. Ignored if there is a tree.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
 
     reads = ()
@@ -129,7 +129,7 @@ class Medusa(ShapedDrafter):
     def _steered_chain(
         self, inputs: DraftInput, logits: Array, steering: Steering
     ) -> tuple[Array, Array | None]:
-        """Draft as `_draft_chain` under a constraint: each token decides which tokens the next head may draft."""
+        """Draft like `_draft_chain` under a constraint: each token determines which tokens the next head may draft."""
         states, tokens, drawn_from = steering.first, [], []
         for i in range(self.shape.depth):
             z = steering.logits(logits[:, i : i + 1], states)
@@ -203,7 +203,7 @@ def load_medusa_drafter(asked: Asked) -> LoadedDrafter:
     """Load `medusa` from the heads' checkpoint.
 
     Raises:
-      MarsError: as `medusa_files.load_medusa`.
+      MarsError: as for `medusa_files.load_medusa`.
     """
     target = asked.target
     config, params = medusa_files.load_medusa(asked.path, target.config, dtype=asked.heads_dtype)

@@ -1,6 +1,6 @@
 """Reading and writing of Medusa heads in their published layout. Oracle: `torch.save` (tests/contrib/test_medusa.py).
 
-A directory holds config.json with the numbers of heads and layers, and the state dict of only the heads in
+A directory holds config.json with the numbers of heads and layers, and a state dict with only the heads' weights in
 medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors. Some files prefix every name with `medusa_head.`.
 """
 
@@ -34,17 +34,17 @@ def load_medusa(
 ) -> tuple[MedusaConfig, PyTree]:
     """Load Medusa heads for a target.
 
-    If the weights hold more heads than config.json lists, load all of them: the config of the first published heads
+    If the weights contain more heads than config.json lists, load all of them: the config of the first published heads
     lists 2 of 5.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
-      target_config: of the model that the heads draft for.
+      target_config: config of the model that the heads draft for.
       dtype: "float32" or "bfloat16"; None: as stored (float16 becomes bfloat16). "int8" stores matrices in 8 bits per
         weight and leaves other arrays as stored.
 
     Raises:
-      MarsError: no heads at this path, heads of another target, or tensors that are not Medusa heads.
+      MarsError: the heads are missing or for a different target, or the tensors are not Medusa heads.
 
     >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
     """
@@ -62,7 +62,7 @@ def load_medusa(
 
 
 def _directory(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the local directory of the heads, downloaded if the name is one on the hub."""
+    """Return the local directory of the heads, downloading it if the name refers to the hub."""
     directory = resolve(name_or_path, weights=False)
     if any((directory / name).is_file() for name in _FILES):
         return directory
@@ -166,7 +166,7 @@ def save_medusa(
 
     Args:
       path: the directory; created with its parents.
-      config: of the heads.
+      config: config of the heads.
       params: the heads, in the dtype to save.
       base_model: name of the target, for `base_model_name_or_path`.
       overwrite: replace the two files in a directory that is not empty; other files stay.

@@ -1,6 +1,6 @@
 """Replay on the device: continuations of earlier matches in a corpus of answers, or in the row's own context.
 
-Source: SPEC-RL (2509.23232) drafts the previous epoch's rollouts; suffix lookup as in `ngram`. C tokens of the corpus,
+Source: SPEC-RL (2509.23232) drafts the previous epoch's rollouts; suffix lookup as in `ngram`. C tokens in the corpus,
 B batch, T buffer. Oracle: a Python search in tests/contrib/test_replay.py.
 """
 
@@ -31,12 +31,13 @@ CORPUS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Replay(Drafter):
-    """Copies of earlier answers, the rows of a file, or of the text so far.
+    """Copies of earlier answers, of the rows of a file, or of the row's own tokens so far.
 
     The draft continues the longest match of the row's suffix, in a corpus of answers or in the row's own tokens. The
-    corpus is `Params.draft`, an i32[C] made by `corpus`. Another corpus, such as the last epoch's rollouts, does not
-    recompile. The longer match wins; on a tie the row's own, then the latest. A draft ends at the end of the answer
-    that it copies. Without a corpus match of `min_ngram` tokens it equals `ngram`.
+    corpus is `Params.draft`, an i32[C] made by `corpus`. Switching to a different corpus, such as the last epoch's
+    rollouts, does not trigger recompilation. The longest match wins; on a tie, the row's own match wins, then the
+    latest. A draft ends at the end of the answer that it copies. Without a corpus match of `min_ngram` tokens it equals
+    `ngram`.
 
     Lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
 
@@ -124,10 +125,10 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     """Load `replay:FILE`.
 
     A .jsonl file has rows with `prompt_tokens` and `tokens`, in the format of `mars_jax.generate --output`. In any
-    other file each line is one text.
+    other file, each line is one document.
 
     Raises:
-      MarsError: the file cannot be read, is empty, or has tokens that the target lacks.
+      MarsError: the file cannot be read, is empty, or contains tokens that are not in the target's vocabulary.
     """
     path = Path(asked.path)
     try:

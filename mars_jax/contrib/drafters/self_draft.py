@@ -8,7 +8,7 @@ The draft keeps no long cache: after every step it copies its C visible rows fro
 twice, and drafting a token reads C rows at any context length. The 8-bit weights are a second copy, unless the target
 is in 8 bits already; then both share the same arrays.
 
-Invariant: slot c < `SINKS` of the draft's cache has the row of position c, and each later slot that of position
+Invariant: slot c < `SINKS` of the draft's cache holds the row of position c, and each later slot holds that of position
 c + `skipped`, where `skipped = max(length - 1 - C, 0)`. The slots before `length - 1 - skipped` are valid.
 """
 
@@ -43,17 +43,17 @@ from mars_jax.models.weights import Weight, build_rows, get, leaves
 from mars_jax.utils.errors import MarsError
 
 SINKS, WINDOW = 4, 256
-"""Numbers of tokens that stay visible at the start of the context (attention sinks) and at its end."""
+"""Number of tokens that stay visible at the start of the context (attention sinks), and number at its end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfDraft(ShapedDrafter):
     """The target with 8-bit weights and a window of its context.
 
-    `Params.draft` are weights of the target's structure, such as its 8-bit weights.
+    `Params.draft` holds weights with the target's structure, such as its 8-bit weights.
 
     Raises:
-      MarsError: as `DraftModel`.
+      MarsError: as for `DraftModel`.
 
     >>> from mars_jax.core.fake import hash_model
     >>> self_draft(hash_model(vocab_size=11), tree=(2, 2)).num_nodes
@@ -63,7 +63,7 @@ class SelfDraft(ShapedDrafter):
     model: LanguageModel  # the target, without sliding windows, and with a cache whose leaves are [B, S, ...]
     # Length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # Number of last tokens that the draft sees, in addition to the first `SINKS`.
+    # Number of most recent tokens that the draft attends to, in addition to the first `SINKS`.
     window: int = dataclasses.field(default=WINDOW, kw_only=True)
 
     reads = ()
@@ -93,7 +93,7 @@ class SelfDraft(ShapedDrafter):
     def _copied(
         self, cache: PyTree, target_cache: PyTree, length: Array, slot: Callable[[Array], Array]
     ) -> PyTree:
-        """Copy the visible rows at `length` i32[B] from the target's cache, which has position p in slot `slot(p)`."""
+        """Copy the visible rows at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])

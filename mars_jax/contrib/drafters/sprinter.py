@@ -1,6 +1,6 @@
 """A small model that drafts until its classifier rejects a token, which the target then verifies.
 
-Source: SPRINTER 2502.04557. B batch, M tokens of a draft, E hidden size of the small model, T token buffer.
+Source: SPRINTER 2502.04557. B batch, M tokens per draft, E hidden size of the small model, T token buffer.
 Oracle: the same loop in Python, from empty caches (tests/contrib/test_sprinter.py).
 
 Invariant, as in `model`: the cache is valid in `[0, length - 2)`, because every trusted token was fed.
@@ -33,13 +33,13 @@ class SprinterParams(NamedTuple):
     model: PyTree  # weights of the small model
     weight: Array  # f32[E]; weight of the classifier, which reads the model's hidden state at a drafted token
     bias: Array  # f32[]; bias of the classifier
-    # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. An array, so
-    # that another value does not recompile.
+    # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. It is an
+    # array, so that changing it does not trigger recompilation.
     threshold: Any = np.float32(0.5)
 
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
-    """Return f32[...]: sigmoid(w . h + b), the probability that the target accepts a token of state h [..., E]."""
+    """Return f32[...]: sigmoid(w . h + b), the probability that the target accepts a token with state h [..., E]."""
     score = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
     return jax.nn.sigmoid(score)
 
@@ -64,10 +64,10 @@ class Sprinter(Drafter):
     target adds one. After `num_draft_tokens` the last token is always verified. Lossy by design under every rule:
     trusted tokens follow the small model's distribution.
 
-    Strict rows, and the tokens of a rule's `exact_prefix`, trust nothing. Neither does any row at a threshold above 1,
-    which drafts one token per step. Stop tokens, and tokens that the request forbids, are never trusted. Without
-    `sample`, rows above temperature 0 trust nothing, because their draft is not drawn. Rows wait for the longest draft
-    of the batch; their tokens do not depend on it.
+    No tokens are trusted in strict rows or within a rule's `exact_prefix`. The same holds for every row if the
+    threshold is above 1; the row then drafts one token per step. Stop tokens, and tokens that the request forbids, are
+    never trusted. Without `sample`, no tokens are trusted in rows above temperature 0, because their drafts are not
+    sampled. Rows wait for the longest draft in the batch, but their tokens do not depend on it.
 
     Raises:
       MarsError: M is below 1 or above `DRAFT_TOKENS`.

@@ -1,8 +1,8 @@
 """Training of SPRINTER's classifier, which predicts whether the target would accept a token of the small model.
 
-B rows, L tokens of a row, n = L - 1 positions, E hidden size of the small model, V vocabulary. Source: arXiv
-2502.04557, section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). The
-paper's label is the outcome of one acceptance test; ours is its probability, which is the mean of that label.
+B rows, L tokens per row, n = L - 1 positions, E hidden size of the small model, V vocabulary. Source: arXiv 2502.04557,
+section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). The paper's
+label is the outcome of one acceptance test; ours is its probability, which is the mean of that label.
 Oracle: labels from full forwards, branch by branch, in tests/contrib/test_system_training.py.
 """
 
@@ -35,10 +35,10 @@ class SprinterExamples(NamedTuple):
 def examples(
     target: LanguageModel, teacher: PyTree, draft: LanguageModel, params: PyTree, batch: Batch, key: Array
 ) -> SprinterExamples:
-    """Draft one token of the small model at every position of a batch, [B, n].
+    """Draft one token with the small model at every position of a batch, [B, n].
 
     Even rows draft the best token; odd rows draw it at temperature 1. All branches of a row run in one forward: a
-    drafted token attends to the preceding text and to itself.
+    drafted token attends to the preceding tokens and to itself.
     """
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
     rows, n = tokens.shape
@@ -72,7 +72,7 @@ def examples(
 
 
 def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
-    """Join the valid examples of several batches: n each.
+    """Join the n valid examples of several batches.
 
     >>> flattened([SprinterExamples(np.zeros((2, 3, 4)), np.zeros((2, 3)), np.ones((2, 3), bool))]).hidden.shape
     (6, 4)
@@ -118,7 +118,7 @@ def classifier_training(
 
 
 def figures(examples: SprinterExamples, params: Mapping[str, Any], threshold: float) -> dict[str, float]:
-    """Return the share of examples that is trusted, and the share of those that the target would accept.
+    """Return the share of examples that are trusted, and the share of these that the target would accept.
 
     >>> some = SprinterExamples(np.asarray([[1.0], [-1.0]]), np.asarray([0.75, 0.0]), np.ones(2, bool))
     >>> figures(some, {"weight": np.asarray([4.0]), "bias": np.zeros(1)}, 0.5)

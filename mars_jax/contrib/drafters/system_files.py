@@ -26,7 +26,7 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "trispec": {"margin": 0.5},
     "via_sd": {"accept": 0.6, "escalate": 0.3},
 }
-"""Default thresholds of each system; above 1 a system trusts nothing."""
+"""Default thresholds of each system; above 1 a system trusts no tokens."""
 NGRAM = "ngram"
 """Value of `draft` that selects n-grams instead of a small model, in a system with a proxy."""
 
@@ -49,7 +49,7 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     """Read the config.json of a system, in a directory or on the hub.
 
     Raises:
-      MarsError: the directory does not exist, holds another system, or has invalid values.
+      MarsError: the directory does not exist, holds a different system, or has invalid values.
 
     >>> load_system("tiny/trispec", "trispec").draft
     'tiny/draft'

@@ -1,6 +1,6 @@
 """Loaders of systems that accept some drafts without verification, from their directories.
 
-Oracle: the same drafters made by hand, in tests/contrib/test_systems.py.
+Oracle: the same drafters built by hand, in tests/contrib/test_systems.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
     """Load `sprinter` from its directory.
 
     Raises:
-      MarsError: as `hub.load` and `load_system`, or the classifier is of another model.
+      MarsError: as for `hub.load` and `load_system`, or the classifier is for a different model.
     """
     system = load_system(asked.path, "sprinter")
     draft = _model(asked, system, system.draft)
@@ -64,7 +64,7 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
     """Load `cascade` with a small model as proxy from its directory.
 
     Raises:
-      MarsError: as `hub.load`, `load_system` and `cascade`, or the models have other vocabularies.
+      MarsError: as for `hub.load`, `load_system` and `cascade`, or the vocabularies of the models differ.
     """
     system = load_system(asked.path, "trispec")
     proxy = _model(asked, system, system.proxy)
@@ -72,10 +72,10 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
-    """Load `cascade` from its directory, with the target without some layers as proxy. It shares the target's weights.
+    """Load `cascade` from its directory, with a proxy that is the target without some layers and shares its weights.
 
     Raises:
-      MarsError: as `load_system` and `cascade`, or the layer mask is for another target.
+      MarsError: as for `load_system` and `cascade`, or the layer mask is for a different target.
     """
     system, model = load_system(asked.path, "via_sd"), asked.target.model
     if model.with_layers is None:
@@ -115,7 +115,7 @@ def _cascade(
 
 
 def _model(asked: Asked, system: System, name: str) -> Pretrained:
-    """Load a model that the system names onto the target's mesh, and check that it has the target's tokenizer."""
+    """Load a model of the system onto the target's mesh, and check that it has the target's tokenizer."""
     model = hub.load(
         resolve_system_model(system, name),
         dtype=asked.dtype,

@@ -1,4 +1,4 @@
-"""Search for VIA-SD's slim verifier: the sublayers that a target can leave out with the least divergence.
+"""Search for VIA-SD's slim verifier: the sublayers that a target can leave out with minimum divergence.
 
 L layers. Source: arXiv 2606.12243, section 3: leave out about 45% of the sublayers (attention or MLP), keep the first
 and the last layer, and find the mask by a random and then a guided search that minimizes the sum of KL(target, slim).
@@ -27,9 +27,9 @@ from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.utils.errors import MarsError
 
 Mask = tuple[tuple[bool, bool], ...]
-"""(attention, MLP) of each layer: whether it is kept."""
+"""For each layer, whether its (attention, MLP) are kept."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
-"""Weights through which a sublayer adds to the residual stream, with its index in a mask's pair."""
+"""Weights through which a sublayer adds to the residual stream, each with the sublayer's index in a mask's pair."""
 
 
 class Found(NamedTuple):
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 def leave_out(params: PyTree, mask: Array) -> PyTree:
-    """Return params whose sublayers add nothing if mask f32[L, 2] is 0, so that one program serves all masks.
+    """Return params whose sublayers add nothing where mask f32[L, 2] is 0, so that one program serves all masks.
 
     >>> params = {"layers": ({"o": jnp.ones((2, 2)), "down": jnp.ones((2, 2))},)}
     >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]
@@ -64,11 +64,11 @@ def search(
     evaluations: int = 128,
     seed: int = 0,
 ) -> Found:
-    """Find the mask with the least KL(target || slim) over the batches.
+    """Find the mask with the minimum KL(target || slim) over the batches.
 
     Args:
       model, params: the target, a transformer of this library whose weights are not in 8 bits.
-      batches: text to compare on.
+      batches: rows of text on which to compare the models.
       log: a file with one line per mask, from which a killed search continues.
       left_out: share of all sublayers to leave out.
       evaluations: maximum number of masks to try.

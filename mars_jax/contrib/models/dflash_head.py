@@ -1,9 +1,9 @@
 """Block drafters: a few layers that read the target's features and draft a whole block in one forward.
 
 Sources: DFlash 2602.06036 (z-lab/dflash, `dflash/model.py`); DSpark (deepseek-ai/DeepSpec, `Qwen3DSparkModel`);
-vllm-project/speculators, `models/dflash` and `models/dspark`. B batch, N tokens, K tokens of a block, D of them
-drafted, E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head.
-Oracle: a transcription in PyTorch over transformers' Qwen3 layers (tests/contrib/test_dflash_head.py).
+vllm-project/speculators, `models/dflash` and `models/dspark`. B batch, N tokens, K tokens per block, D of them drafted,
+E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head. Oracle: a
+transcription in PyTorch over transformers' Qwen3 layers (tests/contrib/test_dflash_head.py).
 
 The context of token t is the keys and values that each layer computes from the target's features of t, in slot t and at
 position t. A block is the last committed token, which has no features yet, and K - 1 mask tokens. It attends to the
@@ -192,10 +192,11 @@ def forward(
 
     Args:
       config, target: the head's configuration, and the model that it belongs to.
-      params: of both; the head's are `params.draft`.
+      params: params of both models; the head's are `params.draft`.
       tokens: i32[B, N]; from `block`.
-      visible: of the positions, with `seen` for layers that are not causal. Windowed and causal layers mask more.
-      cache: the head's, which holds the context.
+      visible: visibility of the positions. Its `seen` applies to layers that are not causal; windowed and causal layers
+        mask more.
+      cache: the head's cache, which holds the context.
 
     Returns:
       Hidden states after the last norm [B, N, E], and the cache with the rows of the block.

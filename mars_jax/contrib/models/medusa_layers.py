@@ -46,7 +46,7 @@ class MedusaConfig(HeadConfig):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the published five heads of one block."""
+        """Return the published shape: five heads with one block each."""
         return cls(num_heads=5, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
     def weights(self) -> tuple[Weight, ...]:

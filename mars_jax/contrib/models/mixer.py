@@ -16,7 +16,7 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 START = 2.0
-"""Initial log odds: the target has 88% of the mixture."""
+"""Initial log odds: the target's weight is 88%."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidden_size: int = 0) -> PyTree:

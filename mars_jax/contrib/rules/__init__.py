@@ -1,4 +1,4 @@
-"""Rules of single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
+"""Rules from single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
 
 import importlib
 import pkgutil

@@ -79,7 +79,7 @@ def by_context(by: str, **settings: Any) -> ByContext:
       **settings: as for `verify.mars`.
 
     Raises:
-      MarsError: as `verify.mars`, or an unknown context.
+      MarsError: as for `verify.mars`, or the context is unknown.
 
     >>> by_context("position", theta=0.8).name
     'mars(by position)'
@@ -94,12 +94,12 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
     Args:
       by: the rule's kind of context.
       table: from `context`.
-      evidence: of the step.
+      evidence: evidence of the step.
       theta: f32[B, N]; thresholds of the rows.
       margin: the margin that theta bounds.
 
     Raises:
-      MarsError: the table is missing or for another kind of context.
+      MarsError: the table is missing or for a different kind of context.
     """
     if not isinstance(table, Context) or table.by != by:
         stated = f"one by {table.by}" if isinstance(table, Context) else "none"
@@ -134,19 +134,19 @@ def context(
 
     The looseness of a threshold is the largest gap between the two best logits that it accepts: in nats for the margin
     "gap", relative to the second logit for "ratio". Bin c of the context multiplies it by `factors[c]`: 0 is strict, 1
-    is theta itself. So theta remains the single number of a request, which changes without compiling and which
-    calibration chooses.
+    is theta itself. So theta remains the only number in a request: it changes without recompilation, and calibration
+    chooses it.
 
     Args:
       by: "entropy" of the target's distribution at the node, in nats at temperature 1; "position", the depth in the
         draft, where 0 is the first drafted token; or "class" of the target's two best tokens.
-      factors: [C], at least 0. For "class" those of words, numbers and punctuation; the smaller factor of the two
-        tokens applies.
+      factors: [C], at least 0. For "class", the factors of words, numbers and punctuation; the smaller factor of the
+        two tokens applies.
       edges: [C - 1], ascending, between the bins of entropy or position.
       classes: u8[V] as bytes, for "class"; see `token_classes`.
 
     Raises:
-      MarsError: an unknown context, or numbers that do not fit it.
+      MarsError: the context is unknown, or the numbers do not fit it.
 
     >>> context("position", (1.0, 0.5), edges=(2,)).factors.tolist()
     [1.0, 0.5]

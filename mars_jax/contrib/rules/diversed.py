@@ -27,10 +27,10 @@ from mars_jax.verify.retargeted import Retargeted
 class Diversed(Retargeted):
     """Follow a mixture of target and draft whose weight a trained head predicts.
 
-    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`) for each
-    position, where `mixture` has one weight. The head's weights are `Params.verify`; see `models.mixer` for its
-    inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it equals
-    `rejection` bit for bit.
+    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`) at each
+    position, whereas `mixture` uses one weight throughout. The head's weights are `Params.verify`; see `models.mixer`
+    for its inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it
+    equals `rejection` bit for bit.
 
     >>> diversed(shift=1.0).name
     'diversed'
@@ -79,5 +79,5 @@ diversed = Diversed
 
 
 def read(path: str, target: Any) -> PyTree:
-    """Read the weights that `diversed:PATH` names; see `head_files.read_weights`."""
+    """Read the weights of `diversed:PATH`; see `head_files.read_weights`."""
     return read_weights(path, target, "diversed")

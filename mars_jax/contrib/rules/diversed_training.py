@@ -1,10 +1,9 @@
 """Training of DIVERSED's head: REINFORCE on the reward of a completion and on the share of the draft that is accepted.
 
-R completions, L tokens of a row, V vocabulary. Source: arXiv 2604.07622, section 3 (reward of the task plus
-acceptance). Completions of the rule follow v = w p + (1 - w) q token by token, so the gradient of the expected reward
-is that of the sum of log v, times the reward minus its mean over the completions. Acceptance, sum min(v, q) at a
-position, has a gradient as well. Oracle: the enumerated expectation of a small vocabulary, in
-tests/contrib/test_diversed.py.
+R completions, L tokens per row, V vocabulary. Source: arXiv 2604.07622, section 3 (task reward plus acceptance).
+Completions of the rule follow v = w p + (1 - w) q token by token, so the gradient of the expected reward is that of the
+sum of log v, times the reward minus its mean over the completions. Acceptance, sum min(v, q) at a position, has a
+gradient as well. Oracle: the enumerated expectation of a small vocabulary, in tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def surrogate(
 ) -> tuple[Array, dict[str, Array]]:
     """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and its figures.
 
-    `params` and `models` are those of the target and of the draft.
+    `params` and `models` each hold the target's, then the draft's.
     """
     target, draft = models
     tokens = rollouts.tokens[:, :-1]

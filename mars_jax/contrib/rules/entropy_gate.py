@@ -22,7 +22,7 @@ ENTROPIES = (4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4, 0.2)
 class EntropyGate(Relaxed):
     """Also accept the runner-up where the target's entropy is high.
 
-    Acceptance of the runner-up if the entropy of the target's distribution at temperature 1 exceeds `entropy` nats.
+    The runner-up is accepted if the entropy of the target's distribution at temperature 1 exceeds `entropy` nats.
 
     Based on the gate of FLy (arXiv 2511.22972), but over the whole distribution and without a window. Lossy; at
     entropy = inf it equals `base` bit for bit.

@@ -1,4 +1,4 @@
-"""Acceptance of equivalent tokens: within a class of tokens, a drafted one counts as the target's.
+"""Acceptance of equivalent tokens: a drafted token in the same class as the target's token counts as that token.
 
 B batch, N nodes, V vocabulary. Oracle: the same decisions node by node in Python, in tests/contrib/test_phrases.py.
 """
@@ -52,11 +52,11 @@ _WORDS = (
 class Equivalent(Relaxed):
     """Also accept a token that means the same as the target's, by a table.
 
-    Acceptance of a drafted token that is equivalent to the target's token.
+    A drafted token is accepted if it is equivalent to the target's token.
 
     Two tokens are equivalent if they are in the same class of the user's table, `Params.verify`; see `token_groups`.
-    The drafted token's regret must be below `gap` nats. Over `exact()`; lossy; at gap = 0 it equals `exact()` bit for
-    bit.
+    The drafted token's regret must be below `gap` nats. The base is `exact()`. Lossy; at gap = 0 it equals `exact()`
+    bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -101,7 +101,7 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
         space.
 
     Raises:
-      MarsError: an unknown name, or a string that is not a single token.
+      MarsError: a name is unknown, or a string is not a single token.
     """
     differences = tuple(alike)
     for name in differences:
@@ -142,7 +142,7 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
-    """Return a key that is equal for strings with only the given differences.
+    """Return a key that is equal for strings that differ only in the ways that `alike` lists.
 
     >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
     ('2', '2')
@@ -160,12 +160,12 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
 
 
 def read(given: str, target: Any) -> PyTree:
-    """Read the table that `equivalent:case,space` or `equivalent:FILE.json` names.
+    """Read the table of `equivalent:case,space` or `equivalent:FILE.json`.
 
     A file holds an object: `alike`, a list of names, and `groups`, lists of strings.
 
     Raises:
-      MarsError: the file is missing or invalid, or as `token_groups`.
+      MarsError: the file is missing or invalid, or as for `token_groups`.
     """
     if target is None:
         raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")

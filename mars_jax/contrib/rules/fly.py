@@ -39,8 +39,8 @@ class Fly(Relaxed):
 
     The target is unsure if the entropy over its three largest probabilities, not renormalised, is at least `entropy`
     nats. It agrees if the next `window` drafted tokens are the target's. A token whose window does not fit into the
-    draft is rejected, so drafts must be longer than the window. Over `exact()`. Lossy; at entropy = inf it equals
-    `exact()` bit for bit.
+    draft is rejected, so drafts must be longer than the window. The base is `exact()`. Lossy; at entropy = inf it
+    equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

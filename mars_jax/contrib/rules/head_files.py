@@ -1,4 +1,4 @@
-"""Reading and writing of the trained heads of rules: a directory with config.json and model.safetensors.
+"""Reading and writing of rules' trained heads, each stored as a directory with config.json and model.safetensors.
 
 E hidden size, W width. Oracle: round trips, and damaged variants of the files, in tests/contrib/test_head_files.py.
 """
@@ -34,7 +34,7 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
 
     Args:
       directory: created if missing; must hold no weights yet.
-      params: for `learned` as made by `models.indicator.init_params`, for `diversed` by `models.mixer.init_params`.
+      params: for `learned` as returned by `models.indicator.init_params`, for `diversed` by `models.mixer.init_params`.
       rule: "learned" or "diversed".
 
     Raises:
@@ -71,7 +71,8 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
     """Read the weights that `save` wrote for a rule; "tiny/diversed" is the embedded head.
 
     Raises:
-      MarsError: the directory holds no weights of this rule, or they are not finite or for a target of another size.
+      MarsError: the directory holds no weights of this rule, or they are not finite or for a target of a different
+        size.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

@@ -33,9 +33,9 @@ def indicator_head_training(
 
     Args:
       examples: see `IndicatorExamples`.
-      optimizer: optimizer of optax, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
+      optimizer: an optax optimizer, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
       steps, rows: number of steps, each on `rows` examples.
-      seed: seed of the initial params and of the order.
+      seed: seed of the initial params and of the order of examples.
     """
     import grain
     import optax

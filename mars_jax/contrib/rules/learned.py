@@ -66,5 +66,5 @@ learned = Learned
 
 
 def read(path: str, target: Any) -> PyTree:
-    """Read the weights that `learned:PATH` names; see `head_files.read_weights`."""
+    """Read the weights of `learned:PATH`; see `head_files.read_weights`."""
     return read_weights(path, target, "learned")

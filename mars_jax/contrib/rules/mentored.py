@@ -1,4 +1,4 @@
-"""Rejection against the distribution that accepts most within a divergence of the target.
+"""Rejection against the distribution with the highest acceptance within a divergence of the target.
 
 B batch, N nodes, V vocabulary. Oracles: all distributions of a grid, and the distribution of a step, in
 tests/verify/test_distributions.py.
@@ -25,7 +25,7 @@ HALVINGS, STEPS = 18, 3
 @register("mentored", paper="2609.30474")
 @struct.dataclass(kw_only=True)
 class Mentored(Retargeted):
-    """Accept the most that a divergence from the target allows.
+    """Accept as much as a bound on the divergence from the target allows.
 
     Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): the output follows the distribution v with the highest
     acceptance sum(min(q, v)) among those with KL(p || v) of at most `bound` nats. That is v = min(max(q, a p), b p)

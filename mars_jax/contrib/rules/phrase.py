@@ -30,13 +30,13 @@ from mars_jax.verify.relaxed import Relaxed
 class Phrase(Relaxed):
     """Also accept drafted phrases slightly below the target's own choices, within a bound in nats.
 
-    Acceptance of a drafted token if its regret and that of the next `window` tokens sum to less than `bound` nats.
+    A drafted token is accepted if its regret and that of the next `window` tokens sum to less than `bound` nats.
 
-    The regret of a token is the log-probability of the target's best token there minus its own. So the sum measures how
-    far the drafted phrase is from the target's choices along the draft; the target's continuation after its own token
-    would need another forward. A token whose phrase does not fit into the draft is rejected. In a tree the cheapest
-    path below the token counts. FLy (`fly`) instead requires that the following tokens are the target's. Over
-    `exact()`; lossy; at bound = 0 it equals `exact()` bit for bit.
+    The regret of a token is the log-probability of the target's best token at its position minus that of the token. So
+    the sum measures how far the drafted phrase is from the target's choices along the draft; the target's continuation
+    after its own token would need another forward. A token whose phrase does not fit into the draft is rejected. In a
+    tree the cheapest path below the token counts. FLy (`fly`) instead requires that the following tokens are the
+    target's. The base is `exact()`. Lossy; at bound = 0 it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -87,7 +87,7 @@ def regrets(evidence: Evidence) -> Array:
 
 
 def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
-    """Return f32[B, N]: the least sum of `costs` f32[B, N] over a node and a path of `window` i32[B] nodes below it.
+    """Return f32[B, N]: the minimum sum of `costs` f32[B, N] over a node and a path of `window` i32[B] nodes below it.
 
     The sum is inf if no path below the node is that long.
 

@@ -23,7 +23,7 @@ from mars_jax.verify.retargeted import Retargeted, following
 class Released(Retargeted):
     """Accept as the released code of MARS does along a chain, which is not the paper's rule.
 
-    The rule of the PyTorch code released with MARS (arXiv 2601.15498), on chains; a reproduction, not advice.
+    The rule of the PyTorch code released with MARS (arXiv 2601.15498), on chains; a reproduction, not a recommendation.
 
     Above temperature 0 a drafted token x is always accepted if it is one of the two best and z2 / z1 > ratio, for the
     logits after the filters: an excluded logit is -inf, and if z1 < 0 the ratio exceeds 1 and passes. Otherwise x is

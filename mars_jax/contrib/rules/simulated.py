@@ -32,13 +32,13 @@ HALVINGS = 24
 class Simulated(Lossy):
     """Accept by chance, to size hardware; the text means nothing.
 
-    A step emits `tau` expected tokens, bonus token included. In each step the path to the first of the deepest nodes is
-    accepted up to a random depth, with a constant rate of acceptance per depth. The rate is solved from tau and the
-    length of that path. So tau is met by chains, by trees and by trees that change from step to step, unless a draft is
-    too short: then its whole path is accepted. The step emits the accepted drafted tokens and then the target's token.
-    The cost is that of `exact`, which also applies in strict rows and in the exact prefix. A drafted stop token ends a
-    completion, so use `ignore_eos` to reach a given length. A last step that is cut off by the limit emits fewer
-    tokens.
+    A step emits `tau` tokens in expectation, including the bonus token. In each step the path to the first of the
+    deepest nodes is accepted up to a random depth, with a constant rate of acceptance per depth. The rate is solved
+    from tau and the length of that path. So chains, trees, and trees that change from step to step all reach tau,
+    unless a draft is too short; then its whole path is accepted. The step emits the accepted drafted tokens and then
+    the target's token. A step costs as much as with `exact`, which verifies strict rows and the exact prefix. A drafted
+    stop token ends a completion, so use `ignore_eos` to reach a given length. A last step that the length limit cuts
+    off emits fewer tokens.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -84,7 +84,7 @@ class Simulated(Lossy):
         if tree.is_chain:
             on_path = real
         else:
-            # The first of the deepest nodes, and its ancestors.
+            # Mark the first of the deepest nodes and its ancestors.
             deepest = jnp.argmax(depths, axis=1)[:, None, None]
             on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), deepest, axis=1)[:, 0]
         rate = acceptance_rate(self.tau, height, tree.max_depth)

@@ -23,9 +23,9 @@ from mars_jax.verify.retargeted import Retargeted
 class SpecCascade(Retargeted):
     """Follow the draft where the target trusts it, by rejection.
 
-    Speculative cascades (arXiv 2405.19261). "token_v3" trusts the tokens with p >= (1 - alpha) max p. There v = q, and
-    the mass that q has on other tokens is distributed over all tokens in proportion to p. "opt" decides for the
-    position: v is p if max q < max p - alpha TV(p, q), else q. Lossy at every alpha; at temperature 0 it is exact.
+    Speculative cascades (arXiv 2405.19261). "token_v3" trusts the tokens with p >= (1 - alpha) max p. They keep their
+    mass from q, and the mass of q on other tokens is distributed over all tokens in proportion to p. "opt" decides once
+    per position: v is p if max q < max p - alpha TV(p, q), else q. Lossy at every alpha; at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify

@@ -1,1 +1,1 @@
-"""Commands of the laboratory."""
+"""Commands for measurement, training and planning."""

@@ -28,7 +28,7 @@ adds the target sampling from the tokens that the rule lets a draft choose from.
 a pair as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
-"""Settings of rules whose flags take several values."""
+"""Rule settings whose flags accept several values."""
 _UNTUNED = ("--controls", "--refine", "--num-draft-tokens", "--draft-size auto", "--any-rule", "--tree")
 """Flags that do not apply with --tune."""
 LENGTHS = ("2", "3", "5", "8", "12")
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the flags as values, checked one by one and against each other.
 
     Raises:
-      MarsError: an unknown flag, a value out of range, or a flag that does not apply with the others.
+      MarsError: a flag is unknown, a value is out of range, or flags are incompatible.
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.theta_files = []
     if args.thetas:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
-    # Plus zero, so that -0 is 0.
+    # Add zero, so that -0 becomes 0.
     args.temperatures = [
         number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]

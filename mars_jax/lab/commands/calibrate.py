@@ -86,7 +86,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the flags as values, checked one by one and against each other.
 
     Raises:
-      MarsError: an unknown flag, a value out of range, or a flag that does not apply with the others.
+      MarsError: a flag is unknown, a value is out of range, or flags are incompatible.
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
@@ -131,7 +131,7 @@ def _share(name: str, text: str) -> float:
 
 
 def _judge(spec: str) -> str:
-    """Import the judge that a spec names, and return the spec.
+    """Import the judge of a spec, and return the spec.
 
     Raises:
       MarsError: the spec does not name a judge.

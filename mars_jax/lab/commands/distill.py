@@ -119,11 +119,11 @@ _GROUPS = {
         *("--mesh", "--dtype"),
     ),
 }
-"""Flags by help group. All other flags are in the group `method`."""
+"""Flags, keyed by help group. All other flags are in the group `method`."""
 
 
 class Kind(NamedTuple):
-    """A kind of result of `distill`, and its flags, which are keys of `_FLAGS`."""
+    """A kind of result that `distill` produces, with its flags, which are keys of `_FLAGS`."""
 
     help: str
     flags: Sequence[str]
@@ -154,7 +154,7 @@ KINDS = {
 
 
 def parser() -> Parser:
-    """Return the parser, with a subparser for each kind. Flags that a kind does not have are None."""
+    """Return the parser, with a subparser for each kind. Flags that do not apply to a kind are None."""
     command_parser = Parser(
         prog="mars-jax distill",
         usage="%(prog)s KIND [flags]",
@@ -216,13 +216,13 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
-    for name in ("heads", "steps_ahead"):  # each is a number of consecutive drafted tokens
+    for name in ("heads", "steps_ahead"):  # each counts consecutive drafted tokens
         if getattr(args, name) is not None:
             BATCH["num_draft_tokens"].check(getattr(args, name), shown=f"--{name.replace('_', '-')}")
     REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
-    # os.path returns False for paths that the system refuses; `free_directory` reports those later.
+    # os.path returns False for paths that the system rejects; `free_directory` reports those later.
     if (
         args.kind != "features"
         and os.path.exists(args.output)
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check_distill_flags(args)
-    # jax loads only after the checks, so that wrong flags are refused at once.
+    # jax is imported only after the checks, so that wrong flags are refused immediately.
     keep_compilations()
     if args.kind == "features":
         from mars_jax.lab.commands.distill_features import write_features

@@ -32,7 +32,8 @@ def write_features(args: argparse.Namespace) -> None:
     """Write the shards that are missing in `args.output`.
 
     Raises:
-      MarsError: a file cannot be read, the output belongs to another run, or every document is too long for an answer.
+      MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
+        answer.
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
@@ -89,7 +90,7 @@ def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
     """Return a digest of the settings and the shards of a folder of features.
 
     Raises:
-      MarsError: the features are from other layers or another target.
+      MarsError: the features are from different layers or a different target.
     """
     settings = dump_settings(dump)
     if settings.get("layers") != list(layers):
@@ -120,7 +121,7 @@ def layers_of(names: str | None) -> tuple[int, ...] | None:
 def _texts(
     target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
 ) -> list[list[int]]:
-    """Return the tokens of documents, or of chats in which the target answers them at temperatures 0 and 1 in turn."""
+    """Return the tokens of documents, or of chats in which the target answers, alternating temperatures 0 and 1."""
     if not args.chat:
         return target.encode_many(documents)
     prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]

@@ -55,16 +55,16 @@ from mars_jax.utils.paths import expanded
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not identify a training run: paths, devices, and the dtype of the result. File contents do."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
-"""Completions that the target decodes at a time, and completions between two writes; rows refill within a group."""
+"""Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
-"""Default share of the sublayers that VIA-SD leaves out, and number of masks that its search tries."""
+"""Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
     """Train a drafter of `args.kind` and write it to `args.output`.
 
     Raises:
-      MarsError: flags do not fit the models or this machine, or --work belongs to another run.
+      MarsError: flags do not fit the models or this machine, or --work belongs to a different run.
     """
     work = args.work or args.output.with_name(args.output.name + "-training")
     with joined_with_folder(args, work, out, without=CHECKPOINTS) as folder:
@@ -136,7 +136,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> Any:
 def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
-    """Train a head, or a small model, on text or on features, and write it."""
+    """Train a head or a small model on text or on features, and write it."""
     tokenizer = target.tokenizer.backend_tokenizer
     options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
     if args.features is None:
@@ -292,7 +292,7 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
 
 
 def draft_name(name: str, output: Path) -> str:
-    """Return the name of a model for config.json in `output`: `name` itself, or a path relative to the output."""
+    """Return a model's name for config.json in `output`: `name` itself, or a path relative to the output."""
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name
@@ -399,7 +399,7 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str],
 """Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
 
 Raises:
-  MarsError: the small model has another vocabulary, there is too little text, or the task has no rewards.
+  MarsError: the small model has a different vocabulary, there is too little text, or the task has no rewards.
 """
 
 

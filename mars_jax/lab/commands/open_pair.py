@@ -1,4 +1,4 @@
-"""Open the problems, target and drafter that the flags of `commands.pair` name. Cheap checks come first."""
+"""Loader of the problems, target and drafter that the flags of `commands.pair` select. Cheap checks come first."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def open_study(
 ) -> tuple[list[Problem], Pretrained, drafters.LoadedDrafter]:
     """Open problems, target and drafter for a command that measures a pair on tasks.
 
-    Prompts, rule and vocabularies are checked with configs and tokenizers before any weights are loaded.
+    Prompts, rule and vocabularies are checked against configs and tokenizers before any weights are loaded.
 
     Args:
       args: from a parser of `pair.make_parser`, after `pair.check_pair_flags`.
       folder: output folder of the rows.
       check: raises MarsError for problems that the command cannot use.
-      arithmetic: number of problems of the task arithmetic without --problems.
+      arithmetic: number of problems of the task arithmetic if --problems is not given.
 
     Raises:
-      MarsError: the folder holds other files, `check` failed, or problems or checkpoints are invalid.
+      MarsError: the folder holds unrelated files, `check` failed, or problems or checkpoints are invalid.
     """
     keep_compilations()
     if hosts.is_first():

@@ -55,8 +55,8 @@ def make_parser(
 
     Args:
       prog, description, epilog: strings of the command's help.
-      instead: settings of the rule for which the command has other flags; see `add_rule_flags`.
-      arithmetic: number of problems of the task arithmetic without --problems.
+      instead: settings of the rule for which the command has its own flags; see `add_rule_flags`.
+      arithmetic: number of problems of the task arithmetic if --problems is not given.
     """
     parser = Parser(
         prog=f"mars-jax {prog}",
@@ -117,7 +117,7 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
       instead: as for `add_rule_flags`.
 
     Raises:
-      MarsError: as for `choose`; also for a setting that is set twice or for missing weights.
+      MarsError: as for `choose`; or a setting is set twice, or weights are missing.
     """
     settings = given_settings(args)
     for name in settings.keys() & set(instead):
@@ -139,7 +139,7 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
 
 
 def non_default_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags for the target's computation and the draft size that are not at their defaults."""
+    """Return those flags for the target's computation and the draft size whose values are not the defaults."""
     return {
         name: getattr(args, name)
         for name in ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")

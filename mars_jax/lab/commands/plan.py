@@ -42,7 +42,7 @@ one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; f
 experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
 """
 TAUS = (2, 3, 4)
-"""Values of tau, tokens per step, whose speed the table lists."""
+"""Values of tau, in tokens per step, for which the table lists the speed."""
 _DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
 
 
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
-    # JAX loads only after the checks above, which therefore fail fast.
+    # Import JAX only after the checks above, so that they fail fast.
     from mars_jax import verify
     from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable
@@ -155,7 +155,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         return advice.try_fit(pair(slice_, dtype), slice_)
 
     def step(shape: advice.DraftShape) -> Any:
-        """Return the time of a step with a draft of another shape, or None if it does not fit."""
+        """Return the time of a step with a draft of a different shape, or None if it does not fit."""
         programs_ = pair(place, args.dtype, length=shape.length, tree=shape.tree)
         is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
         if not is_planned and not advice.try_fit(programs_, place).fits:

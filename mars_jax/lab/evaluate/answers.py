@@ -1,4 +1,4 @@
-"""Decode problems with an arm: conversations turn by turn, timed without compilation."""
+"""Decoding of problems with an arm: conversations turn by turn, with times that exclude compilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 
 UPDATES = 8
-"""Number of updates of a refined draft after every group of problems."""
+"""Number of updates to a refined draft after every group of problems."""
 GROUP = 4
 """Number of batches that an arm decodes before the next arm takes over."""
 
@@ -143,7 +143,7 @@ def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Compl
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
-    """Return the turns to ask. Without a chat template, these are only the first turn."""
+    """Return the turns to ask: all of them, or only the first one without a chat template."""
     return problem.turns if chat and not problem.continues else problem.turns[:1]
 
 
@@ -164,7 +164,7 @@ def prompt_tokens(
 
 
 def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:
-    """Raise MarsError, with the problem's id, if the target cannot take a problem. `target` may be an outline."""
+    """Raise MarsError, with the problem's id, if the target cannot decode a problem. `target` may be an outline."""
     for problem in problems:
         context = target.config.max_positions
         try:

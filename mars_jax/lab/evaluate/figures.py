@@ -23,8 +23,8 @@ def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:
     """Return the conditional acceptance rate at each depth.
 
     Entry d = 0, 1, ... is the share of the steps with at least d accepted draft tokens that accepted one more, or None
-    if no step reached d. A step whose draft ended at depth d, or that a stop token cut off there, counts as not
-    accepting.
+    if no step reached d. A step whose draft ended at depth d, or that a stop token cut off there, counts as a
+    rejection.
 
     >>> acceptance_by_depth([2, 1, 1])
     [0.5, 0.5]
@@ -101,7 +101,7 @@ def intervals(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """Compute 95% intervals of an arm's figures by the paired bootstrap over problems, with the same resamples for all.
+    """Compute 95% intervals of an arm's figures by the paired bootstrap over problems, with shared resamples.
 
     The intervals cover the choice of problems, not the choice of seeds. For speed, they cover only the variation
     between problems.
@@ -111,7 +111,7 @@ def intervals(
       resamples: R.
 
     Returns:
-      [low, high] by the names of `arm_figures`; None if there is no interval, for example for a single problem.
+      [low, high], keyed by the names in `arm_figures`; None if there is no interval, for example for a single problem.
       `acceptance_by_depth` has one interval for each depth.
 
     Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.

@@ -1,4 +1,4 @@
-"""Advice on slices for pairs that do not fit, and on the draft that pays. Every recommendation has been compiled."""
+"""Advice on slices for pairs that do not fit, and on drafts that pay off. Every recommendation has been compiled."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DraftShape(NamedTuple):
 SHAPES = (DraftShape(3, None), DraftShape(5, None), DraftShape(None, Dynamic()))
 """Drafts to compare for a mixture of experts, where large drafts are expensive."""
 DEEPER = (DraftShape(5, None), DraftShape(None, Dynamic()), DraftShape(None, Dynamic(depth=10)))
-"""Drafts to compare for other targets, whose steps slow down little with more nodes or levels."""
+"""Drafts to compare for other targets, whose steps slow down only slightly with more nodes or levels."""
 
 
 class DraftEstimate(NamedTuple):

@@ -1,7 +1,7 @@
 """Published figures of TPU chips, and the topologies that libtpu compiles for.
 
-Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. They list
-memory, bandwidth and peak of a chip, the bandwidth of its links, and the shapes of slices by accelerator type.
+Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. They list the
+memory, bandwidth, peak and link bandwidth of each chip, and the slice shapes by accelerator type.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def slice_of(name: str) -> str:
-    """Return the generation and shape of an accelerator type. Return any other name unchanged.
+    """Return the generation and shape of an accelerator type. Return all other names unchanged.
 
     Accelerator types count chips, or cores for generations with two cores per chip, whose slices have three dimensions.
 
@@ -127,7 +127,7 @@ def topology(name: str) -> Topology:
     generation, _, shape = name.partition(":")
     sizes = shape.split("x")
     chip = CHIPS.get(generation)
-    # Limit sizes to 9 digits, since Python refuses to convert strings of more than 4,300.
+    # Limit sizes to 9 digits, since Python refuses to convert strings of more than 4,300 digits.
     has_valid_sizes = all(
         size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in sizes
     )
@@ -136,7 +136,7 @@ def topology(name: str) -> Topology:
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
         )
-    # Set these before loading libtpu: it must not look for a TPU host, and several processes may load it at once.
+    # Set these before loading libtpu: it must not look for a TPU host, and several processes may load it concurrently.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

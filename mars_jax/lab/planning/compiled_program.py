@@ -16,7 +16,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 class OutOfMemory(Exception):
-    """The program does not fit. `used` and `capacity` are bytes per device, 0 if unknown."""
+    """The error of a program that does not fit. `used` and `capacity` are bytes per device, 0 if unknown."""
 
     def __init__(self, used: int, capacity: int):
         super().__init__(f"{used} of {capacity} bytes")
@@ -27,7 +27,7 @@ class OutOfMemory(Exception):
 def compile_program(
     lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None
 ) -> dict[str, Any]:
-    """Compile a program and report the compile time, the compiler's counts and the collectives.
+    """Compile a program and report the compile time, the compiler's counts, and the collectives.
 
     Args:
       lowered: program lowered for abstract arguments with shardings on the devices to compile for.

@@ -1,8 +1,8 @@
 """Estimates of a step's time on a TPU, from counted bytes and a table of measured overheads.
 
 `overheads.json` lists for each generation the time of a step beyond reading its bytes: launches, collectives, and
-computation that is slower than its bytes. `python -m scripts.tpu_schedule --overheads` measures these overheads on the
-schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
+computation that takes longer than reading its bytes. `python -m scripts.tpu_schedule --overheads` measures these
+overheads on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("overheads.json")
 LAUNCH_SECONDS = (0.2e-6, 1.5e-6)
-"""Time to launch one instruction: the lower bound has all operands in fast memory; the other is an upper bound."""
+"""Time to launch one instruction: a lower bound, with all operands in fast memory, and an upper bound."""
 HOP_SECONDS = 1e-6
 """Latency between neighbouring chips. How to Scale Your Model (2025), chapter 3: "about 1 us"."""
 MAX_CONTEXT = 8192
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     """The work of one step on one device."""
 
     bytes: StepBytes
-    # Operations of the target's products.
+    # Operations of the target's matrix products.
     flops: float
     dtype: str
     # Tokens that the target scores, over all rows of the device.
@@ -55,7 +55,7 @@ class Work(NamedTuple):
     devices: int
     # Key of the table's "drafts", or the name of a drafter that was not measured.
     draft: str
-    # Passes of the draft, and transformer layers of each.
+    # Passes of the draft, and transformer layers per pass.
     passes: int
     draft_layers: int
 
@@ -95,7 +95,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
     table = overheads()[generation]
     layer = _layer_row(table["layers"][work.dtype], work.tokens)
     draft = table["drafts"][work.draft]
-    # The measured drafts have one layer in each pass.
+    # The measured drafts have one layer per pass.
     extra_layers = work.passes * max(work.draft_layers - 1, 0)
 
     seconds = layer["stretch"] * work.bytes.layers / bandwidth
@@ -116,7 +116,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
 
 
 def _layer_row(rows: dict[str, Any], tokens: int) -> dict[str, float]:
-    """Return the row of the smallest measured number of tokens that is at least `tokens`."""
+    """Return the row for the smallest measured number of tokens that is at least `tokens`."""
     return rows[str(min(int(count) for count in rows if int(count) >= tokens))]
 
 

@@ -37,9 +37,9 @@ class Plan:
     held_bytes: int
     # Weights of both models.
     weight_bytes: int
-    # Caches of both models, and the rest of the state.
+    # Caches of both models, and all other state.
     cache_bytes: int
-    # Least number of bytes that a step reads, with full contexts.
+    # Minimum number of bytes that a step reads, with full contexts.
     read_bytes: int
     # The larger of (bytes read / bandwidth) and (operations / peak).
     floor_seconds: float
@@ -151,12 +151,12 @@ def count_work(pair: Programs) -> Work:
 
 
 def product_weights(config: ModelConfig) -> float:
-    """Return the number of weights that take part in the products of one token."""
+    """Return the number of weights that take part in the matrix products for one token."""
     total = 0.0
     for row in weights(config):
         size = math.prod(row.shape)
         if isinstance(row.path[-1], int):
-            # Weights of one expert of a layer.
+            # Each token uses `experts_per_token` of the experts.
             size *= config.experts_per_token / config.num_experts
         if row.path != ("embed",) or config.tie_embeddings:
             total += size
@@ -194,7 +194,7 @@ def step_bytes(
 
 
 def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
-    """Return how often the draft's weights are read. A chain of a model begins with two tokens at once."""
+    """Return how often the draft's weights are read. A small model's chain begins with two tokens in one pass."""
     if draft.config is None:
         return 0
     if isinstance(draft.config, HeadConfig):
@@ -205,8 +205,8 @@ def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     """Return the bytes of weights that one device reads in a forward of `tokens` tokens.
 
-    An untied embedding is not counted, since only a few of its rows are looked up. Tokens that choose k of E experts
-    uniformly and independently need the share 1 - (1 - k / E) ** tokens of the experts.
+    An untied embedding is not counted, since only a few of its rows are looked up. If tokens choose k of E experts
+    uniformly and independently, they need a share of 1 - (1 - k / E) ** tokens of the experts.
     """
     total = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):

@@ -1,4 +1,4 @@
-"""Configs, without weights, of the models in published results, by name.
+"""Configs, without weights, of the models in published results, keyed by name.
 
 Sizes: config.json of lmsys/vicuna-13b-v1.3, meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.2-1B-Instruct,
 meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-235B-A22B.

@@ -74,7 +74,7 @@ def draft_of(
             tree = Dynamic(depth=config.drafts)
         options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
         return PlannedDraft(kind, lambda target: make(config, target, length, **options), config)
-    # Every other row has a default length.
+    # All other kinds have a default length.
     assert length is not None
     if config == "ngram":
         return PlannedDraft(kind, lambda _: drafters.ngram(length))
@@ -88,7 +88,7 @@ def draft_of(
 
 
 def kind_of(config: AnyConfig | str) -> str:
-    """Return the name of the drafter for the first argument of `draft_of`.
+    """Return the name of the drafter that `draft_of` returns for a config.
 
     >>> kind_of("ngram")
     'ngram'
@@ -102,7 +102,7 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     """Return the axes of a mesh of `count` devices.
 
     `model` gets the largest divisor of `count` that also divides the number of key-value heads. The remaining devices
-    go to `data` if the batch divides over them, and otherwise to `model` too.
+    go to `data` if they divide the batch evenly, and otherwise also to `model`.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)

@@ -1,7 +1,7 @@
 """Recipes: the flags of `mars-jax benchmark` that reproduce a published table, in one file per pair of models.
 
-A recipe is measured twice: as in its table, with the rule and the strict rule at the same draft, and with every arm at
-its best draft length. This module does not import jax.
+A recipe is measured twice: as in its table, with the rule and the strict rule using the same draft, and with every arm
+at its best draft length. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mars_jax.utils.paths import check_path
 
 FOLDER = Path(__file__).parent
 PARTS = ("paper", "tuned")
-"""The folders that a run creates: the table as published, and the arms at their best lengths."""
+"""The folders that a run creates: one for the table as published, and one for the arms at their best lengths."""
 TASKS = (
     "mt_bench=HuggingFaceH4/mt_bench_prompts",
     "humaneval=openai/openai_humaneval",
@@ -50,7 +50,7 @@ class Recipe:
     about: str = ""
     source: str = ""  # source of the published figures
     flags: Mapping[str, Any]  # flags of both parts
-    paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further flags of the first part
+    paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # additional flags of the first part
     slice: Mapping[str, str] = dataclasses.field(
         default_factory=dict
     )  # a TPU slice that fits the pair, and its mesh
@@ -122,7 +122,7 @@ def read_recipe(name: str) -> Recipe:
 def measured(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return means over the tables of summary.json, as papers report them.
 
-    These are speed and tau of the strict rule and the relaxed one, and the share of the score that is kept, if any.
+    These are speed and tau of the strict rule and of the relaxed one, and the share of the score preserved, if any.
 
     >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
     >>> measured({"tables": [{"arms": arms}]})
@@ -142,7 +142,7 @@ def measured(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(recipe: Recipe, output: Path) -> str:
-    """Return a Markdown table of the published and the measured figures in a run's folder."""
+    """Return a Markdown table of the published figures and of those measured in a run's folder."""
     figures = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
     lines = [
         f"# {recipe.name}: {recipe.about}",

@@ -20,7 +20,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import BITS
 
 ROOM = 0.85
-"""Share of the memory that weights may fill. The remainder is for caches and temporaries."""
+"""Share of the memory that weights may fill. The remainder is reserved for caches and temporaries."""
 
 
 def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str:

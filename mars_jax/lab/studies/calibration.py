@@ -30,7 +30,7 @@ RISKS = {
     "accuracy": "what the rule takes from the score of a text, from 0 to 1, mean over texts",
     "judge": "what the rule takes from a judge's number for a text, from 0 to 1, mean over texts",
 }
-"""Risks by name. All compare with the strict rule on the same prompt and seed."""
+"""Risks by name. All of them compare a rule with the strict rule on the same prompt and seed."""
 Judge = Callable[[str, str], float]
 """`(prompt, answer) -> score` from 0 to 1; higher is better."""
 CLIP = 1.0
@@ -53,7 +53,7 @@ def calibrate(
     seed: int,
     progress: Show,
 ) -> dict[str, Any]:
-    """Decode held-out problems with ever looser settings, as long as the risk is certified.
+    """Decode held-out problems with successively looser settings, as long as the risk is certified.
 
     Args:
       decoding: the pair of models and the settings of its answers.

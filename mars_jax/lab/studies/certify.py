@@ -3,14 +3,14 @@
 There are n problems, each with one loss per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a
 threshold only if it rejects the hypothesis that its risk exceeds the bound. Thresholds are tested from strict to loose,
 and testing stops at the first hypothesis that is not rejected, so that all tests together err with probability at most
-1 - confidence (fixed-sequence testing, section 2.3 there).
+1 - confidence (fixed-sequence testing, section 2.3 of that paper).
 
 Conformal risk control (2208.02814) bounds only the mean over calibrations and needs a loss that grows with looseness.
 Here two thresholds give two different completions, so the loss need not grow.
 
 The test is a bet against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in 2101.02703, section 3.1). It
-is valid for any bounded loss and any n, and sharp if losses are mostly zero, as here. Oracle: 200 resamplings of a
-known population in tests/lab/evaluate/test_calibration.py.
+is valid for any bounded loss and any n, and it is sharp if losses are mostly zero, as they are here. Oracle: 200
+resamplings of a known population in tests/lab/evaluate/test_calibration.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Trial:
     """A tested value of the threshold, or of another setting of a rule."""
 
     value: float
-    risk: float  # mean loss of the calibration problems
+    risk: float  # mean loss on the calibration problems
     p_value: float
     passed: bool
     tau: float
@@ -67,9 +67,9 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
 
 
 FACTORS = {0.1: 2, 0.25: 4, 0.5: 12}
-"""Multiples of `fewest` by the share of the bound that is lost. So many problems certify the bound in 19 of 20 draws,
-even if each text loses all or nothing. At a bound of 0.02 and confidence 0.95: 408 problems for a mean loss of 0.002,
-816 for 0.005 and 2,448 for 0.01."""
+"""Multiples of `fewest`, keyed by the mean loss as a share of the bound. That many problems certify the bound in 19 of
+20 draws, even if each completion loses all or nothing. At a bound of 0.02 and confidence 0.95: 408 problems for a mean
+loss of 0.002, 816 for 0.005 and 2,448 for 0.01."""
 
 
 def fewest(bound: float, confidence: float) -> int:

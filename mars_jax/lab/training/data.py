@@ -90,7 +90,7 @@ class _StreamRows:
 
 
 def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> Any:
-    """Return an endless `grain.MapDataset` of batches: rows of all streams by weight, reshuffled every epoch.
+    """Return an endless `grain.MapDataset` of batches: rows drawn from all streams by weight, reshuffled every epoch.
 
     Args:
       streams: streams of at least `length + 1` tokens.
@@ -116,17 +116,17 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
         dataset = grain.MapDataset.source(_StreamRows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
     mixed = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
-    # Keeping the remainder of batches of one row gives a length above sys.maxsize, which grain cannot handle.
+    # For one-row batches, keeping the remainder gives a length above sys.maxsize, which grain cannot handle.
     return mixed.batch(rows, drop_remainder=True)
 
 
 def draft_vocabulary(
     streams: Sequence[Stream], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> np.ndarray:
-    """Return the tokens of `always` and the most frequent tokens of some streams: i32[size], ascending.
+    """Return the tokens in `always` and the most frequent tokens of the streams: i32[size], ascending.
 
     Args:
-      streams: the streams, which count by their weights.
+      streams: the streams, counted according to their weights.
       size: W.
       vocab_size: V of the target.
       always: tokens to include, such as stop tokens, which a drafter should be able to draft.

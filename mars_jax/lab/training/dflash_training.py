@@ -1,4 +1,4 @@
-"""Training of block drafters: masked blocks at many positions of a row at once.
+"""Training of block drafters on masked blocks at many positions of a row at once.
 
 Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the positions of a block); DSpark
 (deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's
@@ -30,7 +30,7 @@ from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 
 SPACING = 8
-"""Default number of tokens of a row per block."""
+"""Default number of tokens in a row per block."""
 
 
 def decay_of(block_size: int) -> float:
@@ -45,7 +45,7 @@ def decay_of(block_size: int) -> float:
 def anchors(tokens: Array, count: int) -> Array:
     """Draw the start positions of A blocks in each row, i32[B, A]: one in each of A equal parts.
 
-    They are a function of the tokens i32[B, L], so that a killed run continues bit for bit.
+    The positions are a function of the tokens i32[B, L], so that a killed run continues bit for bit.
     """
     rows, length = tokens.shape
     key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
@@ -69,7 +69,7 @@ def dflash(
       config: config of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller.
-      blocks: A; default: one per `SPACING` tokens of a row.
+      blocks: A; default: one per `SPACING` tokens in a row.
       divergence: divergence of the head's distribution from the target's.
       dtype: dtype of the computation.
     """
@@ -170,7 +170,7 @@ def block_hidden(
 
 
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: five spread as published, or the thirds of a shallow target.
+    """Return the layers that a DFlash head reads: five spread as published, or the ends of a shallow target's thirds.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -195,7 +195,7 @@ def new_dflash(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Return an apprentice of a DFlash head that starts from its target; see `eagle_training.from_target`.
+    """Return an apprentice for a DFlash head that starts from its target; see `eagle_training.from_target`.
 
     Args:
       target, params, ids, seed: as for `eagle_training.new_eagle3`.

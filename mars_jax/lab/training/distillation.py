@@ -32,7 +32,7 @@ from mars_jax.utils.errors import MarsError
 def small_model(
     target: ModelConfig, draft: ModelConfig, params: PyTree, *, divergence: Divergence
 ) -> Apprentice:
-    """Return an apprentice of a small language model that learns the target's distributions (DistillSpec 2310.08461).
+    """Return an apprentice for a small language model that learns the target's distributions (DistillSpec 2310.08461).
 
     Args:
       target, draft: configs with the same vocabulary.
@@ -76,7 +76,7 @@ def train(
     seed: int = 0,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Train an apprentice on text. A killed run that is started again continues bit for bit.
+    """Train an apprentice on text. A killed run continues bit for bit when it is started again.
 
     Args:
       apprentice: see `small_model`, and the module of each kind of head.
@@ -84,10 +84,10 @@ def train(
       streams: the text.
       work: directory of checkpoints and log.jsonl.
       tokens: number of tokens to train on.
-      step_tokens, length: a step has rows of `length` tokens, `step_tokens` in total.
+      step_tokens, length: each step uses rows of `length` tokens, `step_tokens` in total.
       learning_rate: peak learning rate; see `loop.muon`.
       seed: seed of the order of the text.
-      mesh: divides the target over its axis `model` and the rows of a step over `data`. The apprentice is replicated on
+      mesh: divides the target over its axis `model` and each step's rows over `data`. The apprentice is replicated on
         every device.
 
     Returns:
@@ -120,7 +120,7 @@ def train(
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     def place(x: Any) -> Array:
         if isinstance(x, Array) and not x.is_fully_addressable:
-            # This is part of the target's weights, which is sharded over several processes.
+            # This array is one of the target's weights, sharded over several processes.
             return jax.jit(lambda array: array, out_shardings=sharding)(x)
         return hosts.put(x, sharding)
 
@@ -145,11 +145,11 @@ def train_on_features(
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> PyTree:
-    """Train a head on features of its target. Figures of held-out rows go to `held_out.jsonl`.
+    """Train a head on features of its target. Figures of held-out rows are logged in `held_out.jsonl`.
 
     Args:
       apprentice: its loss takes `Recorded` rows.
-      teacher: the target's params, of which only the embedding is read.
+      teacher: the target's params; only the embedding is read.
       dumps: folders of features.
       work, step_tokens, learning_rate, seed: as for `train`.
       tokens: number of tokens to train on, including padding.

@@ -1,6 +1,6 @@
 """Training of EAGLE-3 heads by training-time test, and of EAGLE-1 heads by regression.
 
-Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens of a row, n = L - 1 entries, E
+Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens per row, n = L - 1 entries, E
 hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens
 (tests/lab/training/test_heads.py).
 """
@@ -110,8 +110,8 @@ def eagle3(
     Args:
       config: config of the head.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
-      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are no
-        params.
+      ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are not part
+        of the params.
       steps: number of tokens to draft.
       divergence: divergence of the head's distribution from the target's.
       dtype: dtype of the computation.
@@ -154,7 +154,7 @@ def drafted_ahead(
       steps, dtype: as for `eagle3`.
 
     Yields:
-      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain begun at entry t - j; and
+      For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
       bool[B, n], whether that chain lies inside one document.
     """
     feature = head.fuse(config, both.draft, output)
@@ -241,7 +241,7 @@ def eagle1(
 
 
 def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: the published choice, or the thirds of a shallow target.
+    """Return the layers that an EAGLE-3 head reads: the published choice, or the ends of a shallow target's thirds.
 
     >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
     (1, 15, 28)
@@ -289,7 +289,7 @@ def new_eagle3(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Return an apprentice of an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
+    """Return an apprentice for an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
 
     Args:
       target, params: the model and its weights.
@@ -324,7 +324,7 @@ def new_eagle3(
 def new_eagle1(
     target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice of an EAGLE-1 head. The arguments are those of `new_eagle3`."""
+    """Return an apprentice for an EAGLE-1 head. The arguments are those of `new_eagle3`."""
     config = EagleConfig(
         version=1,
         layer=layers_like(target, intermediate_size),

@@ -1,4 +1,4 @@
-"""Stored features of a frozen target, so that an epoch of training a head costs no forward of the target.
+"""Stored features of a frozen target, so that training a head needs no forward of the target.
 
 A dump is a folder of shards, and a shard is a folder of arrays: R rows of L tokens, E hidden size of the target, K
 layers. Oracle: the loss on the target's own forward (tests/lab/training/test_features.py).
@@ -24,7 +24,7 @@ from mars_jax.hub.durable import sync
 from mars_jax.utils.errors import MarsError
 
 TOP = 64
-"""Number of most likely tokens of each position whose log-probabilities are stored."""
+"""Number of most likely tokens per position whose log-probabilities are stored."""
 PADDING = -1
 """Segment number of padding."""
 
@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
     tokens: Any  # i32[R, L]
     segments: Any  # i32[R, L]; a token attends within its document; PADDING at the end of a row
     features: Any  # bf16[R, L, K * E]; concatenated outputs of the layers
-    top: Any  # i32[R, L, TOP]; the most likely next tokens, in falling order
+    top: Any  # i32[R, L, TOP]; the most likely next tokens, in descending order
     log_probs: Any  # f16[R, L, TOP]; their log-probabilities in nats, over the whole vocabulary
 
 
@@ -124,7 +124,7 @@ def shards(dump: str | os.PathLike[str]) -> list[Path]:
 
 
 class _DumpRows:
-    """The rows of several shards with one row length."""
+    """The rows of several shards that share one row length."""
 
     def __init__(self, folders: Sequence[Path]):
         self._shards = [read_shard(folder) for folder in folders]
@@ -140,7 +140,7 @@ class _DumpRows:
 
 
 def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
-    """Return the batches of dumps, held-out batches, and the mean number of tokens of a batch, padding included.
+    """Return the batches of dumps, held-out batches, and the mean number of tokens per batch, including padding.
 
     The batches are an endless `grain.MapDataset`. A batch holds whole rows of one dump, about `step_tokens` tokens in
     total. The first shard of every dump is held out.
@@ -161,7 +161,7 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
         length = rows[0].tokens.shape[-1]
         size = max(1, step_tokens // length)
         dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()
-        # Keeping the remainder of batches of one row gives a length above sys.maxsize, which grain cannot handle.
+        # For one-row batches, keeping the remainder gives a length above sys.maxsize, which grain cannot handle.
         datasets.append(dataset.batch(size, drop_remainder=True))
         counts.append(len(rows) / size)
         sizes.append(size * length)

@@ -26,7 +26,7 @@ from mars_jax.utils.errors import MarsError
 CHECKPOINTS = "orbax"
 """Directory of the checkpoints, inside the directory of a training run."""
 WARMUP, DECAY = 50, 0.35
-"""Number of steps over which the learning rate rises, and share of final steps over which it falls to zero."""
+"""Number of steps over which the learning rate rises, and final share of the steps over which it falls to zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def fit(
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Train and return the params. A killed run that is started again continues bit for bit.
+    """Train and return the params. A killed run continues bit for bit when it is started again.
 
     Args:
       training: see `Training`.
@@ -117,7 +117,7 @@ def fit(
       description: label of the progress bar.
 
     Raises:
-      MarsError: `directory` holds a checkpoint of another training run.
+      MarsError: `directory` holds a checkpoint of a different training run.
     """
     import grain
 
@@ -165,7 +165,7 @@ def refuse_version_0_1(directory: Path) -> None:
 
 
 class Checkpoints:
-    """The last two states of a training run on disk. The first of several processes reads and writes them."""
+    """The last two states of a training run on disk. Only the first of several processes reads and writes them."""
 
     def __init__(self, directory: Path, steps: int):
         import orbax.checkpoint as ocp
@@ -193,7 +193,7 @@ class Checkpoints:
         """Return the number of completed steps and the state after them, placed like `state`; or 0 and `state` itself.
 
         Raises:
-          MarsError: the checkpoint is damaged or belongs to another training run.
+          MarsError: the checkpoint is damaged or belongs to a different training run.
         """
         step = None if self._manager is None else self._manager.latest_step()
         completed_steps = hosts.broadcast(step or 0)

@@ -1,6 +1,6 @@
 """Training of Medusa heads: head i learns the target's distribution i + 2 tokens ahead.
 
-Source: Medusa 2401.10774, section 2.2. B rows, L tokens of a row, E hidden size, V vocabulary, H heads.
+Source: Medusa 2401.10774, section 2.2. B rows, L tokens per row, E hidden size, V vocabulary, H heads.
 Oracle: acceptance of the exported heads (tests/lab/commands/test_distill.py).
 """
 

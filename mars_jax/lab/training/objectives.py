@@ -1,6 +1,6 @@
 """Divergences of a drafter's distribution from its target's, and shared parts of head losses.
 
-B rows, L tokens of a row, V vocabulary, W draft vocabulary.
+B rows, L tokens per row, V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations

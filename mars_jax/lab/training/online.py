@@ -2,7 +2,7 @@
 
 Source: OSD (2310.07177): cross entropy to the target's distribution at positions where drafts were rejected. An EAGLE-3
 head learns there at every step of its chain. B rows, T tokens, n positions, K draft tokens, V vocabulary.
-Oracle: a count by hand of the steps of a run (tests/lab/training/test_online.py).
+Oracle: a run's steps, counted by hand (tests/lab/training/test_online.py).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mars_jax.serve.requests import Completion
 from mars_jax.utils.errors import MarsError
 
 BATCH = 8
-"""Number of new documents, and also of old ones, in a gradient step."""
+"""Number of new documents, and number of old documents, per gradient step."""
 EVERY, STEPS = 32, 8
-"""Default number of completions between two updates of `--refine`, and number of gradient steps of an update."""
+"""Default number of completions between two updates of `--refine`, and number of gradient steps per update."""
 HELD_OUT, WIDTH = 16, 256
-"""Maximum number of held-out documents of `--refine`, and maximum number of tokens of a document."""
+"""Maximum number of held-out documents of `--refine`, and maximum number of tokens per document."""
 
 
 class Refined(NamedTuple):
@@ -80,10 +80,10 @@ def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
 class Refiner:
     """Updates of a draft model or an EAGLE-3 head from its rejected drafts, with a guard against forgetting.
 
-    Any number of updates together may not lower the expected tau on held-out documents below a share of its first
-    value. Otherwise weights and optimizer are rolled back. If a change of the target has already lowered it that far,
-    an update may not lower it further. Old documents, trained on at every position in addition to the failures,
-    preserve earlier knowledge.
+    All updates together must not lower the expected tau on held-out documents below a share of its first value.
+    Otherwise weights and optimizer are rolled back. If a change of the target has already lowered tau that far, an
+    update must not lower it further. Old documents, trained on at every position in addition to the failures, preserve
+    earlier knowledge.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Refiner:
         return trained | self._ids if self._ids else trained
 
     def expected_tau(self, target_params: PyTree) -> float:
-        """Return the expected tau of a chain of K on the held-out documents, with the current weights."""
+        """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
         tokens, lengths = self._padded(self._held_out)
         total = count = 0.0
         for first in range(0, len(tokens), BATCH):
@@ -180,8 +180,8 @@ class Refiner:
 
         Args:
           target_params: the params that currently decode.
-          steps: number of updates, each on `BATCH` completions and as many old documents. No update without
-            completions.
+          steps: number of updates, each on `BATCH` completions and as many old documents. Without completions there is
+            no update.
         """
         old_params, old_state = self._params, self._state
         tau_before = self.expected_tau(target_params)
@@ -215,7 +215,7 @@ class Refiner:
         return jnp.asarray(tokens), jnp.asarray(loss_mask, bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. Padding is last: no token attends to it."""
+        """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. No token attends to padding, which is last."""
         tokens, lengths = np.zeros((len(texts), self._width), np.int32), np.zeros(len(texts), np.int32)
         for row, text in enumerate(texts):
             lengths[row] = min(len(text), self._width)
@@ -233,7 +233,7 @@ def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Calla
 
 
 def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
-    """Return a function that computes the sum of the expected tau of chains from each position, and their number."""
+    """Return a function that sums the expected tau of the chains from all positions, and counts these chains."""
 
     def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
         acceptance = learner.acceptance(params, teacher, tokens)
@@ -319,7 +319,7 @@ def open_refiner(
       samples: whether any request has a temperature above 0.
 
     Raises:
-      MarsError: the file holds fewer than two documents, or the draft has another tokenizer.
+      MarsError: the file holds fewer than two documents, or the draft has a different tokenizer.
     """
     width = min(WIDTH, target.config.max_positions)
     texts = [target.encode(text)[:width] for text in documents(file)]
@@ -362,7 +362,7 @@ def open_refining(
 
 
 class Refining:
-    """Refinement of a queue's draft after every `every` completions. `keeps` is whether to return log-probabilities."""
+    """Refinement of a queue's draft after every `every` completions. Unless `keeps`, drop log-probabilities."""
 
     def __init__(self, refiner: Refiner, target: Pretrained, *, every: int, keeps: bool):
         self._refiner, self._target, self._every, self._keeps = refiner, target, every, keeps

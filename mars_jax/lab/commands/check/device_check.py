@@ -131,7 +131,7 @@ def device() -> dict[str, Any]:
 
 
 def wrong_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each row that failed or that differs by more than ties."""
+    """Return a sentence for each row that failed or whose differences are not only ties."""
     sentences = []
     for row in rows:
         if not row["status"].startswith("equal"):

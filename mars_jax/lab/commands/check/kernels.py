@@ -30,11 +30,11 @@ COMPILED = 32000
 ROUNDS = 7
 """Timed runs of each compiled operation."""
 LOOPED = 50
-"""Calls per timed run on an accelerator, because one call is shorter than its dispatch."""
+"""Calls per timed run on an accelerator, where dispatching a call takes longer than the call itself."""
 ROWS = 12
 """B."""
 _SUMS = ("logsumexp", "result")
-"""Names of results that are sums, whose rounding depends on the order. All other results must be equal bit by bit."""
+"""Names of results that are sums, whose rounding depends on the order. All other results must be bitwise equal."""
 
 
 class Case(NamedTuple):
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     dtype: str
     call: Callable[..., Any]  # takes (*operands, **options of a form)
     operands: Any
-    tolerance: float = 1e-5  # tolerance of `_SUMS`, relative to the largest number
+    tolerance: float = 1e-5  # tolerance of `_SUMS`, relative to the maximum absolute value
     expected: Any = None  # None: use the operation's own reference
     has_shards: bool = True  # whether a partitioned form exists
 
@@ -120,7 +120,7 @@ def _reference(case: Case) -> Any:
 
 
 def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
-    """Return the names of the results that differ, each with its number of wrong entries.
+    """Return the names of the differing results, each with its number of wrong entries.
 
     >>> from kernels_pallas import MarginStats
     >>> one, two = (MarginStats(*np.full((5, 3), value, np.float32)) for value in (1, 2))
@@ -180,8 +180,8 @@ def _accept(
 ) -> Case:
     """Return a case of acceptance, with rows of four kinds.
 
-    The rows are free, strict, limited to relaxed runs of one, or have the runner-up as stop token. A node drafts the
-    best token of its parent's target, its runner-up, a random token, or no token.
+    The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as stop token. A
+    node drafts the best token of its parent's target, its runner-up, a random token, or no token.
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
@@ -214,7 +214,7 @@ def _normal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> 
 
 
 def _attention(dtype: str, window: int | None) -> Case:
-    """Return a case of attention by trees of seven nodes, after contexts of different lengths."""
+    """Return a case of attention in trees of seven nodes, after contexts of different lengths."""
     slots, heads, group, dim = 512, 2, 4, 128
     parents, depths = static_topology((2, 2))
     nodes, random = len(parents), np.random.default_rng(0)
@@ -236,13 +236,13 @@ def _attention(dtype: str, window: int | None) -> Case:
 
 
 def _experts() -> Case:
-    """Return a case of the products in a mixture of experts, with numpy's result."""
+    """Return a case of the matrix products in a mixture of experts, with numpy's result."""
     random = np.random.default_rng(0)
     x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
     experts = np.repeat(np.arange(4), sizes)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[experts])
-    # Products of bfloat16 are exact in float32; a sum of 256 of them is within 256 roundings.
+    # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.
     return Case(
         "dense_by_expert",
         "[48, 256] by 4 experts",

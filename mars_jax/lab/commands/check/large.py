@@ -1,7 +1,7 @@
 """Times of an 8B model on this device: steps, a batch and a prompt, compared with a copy and a matrix product.
 
-Weights and caches are random, and acceptance is simulated at a published tau. This reads no files and gives the times
-of a real model, though the generated text is meaningless. B batch.
+Weights and caches are random, and acceptance is simulated at a published tau. So no files are read, and the times equal
+those of a real model, though the generated text is meaningless. B batch.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ TREE = TimedArm("tree 10-7-60", {}, 6.61)
 
 
 class Program(NamedTuple):
-    """A lowered loop of `STEPS` steps, its arguments, and the least work of one step."""
+    """A lowered loop of `STEPS` steps, its arguments, and the minimum work of one step."""
 
     lowered: Any
     params: Params
     start: Callable[[], DecodeState]
-    bytes: int  # least bytes that one step reads
-    flops: int  # operations of the target's products in one step
+    bytes: int  # minimum bytes that one step reads
+    flops: int  # operations of the target's matrix products in one step
 
 
 class RandomPair(NamedTuple):
-    """A target and an EAGLE-3 head of its size, with random weights on the device."""
+    """A target and an EAGLE-3 head of matching size, with random weights on the device."""
 
     config: ModelConfig
     model: LanguageModel
@@ -112,7 +112,7 @@ class RandomPair(NamedTuple):
 
     @property
     def num_weights(self) -> int:
-        """Number of weights that take part in a product."""
+        """Number of weights that take part in a matrix product."""
         rows = leaves(self.config)
         return sum(
             math.prod(row.shape) for row in rows if row.path != ("embed",) or self.config.tie_embeddings
@@ -138,7 +138,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 
 
 def check_large(tick: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
-    """Return the times of `TARGET` on this device, as `measure` does, or the reason why it cannot be measured."""
+    """Return the times of `TARGET` on this device, as `measure` does, or the reason why they cannot be measured."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
     if jax.default_backend() == "cpu" or dtype is None:
@@ -159,7 +159,8 @@ def measure(
 
     Args:
       config: config of the target.
-      dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of its size keeps the wide dtype.
+      dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of matching size keeps the wide
+        dtype.
       rows: B of the batch.
       context: tokens in each row before its first step, and in the prompt.
       tick: called with the name of each part before it runs.
@@ -202,7 +203,7 @@ def error_summary(error: Exception) -> str:
 
 
 def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `measure`, or its error, so that one program without memory does not abort the report."""
+    """Return the figures of `measure`, or its error, so that running out of memory does not abort the report."""
     try:
         return measure()
     except Exception as error:  # compilers and drivers raise errors of many types

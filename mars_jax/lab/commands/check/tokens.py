@@ -19,8 +19,8 @@ TOKENS = 48
 """New tokens per prompt."""
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
-"""Nats. Logits this close count as tied: the number of nodes in a forward changes the order of summation. In float32
-this changes the logits of these models by about 1e-5."""
+"""Maximum difference in nats between logits that count as tied. The number of nodes in a forward changes the order of
+summation, which in float32 changes the logits of these models by about 1e-5."""
 
 
 def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[str, Any]]:
@@ -29,10 +29,10 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[
     Matrix products use full float32 precision, because some devices round them to fewer bits by default.
 
     Args:
-      tick: called with the name of each way to decode before it runs.
+      tick: called with the name of each decoding method before it runs.
 
     Returns:
-      One row per way to decode: its name, status ("equal", "equal up to ties" or "differs"), detail and tau.
+      One row per decoding method: its name, status ("equal", "equal up to ties" or "differs"), detail and tau.
     """
     with jax.default_matmul_precision("highest"):
         target = hub.load(assets.TARGET, dtype="float32")
@@ -71,10 +71,10 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[
 def compare_with_target(
     target: Pretrained, prompts: Sequence[list[int]], tokens: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """Check that each token is the target's best one given the preceding text, or tied with it.
+    """Check that each token is the target's best one given the preceding tokens, or tied with it.
 
     Args:
-      target: the model that scores each text in one forward.
+      target: the model, which scores each prompt and its tokens in one forward.
       prompts: token ids of each prompt.
       tokens: token ids decoded for each prompt.
     """

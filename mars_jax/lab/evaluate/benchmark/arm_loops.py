@@ -19,7 +19,7 @@ from mars_jax.verify import RuleChoice
 
 TEXTS = "texts.json"
 SHOWN = 8
-"""Problems per task whose completions are stored for the report, with the kind of every token."""
+"""Number of problems per task whose completions are stored for the report, with the kind of every token."""
 
 
 class Evaluation:
@@ -38,7 +38,7 @@ class Evaluation:
         self._decoding, self._folder, self._settings = decoding, folder, settings
         self._file, self._is_part = file, part is not None
         self.rows: list[Row] = []
-        # The weights of a rule are read once for each temperature.
+        # Make the arms once for each temperature, because this reads the weights of the rule.
         self.arms: dict[float, list[Arm]] = {
             temperature: make_arms(
                 rule,
@@ -57,7 +57,7 @@ class Evaluation:
             for task, group in by_task(problems).items()
             for i, p in enumerate(group)
         }
-        # Without rows, the folder may hold the completions of a run with other settings.
+        # If there are no rows, the folder may hold the completions of a run with different settings.
         self.texts = (read_shared_json(folder / TEXTS) or {}) if file.rows else {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
@@ -80,7 +80,7 @@ class Evaluation:
                 self._keep_texts(task, temperature)
 
     def _shown(self, temperature: float) -> list[Arm]:
-        """Return the arms whose completions the page shows: the strict rule, and the first arm of the measured rule."""
+        """Return the arms whose completions the page shows: the strict rule, and the measured rule's first arm."""
         if self._settings["controls"] == "none":
             return []
         arms = {arm.role: arm for arm in reversed(self.arms[temperature])}

@@ -39,7 +39,7 @@ class Recorder:
         *,
         length: int | None = None,
     ) -> list[Row]:
-        """Return an arm's rows for one group of problems of a task. Decode those that are not on file.
+        """Return an arm's rows for one group of problems of a task. Decode only the rows that are not on file.
 
         Args:
           decoding: the pair of models.

@@ -57,11 +57,11 @@ class LowMarginSampling(verify.Lossy):
     def __call__(self, evidence: Evidence) -> tuple[Verdict, LowMarginSampling]:
         tree, controls, stats = evidence.tree, evidence.controls, evidence.stats
         theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
-        # A node decides on the token after it, which is one deeper.
+        # A node determines the token after it, which is one level deeper.
         free = tree.depths >= self.strict_edges(evidence)[:, None]
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
-        # Probability of the runner-up among the two best tokens.
+        # `share` is the probability of the runner-up among the two best tokens.
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
         second = node_uniforms(evidence.keys, evidence.positions) < share
         y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
@@ -78,9 +78,9 @@ def low_margin_sampling(
     """Return a control in which the target itself samples from the set that `verify.mars` lets a draft choose from.
 
     If the margin of the two best tokens is low, y is one of these two, drawn by the target's odds at the row's
-    temperature (1 in a greedy row). Otherwise, and if one of the two is a stop token, and among the first
+    temperature (1 in a greedy row). If the margin is not low, if one of the two is a stop token, or within the first
     `exact_prefix` tokens, y is the token of `verify.exact`. A difference in quality between mars and this control is
-    therefore due to the draft. It accepts any tree, though it is meant to run without a draft.
+    therefore due to the draft. The control accepts any tree, though it is meant to run without a draft.
 
     Args:
       margin, theta, exact_prefix: as for `verify.mars`, which validates them.
@@ -193,7 +193,7 @@ def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[
 
 
 def label(choice: RuleChoice, rule: LoadedRule) -> str:
-    """Return the name of a rule with the settings that its own name omits, theta excepted."""
+    """Return the name of a rule with the settings that its own name omits, except theta."""
     is_users = is_own(choice.spec)
     words = [choice.definition.name if is_users else rule.rule.name]
     for name, value in choice.settings.items():
@@ -204,7 +204,7 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
 
 
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
-    """Return the controls that separate the benefit of a rule from that of sampling among the two best tokens."""
+    """Return the controls that separate a rule's benefit from that of sampling among the two best tokens."""
     arms = []
     if temperature > 0:
         arms.append(

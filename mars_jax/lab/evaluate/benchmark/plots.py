@@ -15,13 +15,13 @@ PICTURES = {
     "tau_theta": "tau against theta",
     "depth": "share accepted at each depth",
 }
-"""The plots by the stem of their file names, with their captions."""
+"""Captions of the plots, keyed by the stem of the file name."""
 LEAST_POINTS = 10
 """Minimum range of a score axis, in points of 100: differences of one or two points are noise."""
 
 
 def captions(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the plots of a run with their captions. Without a rule that has theta, there is no plot over theta."""
+    """Return the captions of a run's plots. If no rule has theta, omit the plot over theta."""
     arms = [arm for table in summary["tables"] for arm in table["arms"]]
     if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
         return PICTURES

@@ -1,6 +1,6 @@
 """The files of a benchmark other than its rows: summary.json, table.md, the plots, and report.html.
 
-The page is self-contained: it needs no network, script or other file.
+The page is self-contained: it needs no network access, scripts or other files.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping
     Args:
       summary: contents of summary.json.
       texts: contents of texts.json.
-      pictures: PNG files, by the names of `plots.PICTURES`.
+      pictures: PNG files, keyed by the names in `plots.PICTURES`.
     """
     import jinja2
 

@@ -57,7 +57,7 @@ class Study:
             "tasks": {task: len(group) for task, group in by_task(self.problems).items()},
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
-            "group": GROUP,  # consecutive batches of an arm, which decide the order of the rows
+            "group": GROUP,  # consecutive batches per arm, which determine the order of the rows
             "seed": self.seed,
             "chat": self.chat,
             "problems": digest(repr(list(self.problems)).encode()),
@@ -104,7 +104,7 @@ def evaluate(
       The contents of summary.json, or {} for a part.
 
     Raises:
-      MarsError: the folder holds the output of another run.
+      MarsError: the folder holds the output of a different run.
     """
     settings = study.settings(drafter.params)
     settings |= {"drafter": drafter.drafter.name, "controls": controls}

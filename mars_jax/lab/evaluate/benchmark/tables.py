@@ -117,7 +117,7 @@ def about(table: Mapping[str, Any]) -> str:
 
 
 def change(arm: Mapping[str, Any], metric: str) -> str:
-    """Return an arm's change in score from the target without a draft, with a word for the difference.
+    """Return an arm's change in score from the target without a draft, with a verdict in words.
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
     >>> change(arm, "final_answer"), change(arm, "likelihood")
@@ -144,7 +144,7 @@ def change(arm: Mapping[str, Any], metric: str) -> str:
 
 
 def cells(arm: Mapping[str, Any], metric: str) -> dict[str, str]:
-    """Return the table row of an arm, keyed by the names of `COLUMNS`."""
+    """Return the table row of an arm, keyed by the names in `COLUMNS`."""
     is_drafting = bool(arm["acceptance_by_depth"])
     return {
         "arm": arm["arm"],

@@ -1,7 +1,7 @@
 """Each arm at its own best draft length: a lossy rule compared with the best lossless one.
 
 A longer draft also yields more tokens per step, without changing the output. The first quarter of a task's problems
-selects the lengths, and the others are scored. Source of the comparison: arXiv 2607.08690.
+selects the lengths, and the remaining problems are scored. Source of the comparison: arXiv 2607.08690.
 
 Oracle: recounts from rows, and decodes of the same pair (tests/lab/evaluate/test_tuned.py).
 """
@@ -84,7 +84,7 @@ def tuned(
     cost: float | None,
     progress: Show,
 ) -> dict[str, Any]:
-    """Choose the length of every arm on some problems, score all arms on the others, and write rows and tables.
+    """Choose the length of every arm on some problems, score all arms on the remaining ones, and write rows and tables.
 
     Call it again with the same arguments to continue after a kill.
 
@@ -101,7 +101,7 @@ def tuned(
       The contents of tuned.json.
 
     Raises:
-      MarsError: a task has only one problem, or the folder holds the output of another run.
+      MarsError: a task has only one problem, or the folder holds the output of a different run.
     """
     tasks = by_task(study.problems)
     for task, group in tasks.items():

@@ -39,7 +39,7 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
       All rows in their order. Rows with a result have score 1 or 0.
 
     Raises:
-      MarsError: a results file belongs to other samples or cannot be read.
+      MarsError: a results file belongs to different samples or cannot be read.
     """
     code = {(p.task, p.id): p.code for p in problems if p.code is not None}
     for task in {task for task, _ in code}:

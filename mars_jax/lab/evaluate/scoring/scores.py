@@ -2,7 +2,7 @@
 
 A metric maps an answer to a row of numbers. A task's score is a function of the sum of these rows, so that the
 bootstrap resamples sums. R resamples, n answers, k numbers per answer. Oracles: `rouge-score`, `sacrebleu`, and
-hand-made cases, in tests/lab/evaluate/test_scores.py.
+hand-written cases, in tests/lab/evaluate/test_scores.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def score_answer(problem: Problem, text: str) -> list[float] | None:
     """Score one answer: a single number, the BLEU counts, or None if it is not scored here.
 
     Args:
-      problem: gives metric and references. For the likelihood see `arm_loops.score_answers`, for programs `samples`.
+      problem: the problem with its metric and references. For the likelihood see `arm_rows.score_answers`, for programs
+        see `samples`.
       text: the answer.
 
     >>> score_answer(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
@@ -119,7 +120,7 @@ def _rouge() -> Any:
 
 
 def rouge_l(text: str, references: Sequence[str]) -> float:
-    """Return the F1 of the longest common subsequence of words, against the best reference.
+    """Return the F1 of the longest common subsequence of words, maximised over the references.
 
     Source: Lin 2004, by `rouge-score`. Raises: MarsError if that package is not installed.
     """
@@ -136,7 +137,7 @@ def _bleu_metric() -> Any:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
-    """Return an answer's contribution to corpus BLEU: matches of 1 to 4 words, numbers of n-grams, and both lengths.
+    """Return an answer's contribution to corpus BLEU: matching 1- to 4-grams, numbers of n-grams, and both lengths.
 
     Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError if that package is not
     installed.

@@ -28,7 +28,7 @@ def read_problems(
       name: one of `TASKS`.
       path: path of the task's file, or (except for stories) a Hub dataset as OWNER/NAME[:CONFIG[:SPLIT]]; None for
         arithmetic, whose problems are in the package.
-      chat: whether the prompts will be formatted by a chat template. Plain prompts contain their own instructions.
+      chat: whether a chat template will format the prompts. Plain prompts contain their own instructions.
       limit: maximum number of problems; None for all.
 
     Raises:

@@ -35,8 +35,8 @@ PARTS = {
 }
 """Default configs and splits, from the dataset cards of openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
 abisee/cnn_dailymail and wmt/wmt19. Other datasets use no config and the split test, for example
-openai/openai_humaneval and google-research-datasets/mbpp. "prompts" is for the datasets of `mars-jax generate`; most of
-these have only a train split."""
+openai/openai_humaneval and google-research-datasets/mbpp. "prompts" is for the datasets that `mars-jax generate` reads,
+most of which have only a train split."""
 
 
 def is_hub_name(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Objects of a JSON-lines file, plain or compressed, each with its place in the file for error messages."""
+"""Objects in a JSON-lines file, plain or compressed, each with its place in the file for error messages."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
         id=name,
         turns=(prompt if chat else f"{prompt}\n[BEGIN]\n",),
         metric="pass@1",
-        # The assertions run as they are. HumanEval's evaluator then calls `check(None)`.
+        # The assertions run at the top level. HumanEval's evaluator then calls `check(None)`.
         code=Code("", "None", "\n".join([*setup, *tests, "", "def check(function):", "    pass", ""])),
     )
 
@@ -153,7 +153,7 @@ _SPEC_BENCH = {
 
 
 def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of any of the six parts; each is a task. Math prompts set no answer format: the last number counts."""
+    """Read a row of any of the six parts; each is a task. Math sets no answer format, so the last number counts."""
     category = fields.text("category")
     if category == "math_reasoning":
         return Problem(

@@ -27,4 +27,4 @@ class Problem:
     metric: str = "none"  # one of `scores.METRICS`
     references: tuple[str, ...] = ()
     code: Code | None = None
-    continues: bool = False  # plain text to continue, without a chat template
+    continues: bool = False  # the prompt is plain text to continue, without a chat template
