@@ -1,4 +1,5 @@
-"""Build the per-request settings of a batch. Oracle: tests/core/test_sampling.py. B batch, M stop tokens."""
+"""The per-request settings of a batch and their validation. Oracle: tests/core/test_sampling.py. B batch, M stop
+tokens."""
 
 from __future__ import annotations
 
