@@ -41,7 +41,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_width(size: int, most: int) -> int:
-    """Return a block width for `size` numbers: `size` up to `most`, else the most whole registers that divide `size`.
+    """Return a block width for `size` numbers: `size` up to `most`, else its largest divisor in whole registers.
 
     >>> block_width(14336, 2048), block_width(13824, 2048), block_width(96, 1024)
     (2048, 1536, 96)

@@ -214,7 +214,7 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
 
 
 def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
-    """Add the product with a block, scaling its results by group."""
+    """Add a block's product, scaling the results by group."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
         w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
@@ -227,7 +227,7 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
 
 
 def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bool) -> Array:
-    """Add the product with a block, scaling its weights and rounding them to bfloat16 first."""
+    """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
     of_block, inner = memory.values.shape[0], memory.ordered.shape[2]
     of_step = _float32(memory.bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
     scale = _of_words(of_step, narrow)

@@ -1,5 +1,4 @@
-"""The per-request settings of a batch and their validation. Oracle: tests/core/test_sampling.py. B batch, M stop
-tokens."""
+"""Per-request settings of a batch, with validation. Oracle: tests/core/test_sampling.py. B batch, M stop tokens."""
 
 from __future__ import annotations
 
