@@ -156,9 +156,9 @@ def kernel_or(kernel: Form, plain: Form, *, platform: str) -> Form:
 def runs_here(platform: str) -> bool:
     """Return whether this process has started JAX on a device of the platform.
 
-    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another.
-    This uses a private part of jax, because there is no public equivalent. If a later jax lacks it, this function
-    starts the default backend, as the first array would.
+    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another
+    process. This uses a private part of jax, because there is no public equivalent. If a later jax lacks it, this
+    function starts the default backend, as the first array would.
     """
     started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
     return started() and jax.default_backend() == platform
@@ -261,9 +261,9 @@ def _lower(ctx: Any, *leaves: Any, whole: Form, partitioned: Form) -> Any:
 def is_partitioned(ctx: Any) -> bool:
     """Return whether XLA will partition the operations that a lowering rule emits.
 
-    This uses a private part of jax, because no public API tells a lowering rule the number of devices. jax's own rule
-    for Mosaic calls also reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from 0.10 to
-    0.12), but a later jax may move it. An unknown context counts as partitioned, because that form is correct
+    This uses a private part of jax, because a lowering rule has no public way to get its number of devices. jax's own
+    rule for Mosaic calls also reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from
+    0.10 to 0.12), but a later jax may move it. An unknown context counts as partitioned, because that form is correct
     everywhere and only slower; tests/kernels/test_whole.py then fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)

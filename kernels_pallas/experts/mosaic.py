@@ -1,4 +1,4 @@
-"""TPU kernel for int8 products of a mixture of experts: rows sorted by expert, each times its expert's matrix.
+"""TPU kernel for int8 products in a mixture of experts: rows sorted by expert, each times its expert's matrix.
 
 R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into a
 different layout, and Megablox does not support int8. This kernel reads only the matrices of experts that have rows,
@@ -45,7 +45,7 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows [ends - size, ends). `visit_ends` counts the visits up to and including those of e.
+    # Rows [ends - size, ends) belong to expert e. `visit_ends` counts the visits up to and including those of e.
     ends = jnp.cumsum(sizes)
     first = (ends - sizes) // rows
     visit_counts = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)

@@ -129,7 +129,7 @@ def dense_int4(
 class _Memory(NamedTuple):
     """The kernel's memory: the inputs, the output, and the scratch from `ordered` on."""
 
-    x: Any  # bf16[R, K]; `parts` rows of x make one row of results
+    x: Any  # bf16[R, K]; `parts` rows of x yield one result row
     values: Any  # i4[groups of the block, size, outputs]
     bits: Any  # u16[G, outputs], the scales
     offset: Any  # f32[G, outputs]

@@ -37,7 +37,7 @@ def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
 
 
 def join(parts: Array, k: int, size: int, *, interpret: Any = False) -> Array:
-    """Join the results i32[W, 2, R, 128] of parts of `size` tokens each into i32[2, R, 128]."""
+    """Join the results i32[W, 2, R, 128] of W vocabulary parts, `size` tokens each, into i32[2, R, 128]."""
     count, _, rows, _ = parts.shape
     block = min(rows, SUBLANES)
     in_spec = pl.BlockSpec((count, 2, block, LANES), lambda i: (0, 0, i, 0))

@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
     starts: dict[Any, tuple[int, int]]  # first state and group of each table, by constraint or other key
 
     def rows(self, chosen: Sequence[Any], after: Sequence[int] | None = None) -> Tracked:
-        """Return the initial states of the rows of a batch.
+        """Return the initial states of a batch's rows.
 
         Args:
           chosen: for each row a constraint, or another key of `starts`; None: no constraint.

@@ -148,7 +148,7 @@ def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
       compact: no spaces after commas and colons, as in `json.dumps(..., separators=(",", ":"))`.
 
     Raises:
-      MarsError: a part of the schema is not a schema, or cannot be enforced; the message gives the location.
+      MarsError: a part of the schema is invalid or cannot be enforced; the message gives the location.
 
     >>> made = schema_automaton({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
     >>> made.matches('{"n": 12}'), made.matches("{}")
@@ -379,7 +379,7 @@ def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
 
 
 def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
-    """Merge a schema with the keywords `beside` its reference or list: values must satisfy both."""
+    """Merge a schema with the keywords next to its reference or list (`beside`): values must satisfy both."""
     keywords = _keywords(schema, where)
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":

@@ -87,7 +87,8 @@ class Decoder:
         """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
 
         Raises:
-          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` or was created under another rule.
+          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` or was created under a different
+            rule.
         """
         check_params(params)
         self._check_state(state)
@@ -130,7 +131,7 @@ class Decoder:
         )
 
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Continue every row with another prompt, such as a conversation with its next turn.
+        """Continue every row with a new prompt, such as a conversation with its next turn.
 
         The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
         tokens after it are read. Callers therefore need not mark the new part. If a chat template renders an earlier

@@ -88,8 +88,8 @@ def prefill(
     size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
     def body(carry: _Reading) -> _Reading:
-        # Slide the last window back to stay inside the buffer. Tokens fed twice give the same keys, since a key depends
-        # only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
+        # Slide the last window back to stay inside the buffer. Tokens fed twice produce the same keys, since a key
+        # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
         start = jnp.minimum(carry.next_start, buffer - size)
         # i32[B, size]; each row has its own start.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)

@@ -101,7 +101,7 @@ def score_tree(
       tree: the draft.
       nodes: the conditions at its nodes.
     """
-    # The root, token `length - 1`, is committed but not cached: its forward writes its row and its logits give p(. |
+    # The root, token `length - 1`, is committed but not cached: its forward writes its cache row and computes p(. |
     # committed tokens).
     start = state.length - 1
 

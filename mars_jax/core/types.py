@@ -237,7 +237,7 @@ class DecodeState:
     controls: Controls  # of the rows
     rule: PyTree  # the rule; its parameters and state are [B, ...]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
-    guides: GuideStates | None = None  # of the automata of `Controls.guides`
+    guides: GuideStates | None = None  # states of the automata in `Controls.guides`
 
 
 @struct.dataclass(kw_only=True)
@@ -284,7 +284,7 @@ class Params(NamedTuple):
     target: PyTree  # weights of the target
     draft: PyTree = ()  # weights of the drafter, in its own format
     verify: PyTree = ()  # weights of the rule, which it reads as `Evidence.params`
-    guides: GuideTables | None = None  # of the automata of `Controls.guides`
+    guides: GuideTables | None = None  # tables of the automata in `Controls.guides`
 
 
 class ForwardOutput(NamedTuple):

@@ -1,4 +1,4 @@
-"""Loader of drafters by their specs, such as `eagle:PATH`."""
+"""Loading of drafters by spec, such as `eagle:PATH`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An EAGLE head as drafter: chains, static trees and dynamic trees from the target's own features.
+"""An EAGLE head as a drafter: chains, static trees and dynamic trees from the target's own features.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N nodes, D depth, T token buffer, E hidden
 size. Oracle: the head run over all committed tokens from an empty cache (tests/drafters/test_eagle.py).

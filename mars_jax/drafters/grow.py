@@ -281,7 +281,7 @@ class _Extended(NamedTuple):
     tokens: Array  # i32[B, k * k]
     rank: Array  # f32[B, k * k]
     parents: Array  # i32[B, k * k]; candidate numbers
-    extended: Array  # i32[B, k]; candidate numbers of the nodes of the level
+    extended: Array  # i32[B, k]; candidate numbers of the level's nodes
     logits: Array | None  # f32[B, k, V]; logits of the nodes if the draft is sampled
 
 

@@ -40,7 +40,7 @@ class ModelState:
     """Draft state of a language model."""
 
     cache: PyTree  # the model's key-value cache
-    # i32[B, N]; the row of each node of the last tree, from `grow`; None for chains, whose rows stay in place
+    # i32[B, N]; each node's row in the last tree, from `grow`; None for chains, whose rows stay in place
     rows: Array | None
 
 

@@ -33,7 +33,7 @@ class DraftDefinition:
 
     name: str  # without a colon
     cls: type[Drafter]  # its class
-    load: Callable[[Asked], LoadedDrafter]  # makes it with its weights
+    load: Callable[[Asked], LoadedDrafter]  # builds it with its weights
     help: str  # one sentence without a period
     path: str = ""  # placeholder in its spec: PATH for a checkpoint, FILE, or nothing
     head: bool = False  # reads the target's features; checked against the target's config

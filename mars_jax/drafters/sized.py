@@ -1,8 +1,8 @@
 """Adaptive draft length: each step picks the chain length, possibly 0, with the highest estimated tokens per second.
 
-The cost of a step of each length is given or measured. The number of tokens it yields is estimated from the acceptance
-that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on the device.
-Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
+The cost of a step at each length is given or measured. The number of tokens that the step yields is estimated from the
+acceptance that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on
+the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
 
 Oracle: the drafter of a fixed size, token for token, and a simulation in Python (tests/drafters/test_sized.py).
 """
@@ -59,7 +59,7 @@ class SizedParams(NamedTuple):
     """`Params.draft` of a drafter with several sizes."""
 
     weights: PyTree  # params of the wrapped drafter
-    costs: Any  # f32[n]; cost of a step of each size, in any unit; 0: not measured yet
+    costs: Any  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
     forced: Any  # i32[]; index of the size that every step uses; -1: each step chooses the best
 
 
@@ -102,7 +102,7 @@ def sized(
     Args:
       loaded: a chain drafter with its weights; its length is the longest size.
       sizes: two to four increasing chain lengths, the first 0; default `usual_sizes` of the drafter's length.
-      costs: positive cost of a step of each size at the intended batch size, in any unit, such as seconds or the
+      costs: positive cost of a step at each size and the intended batch size, in any unit, such as seconds or the
         estimate of `mars-jax plan`; default: `generate` and `Session` measure them before the first batch of a shape.
       any_rule: also allow lossy rules, although their completions then depend on the rest of the batch.
 

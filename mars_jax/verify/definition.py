@@ -113,7 +113,7 @@ _RULES: dict[str, Definition] = {}
 
 
 def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a rule available by `name`. The first line of its docstring describes it in lists.
+    """Return a decorator that makes a rule available by `name`. Lists show the first line of its docstring.
 
     Args:
       name: without a colon.
