@@ -270,7 +270,7 @@ class _Core(NamedTuple):
     table: Any  # i32[4 or 5, B T] in scalar memory
     # Keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] of both, if there are any.
     sources: list[Any]
-    new_rows: list[Any]  # of keys and values [B, W, K, D] in HBM, if there are any
+    new_rows: list[Any]  # new keys and values [B, W, K, D] in HBM, if there are any
     state: Any  # i32[5] in scalar memory
     buffers: tuple[Any, ...]  # one for each source
     landed: list[Any]  # semaphores [2] of the new rows, if there are any

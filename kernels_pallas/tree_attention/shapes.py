@@ -34,7 +34,7 @@ def attention_blocks(
     Args:
       queries: shape of the queries, (B, N, K, G, D).
       slots: S.
-      dtype: of the keys and values.
+      dtype: dtype of the keys and values.
       scaled: whether keys and values have scales.
 
     Raises:

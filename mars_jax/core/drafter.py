@@ -21,7 +21,7 @@ class DraftInput:
     keys: Array  # key[B]; different in every step
     tokens: Array  # i32[B, T]; committed below `length`
     length: Array  # i32[B]; committed tokens
-    controls: Controls  # of the rows, [B]
+    controls: Controls  # controls of the rows, [B]
     guide: Guide | None = None  # the rows' constraint; nodes that it forbids are removed from the draft
     # Whether the rule reads `DraftTree.hidden`; a drafter without hidden states omits it.
     hidden: bool = struct.field(pytree_node=False, default=False)
@@ -107,7 +107,7 @@ class Drafter:
         """Return the state after a verdict.
 
         Args:
-          params, state, tree, verdict: of the step.
+          params, state, tree, verdict: inputs and results of the step.
           output: the target's output over the tree.
           length: i32[B]; the length before the step.
         """
@@ -125,7 +125,7 @@ class Drafter:
         """Return the state of a drafter that `reads` its target, after the target's output on a chunk of the prompt.
 
         Args:
-          params, state: of the drafter.
+          params, state: weights, and the drafter's state.
           tokens: i32[B, T], the prompts.
           first: i32[B]; the chunk's n positions begin here. Ignore those from `length` - 1 on.
           length: i32[B]; the length of the prompts.

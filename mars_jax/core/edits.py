@@ -130,8 +130,8 @@ def edited(
     """Apply the edits of each row to the logits of a tree's nodes, f32[B, N, V].
 
     Args:
-      logits: f32[B, N, V]; of the target.
-      edits: of the rows.
+      logits: f32[B, N, V]; the target's logits.
+      edits: edits of the rows.
       tree: the draft; its root is the last committed token.
       tokens: i32[B, T]; committed below `length`.
       prompt_length, length: i32[B].

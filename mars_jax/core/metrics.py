@@ -77,8 +77,8 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
 
     Args:
       stats: counters before the step.
-      info: of the step.
-      length: i32[B]; of the state after the step.
+      info: information about the step.
+      length: i32[B]; committed tokens after the step.
     """
     # A live row emits a token in every step; a row that is done emits none.
     live = info.num_emitted > 0

@@ -55,7 +55,7 @@ class Evidence:
     # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row applied
     logits: Array
     hidden: Array  # [B, N, E]; hidden states of the target after its final norm
-    controls: Controls  # of the rows, [B]
+    controls: Controls  # controls of the rows, [B]
     params: PyTree = ()  # Params.verify
     # bool[B, N] or None; a span makes the edges below these nodes strict, see `guide`
     strict_nodes: Array | None = None
@@ -100,7 +100,7 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any)
     """Build `Evidence` by hand, to call a rule outside of a step.
 
     Args:
-      tree, logits: of the step.
+      tree, logits: fields of the evidence.
       seeds: u32[B]; default: 0, 1, 2, ...
       **given: other fields of `Evidence`, or arguments of `make_controls`; default: greedy rows that start at 0.
 
@@ -317,7 +317,7 @@ def check_array(
       rule, method: the rule and the method that returned the value.
       value: the result, or a part of it.
       dtype: "floating" for any floating dtype.
-      shape: of the array.
+      shape: expected shape.
       of: description of the array's place in the result, for the message.
     """
     value_dtype = getattr(value, "dtype", None)

@@ -363,7 +363,7 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     Args:
       logits: f32[B, P, V]; raw target logits.
       tokens: i32[B, P]; negative ids count as token 0.
-      controls: of the rows.
+      controls: controls of the rows.
       lossless: whether the rule is lossless. If not, `processed_log_prob` is NaN except in strict rows.
 
     >>> from mars_jax.core.controls import make_controls

@@ -60,9 +60,9 @@ def propose(
     A constraint edits the draft: forbidden tokens become padding, and forced tokens are filled in.
 
     Args:
-      drafter, params, state: of the step.
-      conditions: at the last committed tokens.
-      keys: key[B]; of the draft.
+      drafter, params, state: inputs of the step.
+      conditions: conditions at the last committed tokens.
+      keys: key[B]; keys for drawing the draft.
     """
     inputs = DraftInput(
         keys=keys,
@@ -97,9 +97,9 @@ def score_tree(
 
     Args:
       drafter: the drafter of the tree.
-      target, params, state: of the step; the root is at `state.length - 1`, where the cache ends.
+      target, params, state: inputs of the step; the root is at `state.length - 1`, where the cache ends.
       tree: the draft.
-      nodes: the conditions at its nodes.
+      nodes: the conditions at the tree's nodes.
     """
     # The root, token `length - 1`, is committed but not cached: its forward writes its cache row and computes p(. |
     # committed tokens).
@@ -138,8 +138,8 @@ def judge(
     Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` walks down the tree using the target's logits.
 
     Args:
-      params, state, tree, scores, nodes: of the step.
-      keys: key[B]; of the target.
+      params, state, tree, scores, nodes: inputs and intermediate results of the step.
+      keys: key[B]; keys for drawing from the target.
 
     Returns:
       The verdict, the updated rule, and the number of trusted tokens, i32[B], or None if the drafter has no trusted
@@ -209,7 +209,7 @@ def emit(
     Args:
       state: before the step.
       tree: the draft.
-      verdict: of the rule.
+      verdict: the rule's verdict.
       logits: f32[B, N, V]; raw target logits.
       decided: f32[B, N, V]; target logits with edits and constraints, which the rule has judged.
       trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
@@ -308,7 +308,7 @@ def commit(
       target: the owner of the cache; only a tree has rows to move.
       state: before the step.
       emitted: from `emit`, with the new tokens.
-      tree, verdict: of the step.
+      tree, verdict: the draft and its verdict.
       cache: after the forward.
       draft, rule, guides: after the verdict.
     """

@@ -167,7 +167,7 @@ class Controls:
     draft_stop: Array
     limit: Array  # i32[B]; maximum tokens of prompt and output together
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
-    edits: Edits | None = None  # of the target's logits, see `edits.make_edits`; None compiles none
+    edits: Edits | None = None  # edits of the target's logits, see `edits.make_edits`; None compiles none
     guides: GuideRows | None = None  # constraints and spans; None compiles none
 
 
@@ -205,8 +205,8 @@ class Prompts:
 
     tokens: Array  # i32[b, t]; left-aligned
     length: Array  # i32[b]; 1 to t
-    controls: Controls  # of b rows
-    rule: PyTree  # of the decoder's structure; each parameter is one value or one per row
+    controls: Controls  # controls of b rows
+    rule: PyTree  # a rule of the decoder's structure; each parameter is one value or one per row
     keys: Array  # key[b], from `keys_from_seeds`
 
 
@@ -262,7 +262,7 @@ class StepInfo:
     ([[1, 2, -1]], [[0, 2, -1]], [2], [[3, 1, 4, 1, 2, 0]])
     """
 
-    verdict: Verdict  # of the rule
+    verdict: Verdict  # the rule's verdict
     emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
     num_emitted: Array  # i32[B]; new tokens
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
@@ -273,8 +273,8 @@ class StepInfo:
     # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, the log-probability used by RL libraries; at
     # T = 0, log_prob
     temperature_log_prob: Array
-    # f32[B, D + 1]; of the distribution that the token was drawn from, after the filters; NaN in non-strict rows of a
-    # lossy rule, whose output does not follow p
+    # f32[B, D + 1]; log-probability under the distribution that the token was drawn from, after the filters; NaN in
+    # non-strict rows of a lossy rule, whose output does not follow p
     processed_log_prob: Array
 
 

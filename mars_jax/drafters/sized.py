@@ -335,8 +335,8 @@ class SizedDrafter(Drafter):
     """One of several sizes of a drafter, which all share a `SizedState`."""
 
     size: Drafter  # drafts this length
-    longest: Drafter  # of the same kind; all sizes share its state
-    lengths: tuple[int, ...]  # of all sizes
+    longest: Drafter  # the longest drafter of this kind; all sizes share its state
+    lengths: tuple[int, ...]  # chain lengths of all sizes
     adaptive: bool = False  # represents all sizes; each step chooses one
 
     @property

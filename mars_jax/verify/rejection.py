@@ -98,7 +98,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
     """Verify a draft against the distribution of log_v, by rejection.
 
     Args:
-      evidence: of the step.
+      evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, such as the target's.
       allowed: the edges that may be relaxed when the rule stops.
       block: verify by blocks instead of token by token; chains only.

@@ -46,7 +46,7 @@ class Retargeted(Lossy):
           log_p: f32[B, N, V]; normalised, of the processed target.
           log_q: f32[B, N, V]; normalised, of the draft; -inf for tokens it cannot draw, one-hot for a deterministic
             draft. At nodes without children it is log_p.
-          evidence: of the step.
+          evidence: evidence of the step.
         """
         raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method target.")
 

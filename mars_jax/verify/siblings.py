@@ -34,7 +34,7 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
     """Return the stretch that descends a tree by rejection and draws a token where it stops; see `descend`.
 
     Args:
-      evidence: of the step.
+      evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow.
       accept_keys, draw_keys: key[B] each.
     """
