@@ -43,7 +43,7 @@ class Operands(NamedTuple):
         return self.k.dtype if self.k_scale is None else self.q.dtype
 
     def region(self) -> tuple[Array | None, Array | None]:
-        """Apply the window to the visibility of the region: the result of `region`."""
+        """Return the result of the function `region` for these operands."""
         return region(self.seen, self.positions, self.seen_positions, self.window)
 
 

@@ -361,7 +361,7 @@ class _Writer:
 
 
 def _keywords(schema: Any, where: str) -> dict[str, Any]:
-    """Return the keywords of a schema that constrain a value, after checking the values of the keywords."""
+    """Return the keywords of a schema that constrain a value, after checking their values."""
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):

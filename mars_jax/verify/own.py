@@ -1,4 +1,4 @@
-"""Definitions of a user's rules, with specs FILE.py:NAME or package.module:NAME.
+"""Definitions of user rules, given by specs FILE.py:NAME or package.module:NAME.
 
 Naming a file executes it as the user's code. No other operation executes it.
 """

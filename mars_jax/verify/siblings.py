@@ -66,9 +66,9 @@ def descend(
     Proof that the token follows p: a child x drawn from q is accepted or rejected as in speculative sampling, which is
     correct if the step after a rejection yields a token from norm((p - q)+). Given that x was rejected, the next child
     is a sample of q without x, so the same argument applies with the residuals, by induction; after the last child, the
-    token is drawn from the residual itself. So any number of children is correct, if whether a child is in the tree
-    does not depend on its token. For a deterministic draft, q is the one-hot of each child in turn, and the residual p
-    excludes rejected tokens.
+    token is drawn from the residual itself. Any number of children is therefore correct, provided that a child's
+    presence in the tree does not depend on its token. For a deterministic draft, q is the one-hot of each child in
+    turn, and the residual p excludes rejected tokens.
 
     Args:
       tree: the draft; the children of node i were drawn from softmax(draft_logits[:, i]), or are deterministic.
