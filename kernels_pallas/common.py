@@ -1,4 +1,4 @@
-"""Values that kernels of several operations share: the registers and cores of a TPU, sentinels, and bits of floats.
+"""Values shared by the kernels of several operations: TPU registers and cores, sentinels, and the bits of floats.
 
 `...` stands for any dimensions.
 """
@@ -11,7 +11,7 @@ from jax import Array, lax
 LANES = 128
 """Vector lanes of every TPU so far."""
 SUBLANES = 8
-"""Rows of a float32 vector register; two bfloat16 rows share one, so bfloat16 blocks come in 16."""
+"""Rows of a float32 vector register. Two bfloat16 rows share one, so bfloat16 blocks have multiples of 16 rows."""
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Device kinds (jax's names) with two cores that share a kernel's work: v4 and v5p."""
 LAST_ID = 2**31 - 1
@@ -27,7 +27,7 @@ class BlockError(ValueError):
 
 
 def tile_rows(dtype) -> int:
-    """Return the rows of one tile of a matrix: 8 for float32, 16 for bfloat16."""
+    """Return the number of rows in one tile of a matrix: 8 for float32, 16 for bfloat16."""
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
@@ -41,7 +41,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_width(size: int, most: int) -> int:
-    """Return the width of blocks of `size` numbers: all, or at most `most`, in whole registers that divide `size`.
+    """Return a block width for `size` numbers: `size` up to `most`, else its largest divisor in whole registers.
 
     >>> block_width(14336, 2048), block_width(13824, 2048), block_width(96, 1024)
     (2048, 1536, 96)

@@ -1,8 +1,8 @@
 """Choice of an implementation during lowering, for all operations except attention, unless the caller names one.
 
-Kernels are compiled as part of a program, so one that does not compile would make the whole program fail. So each
-kernel is first compiled separately, on the local chip. Without a chip, as when a program is compiled ahead of time for
-a TPU, there is no trial, and a failure is an error that the user sees.
+A kernel is compiled as part of a program, so a kernel that does not compile would make the whole program fail. Each
+kernel is therefore first compiled separately, on the local chip. Without a chip, for example when a program is compiled
+ahead of time for a TPU, there is no trial, and the user gets the error.
 
 XLA cannot partition a Mosaic call. Only lowering reveals whether XLA will partition the program, and jax exposes this
 only in private attributes. `is_partitioned` and `runs_here` are the only functions that use private parts of jax.
@@ -54,7 +54,7 @@ def dispatch(
     kernel if `KERNELS` has one, `SWITCH` allows it and it compiles (`kernel_or`), else "xla".
 
     Args:
-      implementation, interpret, blocks: arguments of the operation; the last two belong to a named kernel.
+      implementation, interpret, blocks: arguments of the operation; the last two apply only to a named kernel.
       operands: arrays, or pytrees of arrays.
       forms: by name; without "partitioned", "xla" runs in its place.
       platform: the platform that the program is lowered for, if the caller has already branched on it.
@@ -88,7 +88,7 @@ def dispatch(
 
 
 def check_options(implementation: str | None, names: Any, blocks: Any, interpret: Any) -> None:
-    """Raise ValueError if an operation has no such implementation, or if it is not the kernel and has its options."""
+    """Raise ValueError for an unknown implementation, or for kernel options without the kernel."""
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(names)}.")
     if implementation != "pallas_tpu" and (blocks is not None or interpret):
@@ -101,14 +101,14 @@ def check_options(implementation: str | None, names: Any, blocks: Any, interpret
 def kernel_on(platform: str, kernel: Form, xla: Form, partitioned: Form | None = None) -> Form:
     """Return the form for programs that are lowered for `platform`.
 
-    It is `kernel` on one device or inside `shard_map` if it is enabled and compiles there, else `xla`. If XLA
-    partitions the program, it is `partitioned`, or `xla` if that is None. All three support vmap.
+    The form is `kernel` on one device or inside `shard_map`, if the kernel is enabled and compiles there, else `xla`.
+    If XLA partitions the program, the form is `partitioned`, or `xla` if that is None. All three support vmap.
     """
     return whole_or_partitioned(kernel_or(kernel, xla, platform=platform), partitioned or xla)
 
 
 def with_gradient_of(plain: Form, form: Form) -> Form:
-    """Return `form` with the gradient of `plain`, which has the same value: kernels have no gradient."""
+    """Return `form` with the gradient of `plain`, which computes the same value; kernels have no gradient."""
     differentiable = jax.custom_jvp(form)
     differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return differentiable
@@ -132,15 +132,15 @@ def switched_on() -> bool:
 def kernel_or(kernel: Form, plain: Form, *, platform: str) -> Form:
     """Return a function that calls `kernel` if it is enabled and compiles, and `plain` otherwise.
 
-    The trial uses the actual shapes. It runs once per process for each of them, and only if the process has a device of
-    `platform`. A failure is logged once per kernel, by the logger "kernels_pallas". Processes that decode together
-    compile the same kernels, and so make the same choice.
+    The trial uses the actual shapes. It runs once per process for each set of shapes, and only if the process has a
+    device of `platform`. A failure is logged once per kernel, by the logger "kernels_pallas". Processes that decode
+    together compile the same kernels, and so make the same choice.
 
     Args:
-      kernel: a function of arrays, or `functools.partial` of one with keywords that can be hashed. An attribute `trial`
-        is such a function to try instead, for a kernel that compiles only inside `shard_map`.
-      plain: of the same arrays, with results of the same shapes and dtypes.
-      platform: of `jax.default_backend()`, that the kernel is for.
+      kernel: a function of arrays, or `functools.partial` of one with hashable keywords. Its attribute `trial`, if any,
+        is a function to compile instead in the trial, for a kernel that compiles only inside `shard_map`.
+      plain: a function of the same arrays whose results have the same shapes and dtypes.
+      platform: platform that the kernel is for, as named by `jax.default_backend()`.
     """
     if kernel is plain or not switched_on():
         return plain
@@ -156,9 +156,9 @@ def kernel_or(kernel: Form, plain: Form, *, platform: str) -> Form:
 def runs_here(platform: str) -> bool:
     """Return whether this process has started JAX on a device of the platform.
 
-    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another.
-    Uses private jax, because no public name gives this. Without it, a later jax starts the default backend, as the
-    first array would.
+    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another
+    process. This uses a private part of jax, because there is no public equivalent. If a later jax lacks it, this
+    function starts the default backend, as the first array would.
     """
     started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
     return started() and jax.default_backend() == platform
@@ -192,7 +192,7 @@ def _failure(function: Form, options: tuple[Any, ...], structure: Any, shapes: t
     def attempt() -> None:
         try:
             jax.jit(functools.partial(function, **dict(options))).lower(*operands).compile()
-        # Any error of Pallas, Mosaic, XLA or the driver selects the fallback.
+        # Any error from Pallas, Mosaic, XLA or the driver selects the fallback.
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             errors.append(f"{type(error).__name__}: {lines[0][:200].rstrip('.')}")
@@ -237,7 +237,7 @@ def _impl(*leaves: Any, **forms: Any) -> list[Any]:
 
 @_whole_p.def_abstract_eval
 def _abstract_eval(*leaves: Any, whole: Form, partitioned: Form) -> list[Any]:
-    """Return the types of the results of `partitioned`, which inside `shard_map` include the axes they vary over."""
+    """Return the result types of `partitioned`, which inside `shard_map` include the axes they vary over."""
     del whole
     return [x.update(weak_type=False) for x in jax.make_jaxpr(partitioned)(*leaves).out_avals]
 
@@ -261,10 +261,10 @@ def _lower(ctx: Any, *leaves: Any, whole: Form, partitioned: Form) -> Any:
 def is_partitioned(ctx: Any) -> bool:
     """Return whether XLA will partition the operations that a lowering rule emits.
 
-    Uses private jax: no public name gives a lowering rule its number of devices. jax's own rule for Mosaic calls also
-    reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from 0.10 to 0.12), but a later jax
-    may move it. An unknown context counts as partitioned, because that form is correct everywhere and only slower;
-    tests/kernels/test_whole.py then fails.
+    This uses a private part of jax, because a lowering rule has no public way to get its number of devices. jax's own
+    rule for Mosaic calls also reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from
+    0.10 to 0.12), but a later jax may move it. An unknown context counts as partitioned, because that form is correct
+    everywhere and only slower; tests/kernels/test_whole.py then fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):

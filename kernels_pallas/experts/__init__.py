@@ -1,1 +1,1 @@
-"""Products of a mixture of experts: each row with the int8 matrix of its expert."""
+"""Matrix products for mixtures of experts: each row times its expert's int8 matrix."""

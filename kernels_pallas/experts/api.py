@@ -1,7 +1,6 @@
 """The operation `dense_by_expert_int8`: rows sorted by expert, each times its expert's int8 matrix.
 
-R rows, K inner and N outer width, X experts. Oracle: the product of each row with its dequantised matrix
-(tests/models/test_moe.py).
+R rows, K inner and N outer width, X experts. Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def dense_by_expert_int8(
 
     Args:
       x: rows sorted by expert, bfloat16 or float32.
-      sizes: i32[X], rows of each expert. Results of rows beyond their sum are undefined.
+      sizes: i32[X]; number of rows per expert. Results of rows beyond their sum are undefined.
       implementation: "pallas_tpu", "xla", or None, which selects the kernel on a TPU and otherwise "xla".
       platform: as in `dispatch`.
       interpret: as in `margin_stats`.

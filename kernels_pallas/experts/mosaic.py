@@ -1,11 +1,11 @@
-"""TPU kernel for int8 products of a mixture of experts: rows sorted by expert, each times its expert's matrix.
+"""TPU kernel for int8 products in a mixture of experts: rows sorted by expert, each times its expert's matrix.
 
-R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into another
-layout, and Megablox does not support int8. This kernel reads only the matrices of experts that have rows, once each, in
-their stored layout. Oracle: the product of each row with its dequantised matrix (tests/models/test_moe.py).
+R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into a
+different layout, and Megablox does not support int8. This kernel reads only the matrices of experts that have rows,
+once each, in their stored layout. Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
 
-A visit is a pair of a tile of rows and an expert with rows in it. A visit multiplies the whole tile by the expert's
-matrix and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
+A visit is a (row tile, expert) pair such that the tile contains rows of the expert. A visit multiplies the whole tile
+by the expert's matrix and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.common import LANES, block_width, round_up
 
 ROWS = 128
-"""Maximum rows of a tile."""
+"""Maximum rows per tile."""
 WEIGHT_BYTES = 2**21
-"""Maximum bytes of a matrix block. Fast memory holds two such blocks and the wider copy that is multiplied."""
+"""Maximum bytes per matrix block. Fast memory holds two such blocks and the wider copy that is multiplied."""
 
 
 def outer_block(outer: int, inner: int) -> int:
-    """Return the outputs per block: whole int8 registers, and at most `WEIGHT_BYTES`.
+    """Return the number of outputs per block: whole int8 registers, and at most `WEIGHT_BYTES`.
 
     >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
     (512, 768, 96)
@@ -45,13 +45,13 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows [ends - size, ends). `visit_ends` counts the visits up to and including those of e.
+    # Rows [ends - size, ends) belong to expert e. `visit_ends` counts the visits up to and including those of e.
     ends = jnp.cumsum(sizes)
     first = (ends - sizes) // rows
     visit_counts = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
     visit_ends = jnp.cumsum(visit_counts)
     number = jnp.arange(tiles + sizes.shape[0] - 1)
-    # Visit v belongs to the first expert with until > v. The clamps apply to visits that are not real.
+    # Visit v belongs to the first expert with visit_ends > v. The clamps apply to visits that are not real.
     expert = jnp.minimum(jnp.sum(visit_ends[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
     tile = first[expert] + number - (visit_ends - visit_counts)[expert]
     as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
@@ -79,7 +79,7 @@ def dense_by_expert_int8(
         functools.partial(_kernel, by_columns=by_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            # The visits of a tile follow each other, so its results stay in fast memory between them.
+            # The visits of a tile are consecutive, so its results stay in fast memory between them.
             grid=(pl.cdiv(outer, width), real),
             in_specs=[
                 pl.BlockSpec((rows, inner), lambda n, v, expert, tile, *_: (tile[v], 0)),

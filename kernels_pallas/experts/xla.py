@@ -1,7 +1,6 @@
-"""Products of rows sorted by expert by XLA's ragged product.
+"""Products for rows sorted by expert, computed with XLA's ragged product.
 
-R rows, K inner and N outer width, X experts. Oracle: the product of each row with its matrix
-(tests/models/test_moe.py).
+R rows, K inner and N outer width, X experts. Oracle: each row times its matrix (tests/models/test_moe.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def ragged_product(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a product of int8 weights: `product` multiplies the integers, and the result is scaled."""
+    """Return a product for int8 weights: `product` multiplies the integers, and the result is scaled."""
 
     def scaled_product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
         expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])

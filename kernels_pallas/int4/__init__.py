@@ -1,1 +1,1 @@
-"""Products of a few rows with a matrix of 4-bit weights in groups."""
+"""Products of a few rows with a matrix of grouped 4-bit weights."""

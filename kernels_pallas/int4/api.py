@@ -32,7 +32,7 @@ def dense_int4(
       values: i4[G, size, N]; the kernel also needs bfloat16 rows, and shapes that `supports_product` accepts.
       scale: f16[G, N].
       offset: f32[G, N].
-      chip: JAX's name of the TPU, which determines how the kernel scales weights.
+      chip: JAX's name for the TPU, which determines how the kernel scales weights.
       implementation: "pallas_tpu", "xla", or None, which selects the kernel on a TPU if it supports the operands, and
         otherwise "xla".
       platform: as in `dispatch`.

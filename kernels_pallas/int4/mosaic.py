@@ -2,17 +2,17 @@
 
 R rows, K inputs, N outputs, G groups of `size` inputs. XLA computes one product per group, scales the results and adds
 them up; for 60 rows and groups of 32 that takes far longer than reading the weights. This kernel reads the matrix in
-its stored layout. Oracle: the product of the dequantised matrix (tests/kernels/test_int4.py).
+its stored layout. Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
 
-A 32-bit word holds the inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or turn it into the inputs k
-and k + 4, as two bfloat16 numbers 24 + v: from 16 to 32 the mantissa has room for v + 8. This changes the order of the
-inputs, so a permutation matrix reorders x to match, which is exact.
+A 32-bit word holds inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or extract inputs k and k + 4 as
+two bfloat16 numbers 24 + v: between 16 and 32 the mantissa has room for v + 8. This changes the order of the inputs, so
+a permutation matrix reorders x to match, which is exact.
 
-The sums of a group are scaled after the product, which is exact too; the offset corrects for the 24. If groups are
-smaller than the depth of a matrix unit, each row of x becomes one row per group of a chunk, which is 0 in the other
-groups. Then 8 rows of results match the scales of a chunk in their stored layout, and the rows are added up at the end.
-If that makes too many rows, as for a tree, the weights are scaled before the product instead, and rounded to bfloat16
-like those of a dequantised model.
+Group sums are scaled after the product, which is also exact; the offset corrects for the 24. If groups are smaller than
+the depth of a matrix unit, each row of x is split into one row per group of a chunk, with 0 in the other groups. 8
+result rows then match a chunk's scales in their stored layout, and the rows are added up at the end. If that makes too
+many rows, as it does for a tree, the weights are instead scaled before the product and rounded to bfloat16, like those
+of a dequantised model.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.common import SUBLANES, TWO_CORES, block_width, round_up
 
 CHUNK = 128
-"""Inputs that are unpacked at a time: the depth of a matrix unit."""
+"""Inputs unpacked at a time: the depth of a matrix unit."""
 ROWS = 64
-"""Maximum rows of a product, after a row is split into one row per group of a chunk."""
+"""Maximum rows of a product, after each row is split into one row per group of a chunk."""
 INNER = 2048
-"""Maximum inputs of a block."""
+"""Maximum inputs per block."""
 WEIGHTS = 2**20, 2**21
-"""Maximum weights of a block, before v6e and from v6e on. No work hides the first copy of a product, so blocks are
-small. From v6e on a block's work takes about as long as its copy, and larger blocks leave fewer gaps."""
+"""Maximum weights per block, before v6e and from v6e on. Blocks are small because no work hides the first copy of a
+product. From v6e on a block's work takes about as long as its copy, so larger blocks leave fewer gaps."""
 SCALES = 2**18
-"""Maximum groups of a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
+"""Maximum number of groups over a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
 _BIAS = 24
 """The number that an unpacked weight of 0 represents."""
 
@@ -55,13 +55,13 @@ def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
 
 
 def block_sizes(inputs: int, outputs: int, groups: int, *, narrow: bool) -> tuple[int, int]:
-    """Return the inputs and the outputs of a block. `narrow`: the chip scales weights in bfloat16, as from v6e on.
+    """Return the number of inputs and outputs per block. `narrow`: the chip scales weights in bfloat16 (v6e and later).
 
     >>> block_sizes(13824, 5120, 108, narrow=False)
     (1536, 640)
     """
     inner = block_width(inputs, INNER)
-    # The scales and offsets of all groups are in fast memory with a block.
+    # Fast memory holds the scales and offsets of all groups together with a block.
     return inner, block_width(outputs, max(128, min(WEIGHTS[narrow] // inner, SCALES // groups)))
 
 
@@ -74,8 +74,8 @@ def dense_int4(
       values: i4[G, size, N].
       scale: f16[G, N].
       offset: f32[G, N].
-      chip: JAX's name of the device kind. From v6e on, weights are scaled in bfloat16, with scales rounded to it;
-        earlier chips compute only in float32.
+      chip: JAX's name for the device kind. From v6e on, weights are scaled in bfloat16, with scales rounded to
+        bfloat16; earlier chips compute only in float32.
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // size
@@ -104,7 +104,7 @@ def dense_int4(
         ],
         out_specs=pl.BlockSpec((rows // parts, width), column),
         out_shape=jax.ShapeDtypeStruct((rows // parts, outputs), jnp.float32),
-        # In the order of `_Memory`, from `ordered` on. The rows are laid out once, for all blocks of outputs.
+        # These are in the order of `_Memory`, from `ordered` on. The rows are laid out once for all blocks of outputs.
         scratch_shapes=[
             pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
             pltpu.VMEM((steps, rows, of_block), jnp.float32),
@@ -127,9 +127,9 @@ def dense_int4(
 
 
 class _Memory(NamedTuple):
-    """Memory of the kernel: the inputs, the output, and the scratch from `ordered` on."""
+    """The kernel's memory: the inputs, the output, and the scratch from `ordered` on."""
 
-    x: Any  # bf16[R, K]; `parts` rows of x make one row of results
+    x: Any  # bf16[R, K]; `parts` rows of x yield one result row
     values: Any  # i4[groups of the block, size, outputs]
     bits: Any  # u16[G, outputs], the scales
     offset: Any  # f32[G, outputs]
@@ -193,7 +193,7 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
     offsets = memory.offset[...]
     if by_group:
         scale = _float32(memory.bits[...])
-        # An unpacked weight is too large by `_BIAS`, so subtract that from every sum of a group.
+        # An unpacked weight is too large by `_BIAS`, so correct every group sum for it.
         offsets -= _BIAS * scale
         of_block, size, _ = memory.values.shape
         groups_per_chunk = CHUNK // size
@@ -208,13 +208,13 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
                     [part for part in chunks for _ in range(8 // groups_per_chunk)], axis=0
                 )
             memory.scales[i] = of_step
-    # high * high + low * high + high * low: numbers of 16 bits, in one product of bfloat16 numbers.
+    # high * high + low * high + high * low multiplies 16-bit numbers in one product of bfloat16 numbers.
     high, low = _split(offsets)
     _put(memory.total, _product(memory.sums[...], jnp.concatenate([high, high, low], axis=0)))
 
 
 def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
-    """Add the product with a block whose results are scaled by group."""
+    """Add a block's product, scaling the results by group."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
         w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
@@ -227,7 +227,7 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
 
 
 def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bool) -> Array:
-    """Add the product with a block whose weights are scaled and rounded to bfloat16 before the product."""
+    """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
     of_block, inner = memory.values.shape[0], memory.ordered.shape[2]
     of_step = _float32(memory.bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
     scale = _of_words(of_step, narrow)
@@ -244,7 +244,7 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bo
 
 
 def _put(total: Any, product: Array) -> None:
-    """Store f32[R, outputs] as successive columns of 128, whose rows can be read with a stride."""
+    """Store f32[R, outputs] as successive slices of 128 columns, whose rows can be read with a stride."""
     rows = len(product)
     for t in range(len(total) // rows):
         total[rows * t : rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
@@ -255,7 +255,7 @@ def _product(x: Array, w: Array) -> Array:
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """Split float32 numbers into sums of two bfloat16 numbers, which keep 16 bits."""
+    """Split float32 numbers into sums of two bfloat16 numbers, which together keep 16 bits."""
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
@@ -280,7 +280,7 @@ def _float32(bits: Array) -> Array:
     bits = bits.astype(jnp.int32)
     size = bits & 0x7FFF
     normal = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
-    # For subnormal numbers the first is 0; for normal ones the second is smaller.
+    # For subnormal numbers the first term is 0; for normal numbers the second term is smaller.
     value = jnp.maximum(normal, size.astype(jnp.float32) * 2.0**-24)
     return jnp.where(bits >= 0x8000, -value, value)
 

@@ -1,4 +1,4 @@
-"""Products with grouped 4-bit weights by XLA's operations.
+"""Products with grouped 4-bit weights, computed with XLA operations.
 
 R rows, K inputs, N outputs, G groups of `size` inputs. Oracle: numpy in tests/kernels/test_int4.py.
 """
@@ -13,7 +13,7 @@ from kernels_pallas.int4.mosaic import ROWS
 
 
 def dequantised(values: Array, scale: Array, offset: Array) -> Array:
-    """Return the matrix f32[N, K] of values [G, size, N], and of scale and offset [G, N].
+    """Return the matrix f32[N, K] given by values [G, size, N], scale [G, N] and offset [G, N].
 
     >>> dequantised(jnp.asarray([[[1], [2]]]), jnp.asarray([[2.0]]), jnp.asarray([[1.0]])).tolist()
     [[3.0, 5.0]]
@@ -31,7 +31,7 @@ def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
         return lax.dot_general(x, wide, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # A TPU would compute integer products with fewer than 8 rows outside its matrix units.
     groups = jnp.pad(x, ((0, -rows % SUBLANES), (0, 0))).reshape(-1, count, size)
-    # The integers are exact in every float dtype, so scale the sums of a group instead of its weights.
+    # The integers are exact in every float dtype, so scale group sums instead of weights.
     y = jnp.einsum("bgk,gkn->gbn", groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
     sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
     scale, offset = (part.astype(jnp.float32)[:, None] for part in (scale, offset))

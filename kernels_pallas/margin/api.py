@@ -50,7 +50,7 @@ def margin_stats(
       interpret: run the named kernel on CPU: True, or `pltpu.InterpretParams(...)`.
 
     Raises:
-      ValueError: unknown implementation, illegal block sizes, or options the implementation does not have.
+      ValueError: unknown implementation, illegal block sizes, or options that the implementation does not support.
 
     >>> import jax.numpy as jnp
     >>> margin_stats(jnp.asarray([[1.0, 3.0, 2.0]])).id2.tolist()
@@ -83,27 +83,27 @@ def margin_accept(
     blocks: TpuBlocks | None = None,
     interpret: Any = False,
 ) -> Acceptance:
-    """Margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) over a tree of drafted tokens.
+    """Apply margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) to a tree of drafted tokens.
 
-    At every node the target has one token y. The walk descends from the root to the child with token y. If there is
-    none and the margin of the node is low, it descends to the first child whose token is one of the two largest logits.
-    It relaxes nothing in strict rows, on strict edges, if the drafted token, y or the largest logit is a stop token, or
-    after `max_relaxed_run` consecutive relaxed tokens. On TPU one kernel does all of this; its last block decides and
-    walks.
+    At every node, y is the target's token. The walk descends from the root to the child with token y. If there is none
+    and the margin of the node is low, it descends to the first child whose token is one of the two largest logits.
+    Nothing is relaxed in strict rows, on strict edges, if the drafted token, y or the token of the largest logit is a
+    stop token, or after `max_relaxed_run` consecutive relaxed tokens. On TPU one kernel does all of this; its last
+    block decides and walks.
 
     Args:
       logits: raw target logits [B, N, V], bfloat16 or float32.
       tokens: i32[B, N]; node 0 is the last committed token; -1 is padding and is never accepted.
       parents: i32[B, N]; -1 for node 0, else the index of an earlier node.
-      y: i32[B, N]; a negative value, as at temperature 0, or None stands for the token of the largest logit.
-      controls: numbers per row: `AcceptControls`, or any object with its fields.
+      y: i32[B, N]; a negative value (as at temperature 0) or None stands for the token of the largest logit.
+      controls: per-row settings: `AcceptControls`, or any object with its fields.
       max_depth: D.
       margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
       logsumexp: also return it per node.
       implementation, blocks, interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: an unknown margin, or as `margin_stats`.
+      ValueError: an unknown margin, or as for `margin_stats`.
 
     >>> import jax.numpy as jnp
     >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])  # the draft is 0, the target's second best token
@@ -157,11 +157,11 @@ def sharded_margin_stats(
     """Compute `margin_stats` of logits [B, ..., V], sharded by `axis` in V and by `batch_axis` in B.
 
     Args:
-      mesh: mesh of the devices; None uses the one set by `jax.set_mesh`.
+      mesh: device mesh; None uses the one set by `jax.set_mesh`.
       options: as for `margin_stats`; each device runs that implementation on its own shard.
 
     Raises:
-      ValueError: V does not divide over the devices, or `margin_stats` raises it.
+      ValueError: V is not divisible by the number of devices, or as for `margin_stats`.
 
     Example: with `mesh = jax.make_mesh((8,), ("model",))` and logits [B, N, V] placed as
     `PartitionSpec(None, None, "model")`, `sharded_margin_stats(logits, mesh=mesh, axis="model")`.
@@ -239,7 +239,7 @@ def _map(
         mesh=mesh,
         in_specs=(logits_spec, *jax.tree.map(lambda _: rows, operands[1:])),
         out_specs=rows,
-        # An outer `shard_map` has mapped its own axes already.
+        # An outer `shard_map` has already mapped its own axes.
         axis_names=set(devices.axis_names) - set(devices.manual_axes),
         check_vma=False,
     )

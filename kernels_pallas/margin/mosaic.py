@@ -79,7 +79,8 @@ def margin_accept(
     ]
     per_row = jnp.concatenate(numbers, axis=1)
     tree = [x.astype(jnp.int32) for x in (tokens, parents, y) if x is not None]
-    # A verdict has 2 D + 3 numbers, one per lane: D + 1 nodes of the path, D flags, the count and the next token.
+    # A verdict consists of 2 D + 3 numbers, one per lane: D + 1 nodes of the path, D flags, the count and the next
+    # token.
     width = round_up(2 * max_depth + 3, LANES)
     kernel = functools.partial(_accept_kernel, vocab=vocab, nodes=nodes, max_depth=max_depth, margin=margin)
     packed, verdict = _pass(kernel, plan, [per_row, *tree], [width], interpret, "margin_accept")
@@ -105,7 +106,7 @@ class _Plan(NamedTuple):
 
 
 def _grouped(nodes: int, trees: int) -> bool:
-    """Return True if [trees, N, V] keeps its shape, because [trees * N, V] has another layout and needs a copy."""
+    """Return whether to keep the shape [trees, N, V]; [trees * N, V] has a different layout and would need a copy."""
     # Memory pads the rows of each tree to whole registers of SUBLANES rows; a matrix pads only its last rows.
     return trees > 1 and nodes > 1 and nodes % SUBLANES != 0 and nodes <= MAX_ROWS
 
@@ -157,7 +158,7 @@ def _pass(
             *(jax.ShapeDtypeStruct((plan.trees, width), jnp.int32) for width in widths),
         ],
         scratch_shapes=[pltpu.VMEM((*lead, LANES), dtype) for dtype in dtypes(logsumexp=plan.logsumexp)],
-        # Chips with two cores divide the rows; the blocks of a vocabulary follow each other on one core.
+        # Chips with two cores split the rows between them; the blocks of a vocabulary run in order on one core.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=rows * vocab * 8,
@@ -248,7 +249,7 @@ def _fold_strip(
     vocab: int,
     partial: bool,
 ) -> None:
-    """Fold a strip of rows of block number `block`. Only a `partial` block has ids from V on."""
+    """Fold a strip of rows of block number `block`. Only a `partial` block contains ids from V on."""
     rows, tokens = logits_ref.shape
     lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from kernels_pallas.common import LAST_ID
 
 NO_ID = -1
-"""Id of a missing entry: the second of a vocabulary of one token, or both of an empty one."""
+"""Id of a missing entry: the second entry of a one-token vocabulary, or both entries of an empty one."""
 
 
 class MarginStats(NamedTuple):
@@ -104,7 +104,7 @@ class AcceptControls(NamedTuple):
     """Settings that may differ between the rows of a batch."""
 
     theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
-    # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
+    # bool[B], True relaxes nothing in the row; or i32[B], the number of strict edges from the root
     strict: Array
     max_relaxed_run: Array  # i32[B]; maximum consecutive relaxed edges
     stop_tokens: Array  # i32[B, M]; padded with -1

@@ -1,4 +1,4 @@
-"""Margin statistics by XLA's operations: in two levels, and in reductions that XLA partitions over devices.
+"""Margin statistics with XLA operations: a two-level search, and reductions that XLA partitions over devices.
 
 R rows, V vocabulary, C candidates. Oracle: `reference`.
 """
@@ -20,8 +20,8 @@ BLOCK = 256
 slower at 4096."""
 
 ROWS_BYTES = 4 * 2**20
-"""Bytes of exponentials at a time. Measured on a CPU with 64 rows of 128256: 2 and 4 MiB take equal time, 8 MiB twice
-as long, and all rows at once 2 to 4 times as long, mostly in page faults."""
+"""Bytes of exponentials computed at a time. Measured on a CPU with 64 rows of 128256: 2 and 4 MiB take equal time, 8
+MiB twice as long, and all rows at once 2 to 4 times as long, mostly in page faults."""
 EXP2 = (1.535336e-4, 1.3398874e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
 """Coefficients of 2**f, the highest power first."""
 
@@ -88,7 +88,7 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
 
     For a sharded vocabulary XLA partitions each of them into a reduction per device and an exchange of one number per
     node and device, independent of V. It would gather the whole logits for `margin_stats` above or for `lax.top_k`.
-    Slow on CPU because argmax is; the fastest form on an H100.
+    This form is slow on CPU, because argmax is, and the fastest on an H100.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
@@ -110,7 +110,7 @@ def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
     full_blocks = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
     best = jnp.max(full_blocks, axis=-1)
     number = lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
-    # argmax over only the few block maxima. Ties go to the earlier block and so to the smaller id.
+    # This argmax covers only the few block maxima. Ties go to the earlier block and so to the smaller id.
     first = jnp.argmax(best, axis=-1, keepdims=True).astype(jnp.int32)
     second = jnp.argmax(
         jnp.where(number == first, -jnp.inf, best.astype(jnp.float32)), axis=-1, keepdims=True

@@ -1,1 +1,1 @@
-"""The k largest logits of each row and the row's logsumexp, as a drafter needs them."""
+"""The k largest logits of each row and the row's logsumexp, for drafters."""

@@ -1,6 +1,6 @@
 """The operations `top_k` and `sharded_top_k`: the k largest logits and the logsumexp of each row in one read.
 
-V vocabulary, W parts of a vocabulary. Oracle: `reference.top_k`, and `jax.lax.top_k` in tests/kernels/test_top_k.py.
+V vocabulary, W vocabulary parts. Oracle: `reference.top_k`, and `jax.lax.top_k` in tests/kernels/test_top_k.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
     Args:
       parts: i32[W, 2, ..., lanes]; entry i is `packed_top_k` of tokens `[i * size, (i + 1) * size)`.
       k, interpret: as for `packed_top_k`.
-      size: tokens of a part.
+      size: tokens per part.
     """
     if interpret is None:
         return xla.join(parts, k, size)
@@ -100,7 +100,7 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
 
 
 def _takes(logits: Array, k: int, implementation: str | None) -> bool:
-    """Return True if the kernel should run: it fits, or it was named explicitly, so that it raises if it does not."""
+    """Return True if the kernel should run: it fits, or it was named explicitly and raises if it does not fit."""
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 
 

@@ -1,6 +1,6 @@
-"""TPU kernels of `top_k`: a block of rows with their whole vocabulary in fast memory, scanned k times.
+"""TPU kernels of `top_k`, which scan a block of whole rows in fast memory k times.
 
-R rows, V vocabulary, W parts of a vocabulary. Oracle: `reference.top_k`.
+R rows, V vocabulary, W vocabulary parts. Oracle: `reference.top_k`.
 
 Each scan finds the entry that follows the previous one in the order (larger value, then smaller id). Scans write no
 intermediate state, and ties need no special case.
@@ -22,9 +22,9 @@ from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, bits, round_
 from kernels_pallas.top_k.shapes import block_rows
 
 CHAINS = 4
-"""Independent chains that a scan folds side by side: in a single chain each vector would wait for the one before."""
+"""Independent chains that a scan folds side by side: in a single chain, each vector would wait for the previous one."""
 STRIP = 16
-"""Vectors along the vocabulary in the body of a scan's loop."""
+"""Vectors along the vocabulary per iteration of a scan's loop."""
 
 
 def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
@@ -37,7 +37,7 @@ def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
 
 
 def join(parts: Array, k: int, size: int, *, interpret: Any = False) -> Array:
-    """Join the results i32[W, 2, R, 128] of parts of `size` tokens each into i32[2, R, 128]."""
+    """Join the results i32[W, 2, R, 128] of W vocabulary parts, `size` tokens each, into i32[2, R, 128]."""
     count, _, rows, _ = parts.shape
     block = min(rows, SUBLANES)
     in_spec = pl.BlockSpec((count, 2, block, LANES), lambda i: (0, 0, i, 0))
@@ -97,7 +97,7 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
                 chains[j] = chunk(i * STRIP + c, chains[j])
             return chains
 
-        # The loop takes whole vectors only; the rest of the vocabulary is masked below.
+        # The loop processes only whole vectors; the rest of the vocabulary is masked below.
         strips = vocab // LANES // STRIP
         chains = lax.fori_loop(0, strips, strip, [start] * side_by_side)
         for c in range(strips * STRIP, chunks):

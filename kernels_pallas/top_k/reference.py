@@ -1,4 +1,4 @@
-"""The result of `top_k`, its specification in `jax.lax.top_k`, and its packed form for a collective.
+"""The result of `top_k`, its specification using `jax.lax.top_k`, and its packed form for a collective.
 
 V vocabulary. Oracle: `jax.lax.top_k` and `jax.nn.logsumexp`, called directly in tests/kernels/test_top_k.py.
 `jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.

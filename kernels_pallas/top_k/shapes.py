@@ -17,12 +17,12 @@ def fits_in_vmem(vocab: int, k: int) -> bool:
     >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)
     """
-    # One lane holds the logsumexp. The smallest block has a register's rows, in float32 after the conversion.
+    # One lane holds the logsumexp. The smallest block has as many rows as a register, in float32 after the conversion.
     return k < LANES and SUBLANES * 4 * vocab <= BLOCK_BYTES
 
 
 def block_rows(rows: int, vocab: int, k: int, dtype) -> int:
-    """Return the rows of a block of logits [R, V].
+    """Return the number of rows per block of logits [R, V].
 
     Raises:
       BlockError: not even the smallest block fits.

@@ -1,6 +1,6 @@
-"""`top_k` by XLA's operations, and the join of the parts of a vocabulary.
+"""`top_k` with XLA operations, and the join of vocabulary parts.
 
-V vocabulary, W parts of a vocabulary. Oracle: `reference.top_k`.
+V vocabulary, W vocabulary parts. Oracle: `reference.top_k`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.reference import TopKEntries, unpack
 
 BLOCK = 64
-"""Tokens per block; blocks are first compared by their maxima. Ten blocks are fewer than 1,024 tokens: up to that size
-XLA sorts on a GPU, which is faster than its search of more tokens."""
+"""Tokens per block; blocks are first compared by their maxima. Ten blocks hold fewer than 1,024 tokens, up to which XLA
+sorts on a GPU. Sorting is faster than the search that XLA uses for more tokens."""
 
 
 def top_k(logits: Array, k: int) -> TopKEntries:
@@ -30,7 +30,7 @@ def top_k(logits: Array, k: int) -> TopKEntries:
     blocks = blocks.reshape(*z.shape[:-1], -1, BLOCK)
     # At most k blocks contain the k largest entries, and each such block has one of the k largest maxima. i32[..., k].
     _, best = lax.top_k(jnp.max(blocks, axis=-1), k)
-    # Candidates in the order of their ids, so that ties go to the smaller id.
+    # Sort the blocks, so that candidates are in the order of their ids and ties go to the smaller id.
     best = jnp.sort(best, axis=-1)
     candidates = jnp.take_along_axis(blocks, best[..., None], axis=-2, mode="promise_in_bounds")
     values, place = lax.top_k(candidates.reshape(*candidates.shape[:-2], -1), k)

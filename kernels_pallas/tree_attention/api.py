@@ -1,4 +1,4 @@
-"""Attention of a drafted tree, or of a chunk of a prompt, over the key-value cache.
+"""Attention of a drafted tree, or of a prompt chunk, over the key-value cache.
 
 `write_and_attend` first writes the keys and values of the queries into the cache; `tree_attention` only attends.
 
@@ -44,7 +44,7 @@ def tree_attention(
 
     Every query sees all slots before `first`. The region is the R slots from `first` on; query i sees row r of the
     region if `seen[b, i, r]`. The TPU kernel reads each batch row in blocks, from the start of the window (if there is
-    one) to the end of the region, so the cost of a row follows its own length.
+    one) to the end of the region, so the cost of a row depends only on its own length.
 
     Args:
       q: [B, N, K, G, D], bfloat16 or float32.
@@ -55,9 +55,9 @@ def tree_attention(
       positions: i32[B, N] of the queries; None: `first + i`. Used only with a window.
       seen_positions: i32[B, R] of the region's rows; None: the rows are the queries.
       window: keys `window` or more positions before the query are hidden; None hides none.
-      cap: scores become `cap * tanh(scores / cap)`; None leaves them.
+      cap: scores become `cap * tanh(scores / cap)`; None leaves them unchanged.
       scale: scores are multiplied by it; None is D ** -0.5.
-      k_scale, v_scale: f32[B, S, K]; factors of keys and values, per token and head. Pass both or neither.
+      k_scale, v_scale: f32[B, S, K]; factors for keys and values, per token and head. Pass both or neither.
       implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which selects "xla": no chip has run the
         kernel yet.
       blocks: block sizes of "pallas_tpu".
@@ -100,8 +100,9 @@ def write_and_attend(
 ) -> tuple[Array, Array, Array]:
     """Write new rows into keys and values, then compute `tree_attention`. Donated caches are updated in place.
 
-    The kernel copies the rows itself, which saves a separate scatter. The exception is a single head of less than 32
-    bits: it shares 32-bit words with neighbouring slots and DMA copies whole words, so XLA scatters its rows first.
+    The kernel copies the rows itself, which saves a separate scatter. The exception is a single head in a dtype of less
+    than 32 bits. Its slots share 32-bit words with neighbouring slots, and DMA copies whole words, so XLA scatters its
+    rows first.
 
     Args:
       q, first: as for `tree_attention`.

@@ -1,7 +1,7 @@
 """TPU attention over a key-value cache: DMA copies in the used slots of each row and reads nothing else.
 
 B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
-region, W new rows, M = N * G queries of a head in one tile, T tiles. Oracle: `reference.tree_attention`.
+region, W new rows, M = N * G queries per head and tile, T tiles. Oracle: `reference.tree_attention`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LOG2_E = 1.4426950408889634
 """Scores are scaled by this, so that 2 ** x, which a TPU computes natively, replaces e ** x and saves one product per
 score."""
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
-"""Table entries of a row's tile: the slot before which every query of the tile sees all slots, the first slot of its
-first block, its number of blocks, the last slot hidden by any window and, if there are new rows, the slot of the first
-of them."""
+"""Table entries per tile of a row: the slot before which every query of the tile sees all slots, the first slot of the
+tile's first block, the number of blocks, the last slot hidden by any window and, if there are new rows, the slot of the
+first one."""
 UPPER, AFTER, WORDS = 0, 1, 2
 """Columns of a query: the last slot that it sees if the mask is causal, the last slot that its window hides, and from
 column `WORDS` on a bitmask of the region's rows that it sees, 32 per word."""
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     align: int  # the first slot of a block is a multiple of this
     tiles: int
     cores: int
-    items: int  # tiles of the rows of a core
+    items: int  # row tiles per core
     cap: float | None
     scale: float
     causal: bool
@@ -68,7 +68,7 @@ def tree_attention(
     blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=scaled)
     inside, hidden_until = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
-    # Chips with two cores divide the rows. On other chips both halves run on the one core.
+    # Chips with two cores split the rows. On other chips both halves run on the single core.
     cores = 2 if batch % 2 == 0 else 1
     shape = Shape(
         slots=k.shape[1],
@@ -142,7 +142,7 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(queries.shape, operands.q.dtype), caches],
         # Inputs 0 to 2 are the table, the queries and their columns; then come keys and values.
         input_output_aliases={3 + i: 1 + i for i in range(len(caches))},
-        # The items of a core are in order, because a copy for the next item starts during the one before.
+        # A core runs its items in order, because the copy for the next item starts during the current one.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=_cost(queries, operands.k),
         interpret=interpret,
@@ -153,7 +153,7 @@ def _call(
 
 
 def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[Array], list[Any]]:
-    """Return the arrays that the kernel copies blocks of, keys and values first, and a buffer for each."""
+    """Return the arrays that the kernel copies blocks from, keys and values first, and a buffer for each."""
     k, dim, size = operands.k, operands.k.shape[3], shape.blocks.slots
     sources = [k, operands.v]
     if is_flat(k):
@@ -164,11 +164,11 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
         width = LANES if dim % LANES == 0 else dim
         buffer_shape = (dim // width, size, k.shape[2], width)
     if in_place:
-        # Otherwise XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
+        # Without this constraint XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
         sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
     buffers = [pltpu.VMEM((shape.blocks.buffers, *buffer_shape), k.dtype) for _ in sources]
     if operands.k_scale is not None and operands.v_scale is not None:
-        # Slots in the lanes, like the scores that they multiply.
+        # Put the slots in the lanes, as in the scores that the scales multiply.
         sources += [jnp.swapaxes(x, 1, 2) for x in (operands.k_scale, operands.v_scale)]
         scale_buffer = (shape.blocks.buffers, k.shape[2], size)
         buffers += [pltpu.VMEM(scale_buffer, jnp.float32) for _ in range(2)]
@@ -187,7 +187,7 @@ def _cost(queries: Array, k: Array) -> pl.CostEstimate:
 
 
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
-    """Return q [B, N, K, G, D] as [B, T, K, M, D], padded to whole tiles of memory."""
+    """Return q [B, N, K, G, D] as [B, T, K, M, D], padded to whole memory tiles."""
     batch, n, heads, group, dim = q.shape
     q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
     q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
@@ -210,7 +210,7 @@ def _columns(
 
 
 def _table(first: Array, inside: Array | None, after: Array | None, shape: Shape, n: int) -> Array:
-    """Return the table of all tiles, i32[4, B * T]: the entries of `tile_table`, tiles of a row next to each other."""
+    """Return the table of all tiles, i32[4, B * T]: the entries of `tile_table`, with the tiles of a row adjacent."""
     per_tile = shape.blocks.queries
     of_tiles = []
     for begin in range(0, n, per_tile):
@@ -236,7 +236,7 @@ def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size
       rows: R, or the rows up to the tile's last query.
       after: i32[B, N], the last position that each query's window hides, or None.
       slots: S.
-      size: slots of a block.
+      size: slots per block.
       align: the first slot of a block is a multiple of this.
 
     >>> tile_table(jnp.asarray([3, 90]), 6, None, slots=96, size=16, align=1)[2].tolist()
@@ -253,24 +253,24 @@ def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size
 
 
 class _Folded(NamedTuple):
-    """Softmax of the blocks so far, by head."""
+    """Running softmax over the blocks so far, per head."""
 
-    # In all lanes, where they are compared with scores: a single lane would need a permutation for every register of
-    # scores, which took nearly half the time of a tree's block.
+    # `top` and `total` are replicated over all lanes, where they are compared with scores. In a single lane they would
+    # need a permutation for every register of scores, which took nearly half the time of a tree's block.
     top: Any  # f32[K, M, 128], lane-replicated
     total: Any  # f32[K, M, 128], lane-replicated
     mixed: Any  # f32[K, M, D]
 
 
 class _Core(NamedTuple):
-    """The copies of one core. They start in the order of use, across rows, so that no copy waits for a row to end."""
+    """The copies of one core. They start in the order in which they are used, so that none waits for a row to end."""
 
     number: Array
     shape: Shape
     table: Any  # i32[4 or 5, B T] in scalar memory
     # Keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] of both, if there are any.
     sources: list[Any]
-    new_rows: list[Any]  # of keys and values [B, W, K, D] in HBM, if there are any
+    new_rows: list[Any]  # new keys and values [B, W, K, D] in HBM, if there are any
     state: Any  # i32[5] in scalar memory
     buffers: tuple[Any, ...]  # one for each source
     landed: list[Any]  # semaphores [2] of the new rows, if there are any
@@ -289,7 +289,7 @@ class _Core(NamedTuple):
     def start_of(self, item: Array, block: Array) -> Array:
         """Return the first slot of a block."""
         size = self.shape.blocks.slots
-        # The last block of the cache starts earlier, so that it is whole; it repeats slots of the block before.
+        # The last block of the cache starts earlier, so that it is whole; it repeats slots of the previous block.
         start = jnp.minimum(self.entry(BASE, item) + block * size, self.shape.slots - size)
         return pl.multiple_of(start, self.shape.align)
 
@@ -316,7 +316,7 @@ class _Core(NamedTuple):
                     yield pltpu.make_async_copy(rows, target.at[buffer, part], signal)
 
     def begin(self) -> None:
-        """Start to write all new rows of this core, and to copy in the first blocks."""
+        """Start writing all new rows of this core and copying in the first blocks."""
         for i in range(5):
             self.state[i] = 0
         if self.shape.writes:
@@ -342,7 +342,7 @@ class _Core(NamedTuple):
         self.state[LANDED] = 1
 
     def copy_next(self) -> None:
-        """Start the copy of the next block, of this row or of the next."""
+        """Start copying the next block, from this row or the next."""
         state, blocks = self.state, self.shape.blocks
         item, block = state[ITEM], state[BLOCK]
 
@@ -350,7 +350,8 @@ class _Core(NamedTuple):
         def _():
             start = self.start_of(item, block)
             if self.shape.writes:
-                # Only a block that contains new rows waits. It waits for those of all rows, which share semaphores.
+                # Only a block that contains new rows waits. It waits for the new rows of all batch rows, which share
+                # semaphores.
                 unwritten = state[LANDED] == 0
                 pl.when(unwritten & (start + blocks.slots > self.entry(WRITTEN, item)))(self.land)
 
@@ -374,9 +375,9 @@ def _attend_rows(
     *copying,  # scratch memory of `_Core`
     shape: Shape,
 ) -> None:
-    """Run the kernel: one item of the grid is a row's tile of queries, which loops over the row's blocks."""
-    # New rows are written to the output caches, so read those. On a TPU they alias the arguments; in an interpreter
-    # they are separate memory.
+    """Run the kernel: each grid item is one query tile of a row and loops over the row's blocks."""
+    # New rows are written to the output caches, so read from those. On a TPU they alias the arguments; in an
+    # interpreter they are separate memory.
     core = _Core(pl.program_id(0), shape, table, caches or sources, new_rows, *copying)
     item = pl.program_id(1)
     size = shape.blocks.slots
@@ -393,7 +394,7 @@ def _attend_rows(
         buffer = lax.rem(core.state[USED], shape.blocks.buffers)
         for copy in core.block_copies(row, start, buffer):
             copy.wait()
-        # A block needs no mask if all its slots are committed, none repeats and no window hides any.
+        # A block needs no mask if all its slots are committed, none is repeated and no window hides any.
         needs_no_mask = (start + size <= first) & (start == own_start) & (start > recent)
 
         @pl.when(needs_no_mask)
@@ -466,7 +467,7 @@ def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, ca
 
 
 def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:
-    """Return the rows [slots, D] of one head in a block [parts, slots, K, lanes], whose heads of a slot are adjacent.
+    """Return the rows [slots, D] of one head from a block [parts, slots, K, lanes], where a slot's heads are adjacent.
 
     Two or four heads of a narrow dtype share a 32-bit word: a strided load reads the words, and shifts extract the
     head.

@@ -43,7 +43,7 @@ class Operands(NamedTuple):
         return self.k.dtype if self.k_scale is None else self.q.dtype
 
     def region(self) -> tuple[Array | None, Array | None]:
-        """Apply the window to the visibility of the region: the result of `region`."""
+        """Return the result of the function `region` for these operands."""
         return region(self.seen, self.positions, self.seen_positions, self.window)
 
 
@@ -54,8 +54,8 @@ def region(
 
     Args:
       seen: bool[B or 1, N, R]; None: the queries are consecutive tokens with a causal mask.
-      positions: i32[B, N]; of the queries.
-      seen_positions: i32[B, R]; of the region's rows; None: the rows are the queries.
+      positions: i32[B, N]; positions of the queries.
+      seen_positions: i32[B, R]; positions of the region's rows; None: the rows are the queries.
       window: hide keys `window` or more positions before the query; None: hide none.
 
     Returns:

@@ -32,9 +32,9 @@ def attention_blocks(
     """Return `blocks` after validation, or the default if it is None, and the alignment of a block's first slot.
 
     Args:
-      queries: (B, N, K, G, D), their shape.
+      queries: shape of the queries, (B, N, K, G, D).
       slots: S.
-      dtype: of the keys and values.
+      dtype: dtype of the keys and values.
       scaled: whether keys and values have scales.
 
     Raises:
@@ -42,10 +42,10 @@ def attention_blocks(
     """
     _, n, heads, group, dim = queries
     itemsize = jnp.dtype(dtype).itemsize
-    packing = 4 // itemsize  # numbers that share a word of 32 bits
+    packing = 4 // itemsize  # numbers that share a 32-bit word
     align = 1
     if heads == 1 and packing > 1:
-        # Slots are the rows of a matrix, whose slices begin at whole tiles.
+        # Slots are the rows of a matrix, whose slices must begin at whole tiles.
         align = tile_rows(dtype)
     elif heads % packing or (heads // packing not in (1, 2, 4) and heads // packing % SUBLANES):
         raise BlockError(
@@ -55,7 +55,7 @@ def attention_blocks(
     if dim % LANES and dim > LANES:
         raise BlockError(f"heads are {dim} wide: the kernel takes multiples of {LANES}, or less than that.")
     if scaled:
-        # Scales have their slots in the lanes, whose slices begin at whole registers.
+        # Scales have their slots in the lanes, whose slices must begin at whole registers.
         align = LANES
     if slots % align:
         raise BlockError(
@@ -66,7 +66,7 @@ def attention_blocks(
         size = 512
         while size > 64 and size * heads * dim * itemsize > ATTENTION_BYTES:
             size //= 2
-        # About 8 MiB of queries, results and state, and scores of 512 queries.
+        # Allow about 8 MiB of queries, results and state, and the scores of 512 queries.
         rows = max(2048 * LANES // (heads * max(dim, LANES)), 1)
         blocks = AttentionBlocks(max(size, align), max(min(rows, 512) // group, 1))
     if blocks.slots <= 0 or blocks.slots % align:
@@ -79,5 +79,5 @@ def attention_blocks(
 
 
 def is_flat(k: Array) -> bool:
-    """Return True if a cache is read as [B, S, D], because slots rather than heads share 32-bit words."""
+    """Return whether to read a cache as [B, S, D], because slots rather than heads share 32-bit words."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

@@ -1,4 +1,4 @@
-"""Attention over every slot by XLA's operations, and the scatter of new rows into the cache.
+"""Attention over every slot with XLA operations, and the scatter of new rows into the cache.
 
 B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
 Oracle: `reference.tree_attention`.

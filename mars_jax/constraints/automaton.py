@@ -1,6 +1,7 @@
 """Compilation of nodes to a deterministic automaton over UTF-8 bytes, minimised if that is cheap.
 
-S states; state 0 is dead and state 1 the first. Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
+S states; state 0 is dead and state 1 is the initial state. Oracle: `re.fullmatch`
+(tests/constraints/test_automaton.py).
 
 Sources: Thompson's construction, the subset construction, and Moore's minimisation, as in Hopcroft, Motwani and
 Ullman, "Introduction to Automata Theory", chapters 3 and 4; ranges of UTF-8 as in Russ Cox, "Regular Expression
@@ -19,7 +20,7 @@ from mars_jax.utils.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000
-"""Maximum states of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
+"""Maximum states of an automaton: state numbers are u16, and all constraints of a batch share them."""
 _MOST_STEPS = 5_000_000
 """Maximum steps of the subset construction, which also bounds the total size of the sets."""
 _MINIMISED = 6_000
@@ -32,7 +33,7 @@ Bytes = tuple[tuple[int, int], ...]
 class Automaton(NamedTuple):
     """A deterministic automaton over bytes. `next[DEAD]` is DEAD; every other state can reach an accepting state."""
 
-    next: np.ndarray  # i32[S, K]; next state by class of byte
+    next: np.ndarray  # i32[S, K]; next state by byte class
     classes: np.ndarray  # u8[256]; class of every byte
     accepting: np.ndarray  # bool[S]
 
@@ -117,7 +118,7 @@ class _Pieces:
 
     def _repeat(self, node: Repeat, start: int) -> int:
         if not _says_something(node.part):
-            return start  # repetitions of the empty text need no states
+            return start  # repetitions of the empty string need no states
         for _ in range(node.least):
             start = self.add(node.part, start)
         if node.most is None:
@@ -145,7 +146,7 @@ class _Pieces:
 
 
 def _says_something(node: Node) -> bool:
-    """Return whether a node is more than the empty text. A repetition of the empty text is empty.
+    """Return whether a node is anything but the empty string. Repeating the empty string leaves it empty.
 
     >>> _says_something(Repeat(Sequence(()), 9, None)), _says_something(Either(()))
     (False, True)
@@ -158,11 +159,11 @@ def _says_something(node: Node) -> bool:
 
 
 def automaton(node: Node) -> Automaton:
-    """Return the deterministic automaton of a node.
+    """Return the deterministic automaton for a node.
 
     Raises:
       TooLarge: the automaton has too many states.
-      MarsError: the automaton accepts no text.
+      MarsError: the automaton accepts no string.
 
     >>> from mars_jax.constraints.pattern import parse_pattern
     >>> made = automaton(parse_pattern("ab*"))
@@ -234,7 +235,7 @@ def _subsets(
 
 
 def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Automaton:
-    """Remove states that cannot reach acceptance; merge equivalent states and equivalent classes of bytes."""
+    """Remove states that cannot reach acceptance; merge equivalent states and equivalent byte classes."""
     alive = living(next, accepting)
     if not alive[FIRST]:
         raise MarsError("the constraint matches no text at all: correct it.")
@@ -276,7 +277,7 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return labels i64[S], equal for equivalent states if these are cheap to find."""
+    """Return labels i64[S], equal for equivalent states if they are cheap to find."""
     states = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return states

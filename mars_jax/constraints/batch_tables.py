@@ -1,7 +1,7 @@
-"""Joined tables of the constraints of a batch, in the form that the step reads. Oracle: tests/core/test_guide.py.
+"""Joined tables of a batch's constraints, in the form that the step reads. Oracle: tests/core/test_guide.py.
 
-S states, C classes, G groups, R rows of bits, W words, V vocabulary. Sizes grow in powers of two, so that other
-constraints of similar sizes do not recompile the step.
+S states, C classes, G groups, R bit rows, W words, V vocabulary. Sizes grow in powers of two, so that different
+constraints of similar sizes do not trigger recompilation of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mars_jax.core.guide import BITS, DEAD, FREE
 from mars_jax.core.types import NO_TOKEN, Tables, Tracked
 
 MOST_BYTES = 1 << 30
-"""Maximum bytes of the token masks of a batch's constraints on a device."""
+"""Maximum bytes per device for the token masks of a batch's constraints."""
 
 
 class Compiled(NamedTuple):
@@ -32,11 +32,11 @@ class Compiled(NamedTuple):
     starts: dict[Any, tuple[int, int]]  # first state and group of each table, by constraint or other key
 
     def rows(self, chosen: Sequence[Any], after: Sequence[int] | None = None) -> Tracked:
-        """Return the states in which the rows of a batch begin.
+        """Return the initial states of a batch's rows.
 
         Args:
           chosen: for each row a constraint, or another key of `starts`; None: no constraint.
-          after: for each row the state of its table to begin in; default: the first.
+          after: for each row the state of its table to begin in; default: the initial state.
         """
         row_starts = []
         for i, row_key in enumerate(chosen):
@@ -52,12 +52,12 @@ class Compiled(NamedTuple):
 def compiled(
     constraints: Sequence[Constraint | None], vocabulary: Vocabulary, *, forced: bool = True
 ) -> Compiled:
-    """Compile the tables of constraints, each once. The keys of `Compiled.starts` have no `relax`.
+    """Compile each distinct constraint once and join the tables. The keys of `Compiled.starts` have `relax` unset.
 
     Args:
       constraints: one per row; None: a row without a constraint.
       vocabulary: vocabulary of the model's tokenizer.
-      forced: record forced tokens, which drafters without a model draft.
+      forced: record forced tokens, which drafters without a model fill in.
 
     Raises:
       MarsError: as for `Constraint.table`, or the tables together are too large.
@@ -108,7 +108,7 @@ def join_tables(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
     for group, (key, table) in enumerate(tables.items(), start=1):
         count, width = table.next.shape
         states_slice = slice(offset, offset + count - 1)
-        # State s of the table becomes state s + at - 1.
+        # State s of the table becomes state s + offset - 1.
         moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + offset - 1).astype(np.uint16)
         next[states_slice, :width] = moved[1:]
         classes[group] = table.classes

@@ -29,7 +29,7 @@ class Constraint:
     kind: str
     content: Any  # a string, or a tuple of strings or of token ids
     compact: bool = False
-    relax: bool = False  # lossy rules may relax tokens of constrained text too
+    relax: bool = False  # lossy rules may also relax constrained tokens
 
     def relaxed(self) -> Constraint:
         """Return the constraint with relaxing enabled: the structure of a completion is kept, its values may change."""
@@ -37,7 +37,7 @@ class Constraint:
 
     @property
     def automaton(self) -> Automaton:
-        """Automaton over the bytes of a completion; a constraint of `tokens` has no automaton.
+        """Automaton over the bytes of a completion; a `tokens` constraint has no automaton.
 
         Raises:
           MarsError: as for its factory.
@@ -53,7 +53,7 @@ class Constraint:
         return _table(without_relax(self), vocabulary)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the constraint for reports, under its name in a prompts file."""
+        """Return the constraint for reports, under the name that prompts files use."""
         content = self.content
         if self.kind == "json_schema":
             content = json.loads(content)
@@ -106,7 +106,7 @@ def regex(pattern: str) -> Constraint:
     """Allow completions that match a regular expression as a whole, as in `re.fullmatch`.
 
     Args:
-      pattern: pattern in the syntax of Python's `re`, without look-around, back-references and inner anchors.
+      pattern: pattern in the syntax of Python's `re`, without look-around, back-references or inner anchors.
 
     Raises:
       MarsError: not a regular expression, an unsupported construct, or an automaton that would be too large.
@@ -152,7 +152,7 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
 def _written(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
-    # A Python object that is not JSON, or a number without a JSON form, such as NaN.
+    # The object is not JSON, or it contains a number without a JSON form, such as NaN.
     except (TypeError, ValueError) as error:
         raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
     except RecursionError:
@@ -206,7 +206,7 @@ KINDS = tuple(_FACTORIES)
 
 
 def from_fields(given: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint among named values, such as those of a request: at most one of `KINDS`.
+    """Return the constraint that named values, such as a request's fields, define: at most one of `KINDS`.
 
     Raises:
       MarsError: two constraints are given, or as for the factory.

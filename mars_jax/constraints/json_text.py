@@ -1,4 +1,4 @@
-"""JSON values as nodes, in the form that `json.dumps` writes, with bounds on numbers and formats of strings.
+"""JSON values as nodes, in the form that `json.dumps` writes, with number bounds and string formats.
 
 Oracle: `json` and `jsonschema` (tests/constraints/test_schema.py).
 """
@@ -20,7 +20,7 @@ from mars_jax.constraints.nodes import (
 )
 from mars_jax.constraints.pattern import parse_pattern
 
-# \u with four digits except surrogates: JSON counts a surrogate pair as one character, this pattern as two.
+# Allow \u with four digits, except surrogates: JSON counts a surrogate pair as one character, a pattern as two.
 _CHARACTER = parse_pattern(
     r'[^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}'
 )
@@ -43,16 +43,16 @@ FORMATS = {
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
     "email": r"[a-z0-9._+\-]{1,40}@[a-z0-9]([a-z0-9\-]{0,30}[a-z0-9])?(\.[a-z]{2,12}){1,3}",
 }
-"""Patterns of string formats by their names in JSON Schema."""
+"""Patterns of string formats by JSON Schema name."""
 
 
 def string(least: int = 0, most: int | None = None) -> Node:
-    """Return the node of a string of `least` to `most` characters; None is no bound."""
+    """Return the node for a string of `least` to `most` characters; None means no bound."""
     return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
 
 
 def integers(low: int | None, high: int | None) -> Node:
-    """Return the node of whole numbers from `low` to `high`, as JSON writes them; None is no bound.
+    """Return the node for whole numbers from `low` to `high`, as JSON writes them; None means no bound.
 
     >>> from mars_jax.constraints.automaton import automaton
     >>> made = automaton(integers(-3, 120))
@@ -70,7 +70,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` has if more."""
+    """Return whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` if it has more."""
     high = 10 ** max(18, len(str(low))) - 1 if high is None else high
     parts: list[Node] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
@@ -107,7 +107,7 @@ _ESCAPED = {
 
 
 def in_string(node: Node) -> Node:
-    """Return the node of a pattern's matches inside a JSON string, escaped as by `json.dumps`."""
+    """Return the node for a pattern's matches inside a JSON string, as `json.dumps` escapes them."""
     if isinstance(node, Chars):
         return _char_in_string(node.ranges)
     if isinstance(node, Repeat):

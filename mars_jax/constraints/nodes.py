@@ -104,10 +104,10 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def text(literal: str) -> Node:
-    """Return the node of a literal text.
+    """Return the node for a literal string.
 
     Raises:
-      MarsError: the text has a lone surrogate, so UTF-8 cannot encode it.
+      MarsError: the string contains a lone surrogate, so UTF-8 cannot encode it.
     """
     codes = [ord(c) for c in literal]
     if any(_SURROGATES[0] <= code <= _SURROGATES[1] for code in codes):
@@ -116,10 +116,10 @@ def text(literal: str) -> Node:
 
 
 def optional(part: Node) -> Node:
-    """Return the node of an optional part."""
+    """Return the node for an optional part."""
     return Repeat(part, 0, 1)
 
 
 def sequence(*parts: Node) -> Node:
-    """Return the node of a concatenation of parts."""
+    """Return the node for a concatenation of parts."""
     return Sequence(parts)

@@ -2,8 +2,8 @@
 
 Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
 
-`re._parser` is private to Python. It is the parser of `re.compile`, and its output has had this form since Python 2.
-Only this module uses it.
+`re._parser` is private to Python. It is the parser that `re.compile` uses, and its output has had the same form since
+Python 2. Only this module uses it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REFUSED = {
 
 
 def parse_pattern(pattern: str, budget: WorkBudget | None = None) -> Node:
-    """Return the nodes of a pattern that must match the whole text.
+    """Return the nodes of a pattern that must match the whole string.
 
     Args:
       pattern: pattern in the syntax of Python's `re`.
@@ -80,7 +80,7 @@ class _Reader:
         )
 
     def all_of(self, items: list[Any]) -> Node:
-        # The pattern matches the whole text, so anchors at its ends are redundant.
+        # The pattern must match the whole string, so anchors at its ends are redundant.
         while items and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             items = items[1:]
         while items and _is_anchor(items[-1], "AT_END", "AT_END_STRING"):
@@ -164,7 +164,7 @@ def _all_characters() -> str:
 
 @functools.cache
 def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Return the cased code points, and for each the code points that `re` matches to it when it ignores case."""
+    """Return the cased code points, and for each one the code points that match it when `re` ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
     flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
     pairs = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]

@@ -1,11 +1,11 @@
 """JSON schemas as nodes, which match the output of `json.dumps` for the values that a schema allows.
 
-Source: JSON Schema 2020-12, and keywords of earlier drafts with the same meaning. Oracle: `jsonschema`, the package
+Source: JSON Schema 2020-12, and keywords of earlier drafts with the same meaning. Oracle: the `jsonschema` package
 (tests/constraints/test_schema.py).
 
-The allowed texts are stricter than the schema if that helps a model: one form of white space, properties in their
-order, and no properties that the schema does not name. An unknown keyword, or an unsupported combination of keywords,
-raises an error and is never ignored.
+The automaton is stricter than the schema if that helps a model: it allows one form of white space, properties only in
+the schema's order, and no properties that the schema does not list. An unknown keyword, or an unsupported combination
+of keywords, raises an error and is never ignored.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from mars_jax.utils.errors import MarsError, short_repr
 DEEPEST = 24
 """Maximum depth of nested schemas. A recursive schema exceeds every limit."""
 MOST_NESTED = 100
-"""Maximum depth of nested lists and objects in the JSON of a schema; Python can parse some hundreds."""
+"""Maximum depth of nested lists and objects in a schema's JSON; Python can parse a few hundred levels."""
 MOST_DIGITS = 100
-"""Maximum digits of the bounds of an integer; the number of nodes is quadratic in it."""
+"""Maximum digits of an integer's bounds; the number of nodes is quadratic in the number of digits."""
 ANY_DEPTH = 2
 """Maximum depth of nested objects and arrays in a value that the schema does not describe."""
 
@@ -104,14 +104,14 @@ for _name in ("anyOf", "allOf"):
     _VALUES[_name] = (lambda value: _is_list(value) and value != [], "a list of schemas")
 for _name in ("minItems", "maxItems", "minLength", "maxLength"):
     _VALUES[_name] = (_is_count, "a whole number of at least 0")
-"""Checks of the values of keywords, and the expected values for messages."""
+"""Checks of keyword values, and the expected values for messages."""
 
 
 def parsed(said: str) -> Any:
     """Parse the JSON of a schema.
 
     Raises:
-      MarsError: not JSON, or nested too deep to be processed recursively.
+      MarsError: not JSON, or nested too deeply to be processed recursively.
 
     >>> parsed('{"type": "null"}')
     {'type': 'null'}
@@ -136,19 +136,19 @@ def parsed(said: str) -> Any:
 
 
 def too_deep() -> MarsError:
-    """Return the error for JSON that is nested too deep."""
+    """Return the error for JSON that is nested too deeply."""
     return MarsError(f"the schema has lists and objects more than {MOST_NESTED} deep: write it flatter.")
 
 
 def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
-    """Return the automaton of a schema.
+    """Return the automaton for a schema.
 
     Args:
       schema: a schema from `parsed`.
       compact: no spaces after commas and colons, as in `json.dumps(..., separators=(",", ":"))`.
 
     Raises:
-      MarsError: a part of it is not a schema, or cannot be enforced; the message gives its place.
+      MarsError: a part of the schema is invalid or cannot be enforced; the message gives the location.
 
     >>> made = schema_automaton({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
     >>> made.matches('{"n": 12}'), made.matches("{}")
@@ -200,7 +200,7 @@ class _Writer:
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
 
     def _meant(self, name: str, value: Any, where: str) -> list[tuple[str, Any]]:
-        """Return the alternatives of a keyword as pairs of place and schema."""
+        """Return the alternatives of a keyword as (location, schema) pairs."""
         if name == "$ref":
             self._budget.spend(len(value))
             return [(_part(value), self._found(value, where))]
@@ -220,7 +220,7 @@ class _Writer:
         return target
 
     def _one_of(self, given: dict, where: str) -> Node:
-        """Return the node of listed values: those that const, enum and type all allow."""
+        """Return the node for listed values: those that const, enum and type all allow."""
         named = " and ".join(name for name in ("const", "enum") if name in given)
         _only(given, {"const", "enum", "type"}, f" beside {named}", where)
         values = given.get("enum", [given.get("const")])
@@ -320,9 +320,9 @@ class _Writer:
         return sequence(text("{"), inside if needed else optional(inside), text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
-        """Return the node of one or more of an object's members, in order and separated by commas.
+        """Return the node for one or more of an object's members, in order and separated by commas.
 
-        The first member that is present is in the first or in the second half. Splitting by halves takes n log n nodes
+        The first member that is present is in the first or in the second half. Splitting by halves needs n log n nodes
         for n members.
         """
         if len(pairs) == 1:
@@ -342,7 +342,7 @@ class _Writer:
         return sequence(text("{"), optional(self._some(pair)), text("}"))
 
     def _anything(self, depth: int) -> Node:
-        """Return the node of any value, with objects and arrays nested up to `depth`."""
+        """Return the node for any value, with objects and arrays nested up to `depth`."""
         simple = [string(), NUMBER, BOOLEAN, NULL]
         if depth:
             inner = self._anything(depth - 1)
@@ -350,7 +350,7 @@ class _Writer:
         return Either(tuple(simple))
 
     def _some(self, part: Node) -> Node:
-        """Return the node of one or more parts separated by commas."""
+        """Return the node for one or more parts separated by commas."""
         return sequence(part, Repeat(self._after_comma(part), 0, None))
 
     def _separated(self, parts: list[Node]) -> list[Node]:
@@ -361,7 +361,7 @@ class _Writer:
 
 
 def _keywords(schema: Any, where: str) -> dict[str, Any]:
-    """Return the keywords of a schema that constrain a value, after checking the values of the keywords."""
+    """Return the keywords of a schema that constrain a value, after checking their values."""
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
@@ -379,7 +379,7 @@ def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
 
 
 def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
-    """Merge a schema with the keywords `beside` its reference or list: values must satisfy both."""
+    """Merge a schema with the keywords next to its reference or list (`beside`): values must satisfy both."""
     keywords = _keywords(schema, where)
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
@@ -412,7 +412,7 @@ def _only(given: Mapping[str, Any], known: set[str], beside: str, where: str) ->
 
 
 def _type_of(given: Mapping[str, Any], where: str) -> str:
-    """Infer the type of a schema that names none from its keywords."""
+    """Infer the type of a schema without a type from its keywords."""
     kinds = [kind for kind, names in _OF_TYPE.items() if names & given.keys()]
     if len(kinds) != 1 and kinds != ["integer", "number"]:
         raise MarsError(f"the schema at {where} has {' and '.join(given)} and no type: give one.")
@@ -433,7 +433,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _part(name: Any) -> str:
-    """Return a name as part of a place in messages."""
+    """Return a name as part of a location in messages."""
     return name if isinstance(name, str) and len(name) <= 60 else short_repr(name)
 
 

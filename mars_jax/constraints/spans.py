@@ -1,6 +1,6 @@
 """Spans of text between an opening and a closing string, which limit the tokens that a lossy rule may relax.
 
-S states. Oracle: a search in the text with Python (tests/constraints/test_token_table.py).
+S states. Oracle: a text search in Python (tests/constraints/test_token_table.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _BETWEEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Tracker of a span between two strings; the state is (inside, bytes read of the string that comes next)."""
+    """Tracker of a span between two strings; the state is (inside, bytes read so far of the next string)."""
 
     opening: bytes
     closing: bytes
 
     @property
     def bytes(self) -> bytes:
-        """The bytes that it distinguishes; all others are equivalent."""
+        """The bytes that the tracker distinguishes; all others are equivalent."""
         return self.opening + self.closing
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON; the state is (depth, mode): 0 outside strings, 1 in a string, 2 in it after a backslash."""
+    """Tracker of JSON; the state is (depth, mode): 0 outside strings, 1 in one, 2 in one after a backslash."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -101,7 +101,7 @@ def checked_spans(given: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Spans for lossy rules: they relax only inside `relax_in`, if any are given, and never inside `strict_in`."""
+    """Spans for lossy rules, which relax only inside `relax_in`, if any are given, and never inside `strict_in`."""
 
     relax_in: tuple[str, ...] = ()
     strict_in: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
 
 
 def state_after(spans: Spans, vocabulary: Vocabulary, tokens: Sequence[int]) -> int:
-    """Return the state of the spans' table after a prompt."""
+    """Return the state of the span table after a prompt."""
     return _state_after(spans, vocabulary, tuple(tokens))
 
 

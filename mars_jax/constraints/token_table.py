@@ -1,10 +1,10 @@
-"""Conversion of an automaton over bytes to one over tokens: the next state of every state for each class of tokens.
+"""Conversion of an automaton over bytes to one over tokens: the next state of every state for each token class.
 
-S states (0 dead, 1 the first), C classes of tokens (class 0 leads to the dead state), V vocabulary. Oracle: every
-token's bytes run through the automaton one by one (tests/constraints/test_token_table.py).
+S states (0 dead, 1 initial), C token classes (class 0 leads to the dead state), V vocabulary. Oracle: every token's
+bytes run through the automaton one by one (tests/constraints/test_token_table.py).
 
 Two tokens are in the same class if they lead every state to the same next state. Classes are computed byte by byte.
-Prefixes of tokens have few classes, so each class is composed with each byte once, regardless of the number of tokens.
+Token prefixes fall into few classes, so each class is composed with each byte once, regardless of the number of tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenTable(NamedTuple):
 
     @property
     def allowed(self) -> np.ndarray:
-        """bool[S, C]; classes of tokens that each state allows."""
+        """bool[S, C]; the token classes that each state allows."""
         return self.next != DEAD
 
     def run(self, tokens: list[int], state: int = FIRST) -> int:
@@ -115,7 +115,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 def _forced(
     automaton: Automaton, next: np.ndarray, classes: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Return i32[S]: the first token that a tokenizer gives for the bytes that must follow, otherwise NO_TOKEN."""
+    """Return i32[S]: the tokenizer's first token for the bytes that must follow, otherwise NO_TOKEN."""
     per_kind = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
     open_ = automaton.next != DEAD
     single = (np.sum(np.where(open_, per_kind[None], 0), axis=1) == 1) & ~automaton.accepting

@@ -25,12 +25,13 @@ class Vocabulary:
 
     tokens: tuple[bytes | None, ...]  # [V]; None is a special token, or an id without a token
     marks: tuple[tuple[int, bytes], ...] = ()  # ids and names of special tokens
-    # Function from text to token ids, as in the middle of a text; None: spell greedily with the longest tokens.
+    # Function from text to token ids, which tokenizes the text as a continuation; None: spell greedily with the longest
+    # tokens.
     encode: Any = None
 
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """u8[V, L] and i32[V]: padded bytes of every token and their number; 0 for a token without text."""
+        """u8[V, L] and i32[V]: padded bytes of every token, and their count; 0 for a token without text."""
         pieces = [token or b"" for token in self.tokens]
         lengths = np.asarray(list(map(len, pieces)), np.int32)
         padded = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)
@@ -47,7 +48,7 @@ class Vocabulary:
         return Vocabulary(tokens=tuple(tokens))
 
     def spell(self, data: bytes) -> list[int]:
-        """Return token ids for these bytes, tokenized as by the tokenizer; forced text is drafted with them."""
+        """Return token ids that spell these bytes, as the tokenizer would; forced text is drafted with them."""
         if self.encode is not None:
             # Drop an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")
@@ -102,7 +103,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     Raises:
       MarsError: a tokenizer whose tokens are not pieces of text.
     """
-    # Part of the cache key, because a user may add tokens to a tokenizer or make them special.
+    # These are part of the cache key, because a user may add tokens to a tokenizer or make them special.
     added = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
     try:
         return _vocabulary(tokenizer, size, added)

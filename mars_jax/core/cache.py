@@ -1,4 +1,4 @@
-"""Key-value cache: allocation, writes of one forward pass, and moves of the accepted rows of a tree.
+"""Key-value cache: allocation, writes for one forward pass, and moves of a tree's accepted rows.
 
 Oracle: a cache rebuilt from only the committed tokens (tests/core/test_cache.py). B batch, S slots, N nodes.
 """
@@ -18,8 +18,8 @@ from mars_jax.core import struct
 class Int8Rows:
     """Keys or values quantized symmetrically to int8, with one scale per token and head (absmax maps to 127).
 
-    Every reader gets the quantized values, even in the step that writes them. So attention computes the same for a
-    token while it is a draft node and after it is committed.
+    Every reader gets the quantized values, even in the step that writes them. Attention to a token is therefore the
+    same while it is a draft node and after it is committed.
     """
 
     values: Array  # i8[B, S, kv_heads, head_dim]; in [-127, 127]
@@ -110,15 +110,15 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 def _is_short(buffer: Array) -> bool:
     """Return whether a row (such as the scales of a token's heads) is shorter than the 128 lanes of a TPU.
 
-    A scatter or gather of such rows needs them padded to the lanes, and copies the whole buffer into that layout. A
-    select over all slots keeps the slots in the lanes, which is the layout that attention reads.
+    Scattering or gathering such rows would pad them to 128 lanes and copy the whole buffer into that layout. A select
+    over all slots keeps the slots in the lanes, the layout that attention reads.
     """
     return buffer.ndim == 3 and buffer.shape[2] < 128
 
 
 def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-    # Every slot is written back: a select over the whole buffer, whose rows are short.
+    # Select over the whole buffer and write back every slot, which is cheap because the rows are short.
     is_target = _one_hot(buffer, slot)
     written = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
     return jnp.where(jnp.any(is_target, axis=1), written, buffer)
@@ -138,7 +138,7 @@ def _one_hot(buffer: Array, slot: Array) -> Array:
 
 
 def slots(cache: Any) -> int:
-    """Return S of a cache whose leaves are all [B, S, ...], as the functions of this module require.
+    """Return S of a cache. All its leaves must be [B, S, ...], as for every function in this module.
 
     >>> slots(init_cache(layers=1, batch=2, slots=8, kv_heads=1, head_dim=4, dtype=jnp.float32))
     8
@@ -173,7 +173,7 @@ def commit_path(cache: Any, start: Array, path: Array) -> Any:
 def put_rows(cache: Any, rows: Array, new: Any) -> Any:
     """Replace rows i32[b] of the cache with those of `new`, in place under jit; the first axis of every leaf is B.
 
-    An entry of B or more is dropped. Row numbers must be unique.
+    Entries of B or more are dropped. Row numbers must be unique.
 
     >>> old, new = jnp.zeros((3, 2)), jnp.ones((2, 2))
     >>> put_rows(old, jnp.asarray([2, 3]), new)[:, 0].tolist()

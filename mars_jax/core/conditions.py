@@ -28,7 +28,7 @@ class Conditions(NamedTuple):
         """Return the conditions of a state; `params` holds the automata's tables.
 
         Raises:
-          MarsError: rows have a constraint or a span, and `params` has no tables for it.
+          MarsError: rows have a constraint or a span, but `params` has no tables for it.
         """
         edits = state.controls.edits
         return cls(edits, guide_of("constraint", params, state), guide_of("span", params, state))

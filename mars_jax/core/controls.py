@@ -1,4 +1,4 @@
-"""Build the per-request settings of a batch. Oracle: tests/core/test_sampling.py. B batch, M stop tokens."""
+"""Per-request settings of a batch, with validation. Oracle: tests/core/test_sampling.py. B batch, M stop tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_controls(
 
     Args:
       batch: B.
-      limit: most tokens of prompt and output together.
+      limit: maximum number of tokens, prompt and output together.
       temperature: 0 is greedy. None makes every row greedy at compile time: the program contains no sampling and
         compiles faster.
       top_k: 0 is off.
@@ -92,7 +92,7 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
     """Broadcast a setting, given once or once per row, to dtype[batch].
 
     Raises:
-      MarsError: the value has another type or shape, or is out of range.
+      MarsError: the value has the wrong type or shape, or is out of range.
     """
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
@@ -148,7 +148,7 @@ def _row_of_ids(row: Any) -> np.ndarray:
     """Return i32[M]: the stop tokens of one row."""
     try:
         ids = np.asarray(row)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of different lengths
         ids = np.zeros((0, 0))
     if ids.shape == (0,):
         return ids.astype(np.int32)
@@ -167,7 +167,7 @@ _SAME_KIND = {
         "both the same kinds of guides; a row without one begins in the state 0",
     ),
 }
-"""Fields that may be None, which changes the compiled step: the rows and the state must agree on them."""
+"""Fields that may be None, which changes the compiled step. The rows and the state must agree on which are None."""
 
 
 def pad_controls(controls: Controls, state: Controls) -> Controls:
@@ -175,7 +175,7 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
 
     Raises:
       MarsError: either the rows or the state lack a temperature, edits or guides that the other has, or the rows have
-        more tokens than fit.
+        more tokens than the state has room for.
     """
     for name, (field, fix) in _SAME_KIND.items():
         if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):

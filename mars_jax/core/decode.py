@@ -58,7 +58,7 @@ def _start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Call `decoder.init`, checked and compiled. Each parameter of the rule is one value or one per row.
+    """Call `decoder.init`, checked and compiled. Each rule parameter is one value or one per row.
 
     Raises:
       MarsError: see `Decoder.checked`.
@@ -75,7 +75,7 @@ def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
     """Check prompts on the host, where their values are concrete, and broadcast the rule to rows.
 
-    One value per row for every parameter of the rule, so that a scalar and an array compile to the same program.
+    Each rule parameter gets one value per row, so that a scalar and an array compile to the same program.
     """
     check_is_prompts(prompts)
     check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
@@ -87,16 +87,17 @@ def extend(
 ) -> tuple[DecodeState, Array]:
     """Call `decoder.extend`, checked and compiled. `state` is donated.
 
-    Use `insert` instead for a failed row, whose cache may hold non-finite values, and for a new prompt of one token,
-    for which a draft head would start from the features of the previous text.
+    Use `insert` instead for a failed row, whose cache may hold non-finite values, and for a one-token prompt, for which
+    a draft head would start from the features of the row's previous tokens.
 
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
       state: B rows from `start`, `run`, `stream` or this function, done or not.
-      prompts: the full text of every row, including the part that was read before.
+      prompts: the full token sequence of every row, including the part that was already read.
 
     Returns:
-      The state, which decodes the same tokens as `start` on these prompts, and i32[B], the tokens read per prompt.
+      The state, which decodes the same tokens as `start` on these prompts, and i32[B], the number of tokens read per
+      prompt.
 
     >>> from mars_jax import drafters, fake, make_controls, verify
     >>> from mars_jax.core.types import keys_from_seeds
@@ -140,14 +141,14 @@ def run(
 ) -> tuple[DecodeState, DecodeStats]:
     """Step until every row is done, in one `lax.while_loop` on the device. `state` is donated.
 
-    Each step adds a token to every live row or ends it, so the loop ends.
+    Each step adds at least one token to every live row or ends the row, so the loop terminates.
 
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
       state: from `start`.
       record: also record the origin of every new token in `DecodeStats.tokens`.
       max_steps: i32[]; stop after at most this many steps, so that the caller can inspect the state and resume. It is
-        traced: changing the number does not recompile. None: no bound.
+        traced, so changing the number does not trigger recompilation. None: no bound.
 
     Returns:
       The final state and the per-row counters of these steps.
@@ -184,13 +185,13 @@ def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[D
 
 AHEAD = 2
 """Steps that `stream` dispatches ahead of the flags the host has read: one to keep the accelerator busy while the host
-processes an earlier step, and one more to absorb delays of the host."""
+processes an earlier step, and one more to absorb host delays."""
 
 
 def look_ahead(state: DecodeState) -> int:
-    """Return the default of `ahead`: 0 for a state on a CPU, else `AHEAD`.
+    """Return the default value of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
-    On a CPU the call returns only after the step is computed (measured with jax 0.10), so extra steps are pure cost.
+    On a CPU the call returns only after the step is computed (measured with jax 0.10), so steps ahead are pure cost.
     """
     return 0 if next(iter(state.done.devices())).platform == "cpu" else AHEAD
 
@@ -200,13 +201,14 @@ def stream(
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
     """Step in a Python loop and yield `(state, info)` after each step. `state` is donated: use the yielded one.
 
-    The host reads the done flags `ahead` steps late, so that the device need not wait for it. Therefore `ahead` more
-    steps are yielded after the last row has ended; they emit nothing, and change no token, length, flag or rule. The
-    number of steps depends only on the tokens, not on timing, so the processes of a multi-host run agree on it.
+    The host reads the done flags `ahead` steps late, so that the device need not wait for the host. As a result,
+    `ahead` more steps are yielded after the last row has ended. They emit nothing and change no token, length, flag or
+    rule. The number of steps depends only on the tokens, not on timing, so the processes of a multi-host run agree.
 
     Args:
       decoder, params, state: as for `run`.
-      ahead: 0 waits for each step before the next one, and yields none past the end; default `look_ahead(state)`.
+      ahead: 0 waits for each step before starting the next one, and yields no steps past the end. Default:
+        `look_ahead(state)`.
 
     Returns:
       An iterator over (state after the step, `StepInfo` of the step).

@@ -75,7 +75,7 @@ class Decoder:
         return self.target.vocab_size
 
     def init(self, params: Params, prompts: Prompts) -> DecodeState:
-        """Create a state by reading prompts. Their width is the token buffer T, for prompt and output together.
+        """Create a state by reading prompts. Their width is T, the token buffer for prompt and output together.
 
         Raises:
           MarsError: see `checked`.
@@ -87,7 +87,8 @@ class Decoder:
         """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
 
         Raises:
-          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` or was created under another rule.
+          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` or was created under a different
+            rule.
         """
         check_params(params)
         self._check_state(state)
@@ -105,13 +106,14 @@ class Decoder:
 
         Args:
           params, state: of this decoder; the state has B rows.
-          rows: i32[b]; the row for each prompt, each at most once, or -1 for none. On a mesh with data=d, the i-th of
-            d equal parts of `rows` may only name rows in the i-th part of the state.
+          rows: i32[b]; the row for each prompt, each at most once, or -1 for none. On a mesh with data=d, both `rows`
+            and the state are split into d equal parts, and the i-th part of `rows` may only contain rows in the i-th
+            part of the state.
           prompts: b prompts, at most T wide.
-          read: a state of b rows that has already read these prompts, on a mesh that does not divide rows.
+          read: a state of b rows that has already read these prompts; only on a mesh that does not shard rows.
 
         Raises:
-          MarsError: see `checked`; or rows are out of range or repeated, or a state is of another decoder.
+          MarsError: see `checked`; or rows are out of range or repeated, or a state belongs to a different decoder.
         """
         check_params(params)
         prompts = self.checked(prompts)
@@ -129,22 +131,22 @@ class Decoder:
         )
 
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Continue every row with another prompt, such as a conversation with its next turn.
+        """Continue every row with a new prompt, such as a conversation with its next turn.
 
         The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
-        tokens after it are read. So callers need not mark the new part: if a chat template renders an earlier turn
-        differently, the prefix is shorter. A key or value depends only on its own and earlier tokens, so the state
+        tokens after it are read. Callers therefore need not mark the new part. If a chat template renders an earlier
+        turn differently, the prefix is shorter. A key or value depends only on its own and earlier tokens, so the state
         equals that of `init` up to rounding.
 
         Args:
           params, state: of this decoder; the state has B rows.
-          prompts: one for each row, at most T wide: the full text, including the part that was read before.
+          prompts: one for each row, at most T wide: the full token sequence, including the part that was already read.
 
         Returns:
           The state, and i32[B], the number of tokens read from each prompt.
 
         Raises:
-          MarsError: see `checked`; or a state of another decoder.
+          MarsError: see `checked`; or the state belongs to a different decoder.
         """
         check_params(params)
         batch, buffer = rows_of(state), state.tokens.shape[1]
@@ -161,9 +163,9 @@ class Decoder:
         """Check prompts, broadcast the rule's parameters to rows, and copy all arrays, since loops donate the state.
 
         Raises:
-          MarsError: the rule has another structure, keys are of another generator than that of `keys_from_seeds`, or
-            arrays have the wrong shape or dtype. If values are concrete, also lengths outside 1 .. t and tokens
-            outside the vocabulary; see `core.given`.
+          MarsError: the rule has a different structure, the keys' generator is not that of `keys_from_seeds`, or arrays
+            have the wrong shape or dtype. If values are concrete: a length is outside 1 .. t, or a token is outside the
+            vocabulary; see `core.given`.
         """
         check_is_prompts(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
@@ -214,7 +216,7 @@ class Decoder:
             prompts.tokens,
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
-            # The N nodes of a draft are written from slot `length - 1` on, also when the buffer is full.
+            # The N nodes of a draft are written from slot `length - 1` on, even when the buffer is full.
             self.target.init_cache(batch, buffer + self.drafter.num_nodes),
             self.drafter.init(params, prompts.tokens, prompts.length),
             observing(self.drafter, params, prompts.tokens, prompts.length),
@@ -249,16 +251,16 @@ class Decoder:
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
-        # i32[B]: committed tokens that the new prompt repeats from its beginning.
+        # i32[B]: the number of committed tokens that the new prompt repeats from its beginning.
         common = _common_prefix(state, tokens, length)
         # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
         # that one token.
         reread = 0 if self.drafter.reads is None else 1
-        # The last committed token is not cached, and neither will be the last one of the prompt, which is the root of
-        # the next step. So keep the target's cache up to `first`, and read [first, length - 1).
+        # The last committed token is not cached. Nor will be the prompt's last token, which is the root of the next
+        # step. So keep the target's cache up to `first`, and read [first, length - 1).
         first = jnp.minimum(common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
         first = jnp.maximum(first, 0)
-        # Caches of draft models lag one token more: draft models feed their last two tokens in every step.
+        # A draft model's cache lags by one more token, because draft models feed their last two tokens in every step.
         draft = self.drafter.catch_up(params, state.draft, tokens, jnp.maximum(common - 2, 0), length)
         cache, draft = prefill(
             self.target,
@@ -284,7 +286,7 @@ class Decoder:
         return dataclasses.replace(uncached, cache=cache)
 
     def _check_state(self, state: DecodeState) -> None:
-        """Raise MarsError unless `state` is a state under a rule of this decoder's structure."""
+        """Raise MarsError unless `state` is a `DecodeState` whose rule has this decoder's structure."""
         rows_of(state)
         if structure(state.rule) != self.rule_structure:
             raise other_decoder("rule")
@@ -319,8 +321,8 @@ def speculative_decoder(
 ) -> Decoder:
     """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
 
-    Only the structure of `verify` is used: rules that differ in parameters give equal decoders. `Prompts` carry the
-    parameters.
+    Only the structure of `verify` is used: rules that differ only in parameters give equal decoders. The parameters are
+    passed in `Prompts`.
 
     Args:
       target: the model to sample from.

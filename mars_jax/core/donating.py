@@ -53,7 +53,7 @@ def donating(
 ) -> Callable[[Callable[P, R]], Donating[P, R]]:
     """Compile a function whose argument 0 (a decoder) is static, and donate the arguments at these positions.
 
-    `check` gets the arguments first and raises for wrong types.
+    `check` is called first, with the same arguments, and raises if a type is wrong.
 
     >>> @donating(1)
     ... def double(decoder, x):

@@ -1,6 +1,6 @@
 """The interface of drafters: pure functions that propose a tree and update their state from its verdict.
 
-Oracle: none, the module has no logic. B batch, T token buffer, N nodes of a tree, D its depth, n tokens of a chunk.
+Oracle: none, the module has no logic. B batch, T token buffer, N tree nodes, D tree depth, n tokens per chunk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mars_jax.core.types import Controls, DraftTree, ForwardOutput, Params, PyTr
 
 @struct.dataclass(kw_only=True)
 class DraftInput:
-    """The input of a draft. New fields change no drafter's signature."""
+    """The input of `Drafter.propose`. New fields can be added without changing any drafter's signature."""
 
-    keys: Array  # key[B]; fresh in every step
+    keys: Array  # key[B]; different in every step
     tokens: Array  # i32[B, T]; committed below `length`
     length: Array  # i32[B]; committed tokens
-    controls: Controls  # of the rows, [B]
+    controls: Controls  # controls of the rows, [B]
     guide: Guide | None = None  # the rows' constraint; nodes that it forbids are removed from the draft
     # Whether the rule reads `DraftTree.hidden`; a drafter without hidden states omits it.
     hidden: bool = struct.field(pytree_node=False, default=False)
@@ -30,8 +30,8 @@ class DraftInput:
 class Drafter:
     """A source of draft trees: pure methods over a state whose leaves are [B, ...].
 
-    Subclasses are frozen dataclasses of hashable fields, so that equal drafters share their compiled programs. A
-    drafter of chains needs `max_depth` and `propose`; one with a state also `init` and `update`.
+    Subclasses are frozen dataclasses of hashable fields, so that equal drafters share their compiled programs. A chain
+    drafter must define `max_depth` and `propose`, and if it has state, also `init` and `update`.
 
     Example: a stateless drafter that repeats the last token.
 
@@ -55,10 +55,10 @@ class Drafter:
     max_depth: int
     """D, the longest path below the root."""
     vocab_size: int | None = None
-    """Size of the target's vocabulary; None: it drafts only tokens of the text."""
+    """Size of the target's vocabulary; None: it drafts only tokens that already occur in the row."""
     reads: tuple[int, ...] | None = None
-    """Layers of the target whose outputs `observe` and `update` get; if empty, its final hidden state. None: it reads
-    nothing of its target."""
+    """Target layers whose outputs are passed to `observe` and `update`; if empty, they get the final hidden state.
+    None: the drafter does not read its target."""
     stops: bool = False
     """Respects `Controls.draft_stop`."""
     sparse: bool = False
@@ -66,11 +66,11 @@ class Drafter:
     trusts: bool = False
     """Its trees may have `trusted` nodes, so no rule is lossless with it."""
     resizes: bool = False
-    """Drafts chains of any length over one state; see `resized`."""
+    """Drafts chains of any length from the same state; see `resized`."""
 
     @property
     def num_nodes(self) -> int:
-        """N, with the root. By default the draft is a chain."""
+        """N, including the root. By default the draft is a chain."""
         return self.max_depth + 1
 
     @property
@@ -80,11 +80,11 @@ class Drafter:
 
     @property
     def lags(self) -> bool:
-        """True if it has its own `catch_up`, which reads the tokens of steps without a draft."""
+        """True if the drafter overrides `catch_up`, which reads the tokens of steps without a draft."""
         return type(self).catch_up is not Drafter.catch_up
 
     def resized(self, length: int) -> Drafter:
-        """Return the drafter with another chain length, its field `num_draft_tokens`, if it `resizes`."""
+        """Return this drafter, which must have `resizes` set, with a different chain length (`num_draft_tokens`)."""
         return dataclasses.replace(self, num_draft_tokens=length)  # pyright: ignore[reportArgumentType]
 
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
@@ -92,7 +92,7 @@ class Drafter:
         return ()
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        """Return a tree whose root is the last committed token, and the state."""
+        """Return a tree whose root is the last committed token, and the new state."""
         raise NotImplementedError
 
     def update(
@@ -107,9 +107,9 @@ class Drafter:
         """Return the state after a verdict.
 
         Args:
-          params, state, tree, verdict: of the step.
-          output: the target's, over the tree.
-          length: i32[B], from before the step.
+          params, state, tree, verdict: inputs and results of the step.
+          output: the target's output over the tree.
+          length: i32[B]; the length before the step.
         """
         return state
 
@@ -125,18 +125,19 @@ class Drafter:
         """Return the state of a drafter that `reads` its target, after the target's output on a chunk of the prompt.
 
         Args:
-          params, state: of the drafter.
+          params, state: weights, and the drafter's state.
           tokens: i32[B, T], the prompts.
           first: i32[B]; the chunk's n positions begin here. Ignore those from `length` - 1 on.
-          length: i32[B], of the prompts.
-          output: the target's, over the chunk.
+          length: i32[B]; the length of the prompts.
+          output: the target's output over the chunk.
         """
         raise NotImplementedError
 
     def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
         """Return the state after the tokens i32[B, T] from `cached` i32[B] up to `length` i32[B] were committed.
 
-        A drafter with a cache that `observe` does not fill overrides it. It is called if a row continues with another
-        text, and after steps without a draft. By default a drafter without `reads` reads the text from the start.
+        Override this method if the drafter has a cache that `observe` does not fill. It is called when a row continues
+        with a new prompt, and after steps without a draft. By default, a drafter without `reads` calls `init` on the
+        whole row.
         """
         return state if self.reads is not None else self.init(params, tokens, length)

@@ -1,7 +1,7 @@
 """Per-request edits of the target's logits: biases, banned tokens, penalties on repeated tokens, a minimum length.
 
 The edited logits define the target distribution that rules verify, so a lossless rule stays lossless. Penalties at a
-draft node count the drafted tokens on its branch. B batch, N nodes, T token buffer, K biased tokens of a row, V
+draft node count the drafted tokens on its branch. B batch, N nodes, T token buffer, K biased tokens per row, V
 vocabulary.
 
 Sources: the bias, the repetition penalty and the minimum length are those of transformers
@@ -47,11 +47,10 @@ def make_edits(
       presence_penalty: 0 is off.
       frequency_penalty: 0 is off.
       min_new_tokens: number of new tokens before the first stop token; 0 is off.
-      width: minimum K, so that batches share a compilation.
+      width: minimum K, so that batches with fewer biased tokens share a compiled program.
 
     Returns:
-      bias_tokens i32[B, K], bias f32[B, K], and repetition, presence and frequency, f32[B] each, and
-      min_new_tokens i32[B].
+      bias_tokens i32[B, K], bias f32[B, K], repetition, presence and frequency f32[B], and min_new_tokens i32[B].
 
     Raises:
       MarsError: a value is out of range.
@@ -101,7 +100,7 @@ def bias_of(
       wanted: description of `token` for the message.
 
     Raises:
-      MarsError: a value has another type or is out of range.
+      MarsError: a value has the wrong type or is out of range.
 
     >>> bias_of(np.int32(5), 1)
     (5, 1.0)
@@ -131,8 +130,8 @@ def edited(
     """Apply the edits of each row to the logits of a tree's nodes, f32[B, N, V].
 
     Args:
-      logits: f32[B, N, V]; of the target.
-      edits: of the rows.
+      logits: f32[B, N, V]; the target's logits.
+      edits: edits of the rows.
       tree: the draft; its root is the last committed token.
       tokens: i32[B, T]; committed below `length`.
       prompt_length, length: i32[B].
@@ -163,13 +162,13 @@ def edited(
         return values[:, None, None]
 
     z = logits.astype(jnp.float32) + scatter_add(edits.bias_tokens, edits.bias)[:, None]
-    # CTRL's penalty in the form of transformers: a value above 1 lowers logits of either sign.
+    # The CTRL penalty as transformers applies it: a value above 1 lowers logits of either sign.
     is_repeated = (count > 0) | (prompt > 0)[:, None]
     factor = jnp.where(z < 0, per_row(edits.repetition), 1 / per_row(edits.repetition))
     z = jnp.where(is_repeated, z * factor, z)
     z = z - jnp.where(count > 0, per_row(edits.presence), 0.0)
     z = z - per_row(edits.frequency) * count
-    # i32[B, N]: new tokens before the one that the node predicts.
+    # i32[B, N]: the number of new tokens before the one that the node predicts.
     generated = (length - prompt_length)[:, None] + jnp.sum(branch, axis=-1, dtype=jnp.int32)
     is_early = generated < edits.min_new_tokens[:, None]
     is_stop = scatter_add(stop_tokens, jnp.ones(stop_tokens.shape, jnp.float32)) > 0

@@ -30,8 +30,8 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
       vocab_size: V.
       seed: models with different seeds disagree.
       scale: half the range of the logits.
-      agree: in [0, 1]: weight of a component that all seeds share; with a high `agree` the target accepts many
-        drafted tokens, as with a good small draft model.
+      agree: weight in [0, 1] of a component that all seeds share. With a high value the target accepts many drafted
+        tokens, as it does with a good small draft model.
 
     >>> hash_model(vocab_size=7).vocab_size
     7

@@ -1,7 +1,7 @@
 """Validation of a decoder's inputs, shared by `init`, `insert` and `extend`.
 
-Shapes and dtypes are always checked. Values are checked only if they are concrete: not those of tracers, nor of arrays
-partly held by another process. B rows of a state, b prompts, t their width, T token buffer.
+Shapes and dtypes are always checked. Values are checked only if they are concrete, which excludes tracers and arrays
+that another process partly holds. B state rows, b prompts, t prompt width, T token buffer.
 Oracle: a table of invalid inputs (tests/core/test_given.py).
 """
 
@@ -73,7 +73,7 @@ def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
         raise MarsError(
             f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width that prompts are given in."
         )
-    # Tokens may be traced, or on other hosts, although lengths are not.
+    # Tokens may be traced, or on other hosts, even if lengths are not.
     if not _is_seen(prompts):
         return
     tokens = np.asarray(prompts)
@@ -113,7 +113,7 @@ def check_settings(controls: Any, keys: Any, count: int) -> None:
 
 
 def check_places(rows: Any, count: int, batch: int) -> None:
-    """Raise MarsError unless `rows` is i32[b], unique rows of the state, each on the device that holds its prompt."""
+    """Raise MarsError unless `rows` i32[b] are unique rows of the state, each on the device that holds its prompt."""
     _check_whole("rows", rows, 1, f"i32[{count}], the row of the state for each prompt, or {NO_ROW} for none")
     if rows.shape[0] != count:
         raise MarsError(
@@ -131,7 +131,7 @@ def check_places(rows: Any, count: int, batch: int) -> None:
         raise MarsError(
             f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
-    # Prompts and rows are divided over `data` in equal parts: a device can only write its own rows.
+    # Prompts and rows are sharded over `data` in equal parts, and a device can only write its own rows.
     part = np.arange(count) // (count // parts)
     if np.any((ids != NO_ROW) & (ids // (batch // parts) != part)):
         raise MarsError(
@@ -141,12 +141,12 @@ def check_places(rows: Any, count: int, batch: int) -> None:
 
 
 def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
-    """Return the state of rows that have read their prompts, whose width is the token buffer."""
+    """Return the initial state of rows that have read their prompts; the prompts are as wide as the token buffer."""
     length = prompts.length
     return DecodeState(
         tokens=prompts.tokens,
         length=length,
-        # Copy, because a donated state must not contain one buffer twice.
+        # Copy, because a donated state must not contain the same buffer twice.
         prompt_length=jnp.copy(length),
         done=length >= jnp.minimum(prompts.controls.limit, prompts.tokens.shape[1]),
         failed=jnp.zeros(length.shape, bool),
@@ -167,13 +167,13 @@ def rows_of(state: Any) -> int:
 
 
 def check_same(what: str, held: PyTree, own: PyTree, *, rows: bool = True) -> None:
-    """Raise MarsError if a field of a state has another structure, shape or dtype than this decoder creates.
+    """Raise MarsError if a state field's structure, shape or dtype differs from those that this decoder creates.
 
     Args:
       what: name of the field.
       held: value of the field.
       own: arrays or shapes that this decoder creates.
-      rows: False to ignore the first dimensions, the numbers of rows.
+      rows: False to ignore the first dimension of each array, the number of rows.
     """
 
     def shapes(tree: PyTree) -> tuple[Any, list[Any]]:
@@ -185,7 +185,7 @@ def check_same(what: str, held: PyTree, own: PyTree, *, rows: bool = True) -> No
 
 
 def other_decoder(field: str) -> MarsError:
-    """Return the error for a state with a field of another decoder."""
+    """Return the error for a state field that a different decoder created."""
     return MarsError(
         f"the field '{field}' of the state is not as this decoder makes it: give a state that began with the same "
         "target, drafter, rule and width of the token buffer."

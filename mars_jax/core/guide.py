@@ -3,8 +3,8 @@
 A constraint masks the target's logits at every node before the rule reads them, so every rule respects it, and a
 lossless rule is lossless for the masked target. A span marks the nodes at which a lossy rule is strict.
 
-B batch, N nodes, S states, C classes of tokens, G groups, R rows of bits, W words of a row, V vocabulary, U vocabulary
-of a draft, M stop tokens.
+B batch, N nodes, S states, C token classes, G groups, R bit rows, W words per row, V vocabulary, U draft vocabulary,
+M stop tokens.
 Oracles: transformers with a masking processor, and enumeration (tests/core/test_guide.py).
 
 All constraints of a batch share one set of tables; each row has a state and a group of token classes. State 0 is free:
@@ -42,7 +42,7 @@ from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Bits of a word. Bit k of word j is token k W + j, so shift k of all words unpacks W consecutive tokens."""
+"""Bits per word. Bit k of word j is token k W + j, so shift k of all words unpacks W consecutive tokens."""
 
 
 @struct.dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class Guide:
         transitions = tables.next.at[states, token_class.astype(jnp.int32)]
         next_states = transitions.get(mode="promise_in_bounds").astype(jnp.int32)
         stops = is_stop(tokens, self.stop_tokens)
-        # A stop token without text (class 0) leaves the state unchanged; the text of any other one counts.
+        # A stop token without text (class 0) leaves the state unchanged; any other stop token advances it by its text.
         ends = tables.accepting[jnp.where(token_class == 0, states, next_states)]
         next_states = jnp.where(stops, jnp.where(ends & (states != DEAD), FREE, DEAD), next_states)
         return jnp.where(tokens < 0, FREE, next_states)
@@ -114,8 +114,8 @@ class Guide:
         Args:
           logits: over the target's vocabulary, or f32[B, P, U] over a draft vocabulary.
           states: DEAD masks nothing, since logits below a dead node are never read.
-          ids: returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`, every draft level
-            gathers U single bits.
+          ids: function that returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`,
+            every draft level gathers U single bits.
         """
         if ids is not None and (narrow := self.tables.narrow) is not None:
             may_follow = _unpacked(narrow.bits[self.tables.rows[states]])[..., : logits.shape[-1]]
@@ -265,7 +265,7 @@ def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
             f"the rows have a {what} and Params.guides has no tables of it: give those that constraints.compiled made."
         )
     stops = state.controls.stop_tokens
-    # A span does not restrict where a text ends.
+    # A span does not restrict where the output may end.
     stops = stops if what == "constraint" else jnp.full_like(stops[:, :1], NO_TOKEN)
     return Guide(tables=tables, group=rows.group, state=getattr(state.guides, what), stop_tokens=stops)
 

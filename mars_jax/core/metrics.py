@@ -40,7 +40,7 @@ class DecodeStats:
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
-    """A record of each new token, [B, T] each: entry [b, t] describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
+    """A record of each new token. Entry [b, t] of each field describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
     kind: Array  # i32; NO_KIND for tokens of the prompt or of unrecorded steps
     regret: Array  # f32, like the following fields; 0 for such tokens
@@ -49,10 +49,10 @@ class TokenRecord:
     processed_log_prob: Array
 
 
-# Jitted, so that one program allocates all counters and no buffer is shared: a donated argument must not repeat one.
+# Jitted, so that one program allocates all counters in separate buffers: a donated argument must not repeat a buffer.
 @functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
-    """Return zero counters for `batch` rows and trees of depth `max_depth`; `record` is T of its `TokenRecord`."""
+    """Return zero counters for `batch` rows and trees of depth `max_depth`; `record` is the T of `TokenRecord`."""
     return DecodeStats(
         **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
@@ -67,7 +67,7 @@ def _empty_record(batch: int, buffer: int) -> TokenRecord:
 
 
 def _append(record: TokenRecord, info: StepInfo, length: Array) -> TokenRecord:
-    """Append one step to the record; length i32[B] is that after the step."""
+    """Append one step to the record; `length` i32[B] is the length after the step."""
     step = TokenRecord(**{field.name: getattr(info, field.name) for field in dataclasses.fields(TokenRecord)})
     return append(record, length - info.num_emitted, step, info.num_emitted)
 
@@ -77,8 +77,8 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
 
     Args:
       stats: counters before the step.
-      info: of the step.
-      length: i32[B]; of the state after the step.
+      info: information about the step.
+      length: i32[B]; committed tokens after the step.
     """
     # A live row emits a token in every step; a row that is done emits none.
     live = info.num_emitted > 0
@@ -88,7 +88,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
     edge = jnp.arange(depth, dtype=jnp.int32)[None]
     relaxed = jnp.sum(info.verdict.relaxed & (edge < accepted[:, None]), axis=1, dtype=jnp.int32)
     trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
-    # One-hot over 0 .. D accepted tokens; steps of finished rows count nowhere.
+    # One-hot over 0 .. D accepted tokens; steps of finished rows are not counted.
     histogram = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == accepted[:, None]) & live[:, None]
     return DecodeStats(
         steps=stats.steps + live.astype(jnp.int32),

@@ -1,6 +1,6 @@
 """Row-wise gather and scatter in the form that is fastest on each platform, and helpers that select and append rows.
 
-Oracle: `jnp.take_along_axis` (tests/core/test_pick.py). B batch, M values of a row, P places.
+Oracle: `jnp.take_along_axis` (tests/core/test_pick.py). B batch, M values per row, P places per row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 SMALL = 1 << 16
-"""Maximum comparisons per row for which a TPU gathers by a one-hot comparison. Its gather works element by element and
-compiles to four instructions, with those that prepare the indices; the comparison fuses into one."""
+"""Maximum comparisons per row for which a TPU gathers by a one-hot comparison. A TPU gather works element by element
+and compiles to four instructions, including those that prepare the indices; the comparison fuses into one."""
 
 
 def pick(values: Array, places: Array) -> Array:
@@ -48,7 +48,7 @@ def leading(flags: Array) -> Array:
 
 
 def in_rows(rows: Array, there: Any, elsewhere: Any) -> Any:
-    """Select rows of two pytrees of arrays [B, ...]: `there` in rows bool[B] that are True, else `elsewhere`.
+    """Select rows from two pytrees of arrays [B, ...]: from `there` if rows bool[B] is True, else from `elsewhere`.
 
     >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
     [[1, 1], [2, 2]]

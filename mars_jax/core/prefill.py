@@ -25,22 +25,22 @@ WIDE_CHUNK = 512
 """Tokens per chunk on accelerators: reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
 tokens."""
 RING_CHUNK, RING_LONG = 2048, 4096
-"""Tokens of all rows in a chunk shared by the devices of a TPU mesh, so that arithmetic hides the communication
-(`models/ring.py`); and the minimum buffer length for such chunks, which short prompts would leave mostly empty. Models
-without ring communication, such as mixtures of experts, do not benefit."""
+"""Tokens per chunk over all rows, if the devices of a TPU mesh share the chunk, so that arithmetic hides the
+communication (`models/ring.py`); and the minimum buffer length for such chunks, which short prompts would leave mostly
+empty. Models without ring communication, such as mixtures of experts, do not benefit."""
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
-    """Return the tokens per prefill forward for a buffer length and number of rows, on the devices of the trace.
+    """Return the tokens per prefill forward for a buffer length and number of rows, on the current devices.
 
-    The default `buffer` suits extensions, whose new part is usually short, for any buffer.
+    The default `buffer` suits extensions of any length, because their new part is usually short.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
     """
     shared = size_of("model", current()) > 1 and size_of("data", current()) == 1
     if on_tpu() and buffer >= RING_LONG and shared:
-        # A power of two divides over the devices.
+        # A power of two splits evenly over the devices.
         return max(RING_CHUNK >> (rows - 1).bit_length(), WIDE_CHUNK)
     if not on_cpu():
         return WIDE_CHUNK
@@ -80,16 +80,16 @@ def prefill(
       cache: with at least T slots.
       state: initial value of a fold over the outputs.
       observe: the fold, `state = observe(state, start i32[B], output)`; the output covers the positions from `start`
-        on. Windows come in order. The last one may slide back to stay inside the buffer and repeat positions, and
-        complete rows get windows past their text until all rows are complete.
+        on. Windows are passed in order. The last one may slide back to stay inside the buffer, and then repeats
+        positions. Complete rows get windows past their end until all rows are complete.
       chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]
     size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
     def body(carry: _Reading) -> _Reading:
-        # Slide the last window back to stay inside the buffer. Tokens fed twice give the same keys, since a key depends
-        # only on its own and earlier tokens. Later steps overwrite the slots past a text.
+        # Slide the last window back to stay inside the buffer. Tokens fed twice produce the same keys, since a key
+        # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
         start = jnp.minimum(carry.next_start, buffer - size)
         # i32[B, size]; each row has its own start.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
@@ -97,7 +97,7 @@ def prefill(
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + size, output.cache, state)
 
-    # Complete rows keep running until all are: their windows write garbage past their text.
+    # Complete rows keep running until all rows are complete; their windows write garbage past their end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
     return end.cache, end.state
 
@@ -107,7 +107,7 @@ def observing(
 ) -> Callable[[PyTree, Array, ForwardOutput], PyTree] | None:
     """Return the fold by which a drafter reads the target's outputs on tokens i32[B, T] of `length` i32[B].
 
-    It is None for a drafter that does not read its target.
+    Return None for a drafter that does not read its target.
     """
     if drafter.reads is None:
         return None

@@ -53,7 +53,7 @@ def advance(
 ) -> tuple[DecodeState, DecodeStats, Array]:
     """Step until `ended` more rows are done, or all are, or for `most` steps. `state` and `stats` are donated.
 
-    On a mesh the devices sum their numbers of finished rows after every step, one scalar psum.
+    On a mesh the devices sum their counts of finished rows after every step, with one scalar psum.
 
     Args:
       decoder, params, state: as for `decode.run`.

@@ -35,10 +35,11 @@ from mars_jax.utils.user_code import (
 
 @struct.dataclass(kw_only=True)
 class Evidence:
-    """The input of a rule in one step. New fields change no rule's signature.
+    """The input of a rule in one step. New fields can be added without changing any rule's signature.
 
-    Row i of the logits is p(. | the text up to node i), so a node's token is judged by the logits of its parent. In the
-    example, the target's top token after the root is 1, which node 1 holds; after node 1 it is 3, but node 2 holds 2.
+    Row i of the logits is p(. | the tokens up to node i), so a node's token is judged by the logits of its parent. In
+    the example, the target's top token after the root is 1, which node 1 holds; after node 1 it is 3, but node 2 holds
+    2.
 
     >>> from mars_jax.core.tree import at_parent, chain
     >>> tree = chain(jnp.asarray([[0, 1, 2]], jnp.int32))
@@ -54,7 +55,7 @@ class Evidence:
     # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row applied
     logits: Array
     hidden: Array  # [B, N, E]; hidden states of the target after its final norm
-    controls: Controls  # of the rows, [B]
+    controls: Controls  # controls of the rows, [B]
     params: PyTree = ()  # Params.verify
     # bool[B, N] or None; a span makes the edges below these nodes strict, see `guide`
     strict_nodes: Array | None = None
@@ -99,7 +100,7 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any)
     """Build `Evidence` by hand, to call a rule outside of a step.
 
     Args:
-      tree, logits: of the step.
+      tree, logits: fields of the evidence.
       seeds: u32[B]; default: 0, 1, 2, ...
       **given: other fields of `Evidence`, or arguments of `make_controls`; default: greedy rows that start at 0.
 
@@ -127,11 +128,11 @@ _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
 class Rule:
-    """A verification rule: a frozen pytree (`struct.dataclass`) that maps `Evidence` to a `Verdict` and its new self.
+    """A verification rule: a frozen pytree (`struct.dataclass`) that maps `Evidence` to a `Verdict` and the next rule.
 
     Its structure (which rule, which margin, which base) is static and determines the compiled program. Its parameters
-    are leaves, one value or one per row; in a step they are [B]. A rule that returns a changed copy of itself keeps
-    state per row. The attributes below are defaults; subclasses override them by class attributes or properties.
+    are leaves, one value or one per row; in a step they are [B]. A rule keeps state per row by returning a changed copy
+    of itself. The attributes below are defaults; subclasses override them with class attributes or properties.
 
     >>> import dataclasses
     >>> from mars_jax import verify
@@ -152,7 +153,7 @@ class Rule:
     lossless: ClassVar[bool] = False  # whether the output follows the target's distribution
     needs: ClassVar[tuple[str, ...]] = ()  # required inputs, keys of `verify.NEEDS`
     base: Any = None  # the strict rule that this rule relaxes, if any
-    exact_prefix: Any = 0  # generated tokens at the start that are strict
+    exact_prefix: Any = 0  # number of generated tokens at the start that are verified strictly
 
     def __post_init__(self) -> None:
         """Check the settings and convert numbers to strongly typed leaves, [] or [B].
@@ -185,7 +186,7 @@ class Rule:
         """Raise MarsError if the rule cannot verify this drafter's drafts."""
 
     def strict_edges(self, evidence: Evidence) -> Array:
-        """Return i32[B]: edges to nodes of at most this depth are strict; all edges in strict rows."""
+        """Return i32[B]: the depth down to which edges are strict; in strict rows, all edges are."""
         return jnp.where(evidence.controls.strict, np.int32(ALL_EDGES), np.int32(0))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
@@ -203,7 +204,8 @@ class LoadedRule(NamedTuple):
 class Structure(NamedTuple):
     """The structure of a pytree with the classes of its nodes.
 
-    jaxlib compares two dataclasses by their fields only: rules of different classes could share a compiled program.
+    jaxlib compares dataclasses only by their fields. Without the classes, rules of different classes could share a
+    compiled program.
     """
 
     treedef: Any
@@ -272,7 +274,7 @@ def user_errors(rule: Any) -> Iterator[None]:
         kind = type(rule)
         if not is_user_module(kind.__module__):
             raise
-        # The innermost frame in the user's file tells which method of the rule failed.
+        # The innermost frame in the user's file identifies the rule method that failed.
         frames = frames_in({kind.__module__, *MODULES}, error)
         method = next((code.co_name for code, _ in frames if code.co_name in EXPECTED), "__call__")
         raise MarsError(
@@ -285,7 +287,7 @@ def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
     """Return `rule(evidence)`, checked.
 
     Raises:
-      MarsError: the rule did not return a verdict and itself, or raised an exception; see `user_errors`.
+      MarsError: the rule did not return a verdict and the next rule, or raised an exception; see `user_errors`.
     """
     with user_errors(rule):
         result = rule(evidence)
@@ -315,8 +317,8 @@ def check_array(
       rule, method: the rule and the method that returned the value.
       value: the result, or a part of it.
       dtype: "floating" for any floating dtype.
-      shape: of the array.
-      of: the place of the array in the result, for the message.
+      shape: expected shape.
+      of: description of the array's place in the result, for the message.
     """
     value_dtype = getattr(value, "dtype", None)
     fits = value_dtype is not None and (
@@ -345,7 +347,7 @@ def check_same_rule(rule: Any, method: str, after: Any) -> None:
 
 
 def wrong_result(rule: Any, method: str, returned: str, expected: str | None = None) -> MarsError:
-    """Return the error that a method of a rule returned a value of the wrong kind."""
+    """Return the error for a rule method that returned a value of the wrong kind."""
     function = getattr(type(rule), method)
     return MarsError(
         f"the rule {type(rule).__name__} fails in {location_of(function)}: {method} returned {returned}; expected "
@@ -361,7 +363,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
       batch: B.
 
     Raises:
-      MarsError: a parameter has another shape.
+      MarsError: a parameter has any other shape.
 
     >>> from mars_jax import verify
     >>> for_rows(verify.mars(theta=0.5), 3).theta.tolist()

@@ -1,8 +1,8 @@
 """Sampling: temperature, top-k, top-p and min-p on logits, one uniform per node, and log-probabilities of tokens.
 
-Drafters and verifiers call the same functions, so that q is processed exactly as p is. B batch, N nodes, P nodes of a
-path, V vocabulary. Oracles: the transformers warpers and the sorting reference in tests/core/test_sampling.py, and
-teacher forcing by transformers (tests/serve).
+Drafters and verifiers call the same functions, so that q is processed exactly as p is. B batch, N nodes, P path nodes,
+V vocabulary. Oracles: the transformers warpers and the sorting reference in tests/core/test_sampling.py, and teacher
+forcing by transformers (tests/serve).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def process(logits: Array, controls: Controls) -> Array:
 
 
 def _warp(z: Array, controls: Controls, active: Array) -> Array:
-    """Apply temperature and filters f32[B, N, V] to the `active` bool[B] rows, those with a positive temperature.
+    """Apply temperature and filters to z f32[B, N, V] in the `active` bool[B] rows, those with a positive temperature.
 
     Each filter is a threshold on the logits, found without a sort.
     """
@@ -187,8 +187,8 @@ def _from_order(order: Array) -> Array:
 def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> Array:
     """Sample one token per node, i32[B, N], from raw logits f32[B, N, V]; greedy rows take the argmax.
 
-    The draw of node i of row b depends only on `keys[b]` (key[B]) and `positions[b, i]`: a row gives the same tokens
-    in any batch, and a position the same token under any draft. A batch of greedy rows computes only the argmax.
+    The draw of node i of row b depends only on `keys[b]` (key[B]) and `positions[b, i]`: a row produces the same tokens
+    in any batch, and a position gets the same token under any draft. A batch of greedy rows computes only the argmax.
 
     >>> from mars_jax.core.controls import make_controls
     >>> keys, positions = jax.random.split(jax.random.key(0), 1), jnp.asarray([[4]])
@@ -212,7 +212,7 @@ def argmax(logits: Array) -> Array:
 
 
 def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
-    # Device i has the i-th shard, so its ids begin at i times the size of a shard.
+    # Device i holds the i-th shard, so its ids begin at i times the shard size.
     ids = _argmax(part) + jax.lax.axis_index(axes) * part.shape[-1]
     # Pack both into one array for a single collective: send floats bitcast to integers, which are copied bit for bit.
     largest = jax.lax.bitcast_convert_type(jnp.max(part, axis=-1).astype(jnp.float32), jnp.int32)
@@ -230,7 +230,7 @@ def _argmax(logits: Array) -> Array:
 
 
 def top_k_logits(logits: Array, k: int) -> TopKEntries:
-    """Return the k largest logits of f32[..., V] as `lax.top_k`, ties to the smaller id, and the logsumexp of the row.
+    """Return the k largest of logits f32[..., V] like `lax.top_k`, ties to the smaller id, and the row's logsumexp.
 
     If the vocabulary is sharded, each device sends only its k largest, in one collective.
     """
@@ -242,7 +242,7 @@ def top_k_logits(logits: Array, k: int) -> TopKEntries:
 
 
 def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
-    """Gather logits f32[B, N, V] at P pairs of node and token per row, i32[B, P] each: f32[B, P]."""
+    """Gather logits f32[B, N, V] at P (node, token) pairs per row, i32[B, P] each: f32[B, P]."""
 
     def pick(logits: Array, nodes: Array, tokens: Array) -> Array:
         return jax.vmap(lambda z, n, t: z[n, t])(logits, nodes, tokens)
@@ -273,8 +273,8 @@ def sample_processed(keys: Array, positions: Array, processed: Array) -> Array:
 def node_uniforms(keys: Array, positions: Array) -> Array:
     """Draw f32[B, N] uniform in [0, 1) from keys key[B] and positions i32[B, N].
 
-    Entry [b, i] depends only on `keys[b]` and `positions[b, i]`: nodes of one depth share their number, which is
-    harmless since only one of them is on the path.
+    Entry [b, i] depends only on `keys[b]` and `positions[b, i]`: nodes at the same depth share a number, which is
+    harmless because only one of them is on the path.
     """
 
     def uniform(key: Array, position: Array) -> Array:
@@ -336,7 +336,7 @@ def _block(blocks: Array, block: Array) -> Array:
 
 
 def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
-    """Return the first index i32[...] whose cumulative weight exceeds target, and the weight before it."""
+    """Return the first index i32[...] whose cumulative weight exceeds target, and the total weight before it."""
     n = weights.shape[-1]
     cumulative = jnp.cumsum(weights, axis=-1)
     # A parallel cumsum is not exactly monotone, so zero weights need to be excluded explicitly.
@@ -363,7 +363,7 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     Args:
       logits: f32[B, P, V]; raw target logits.
       tokens: i32[B, P]; negative ids count as token 0.
-      controls: of the rows.
+      controls: controls of the rows.
       lossless: whether the rule is lossless. If not, `processed_log_prob` is NaN except in strict rows.
 
     >>> from mars_jax.core.controls import make_controls

@@ -1,7 +1,7 @@
 """The parts of a step: propose, score_tree, judge, emit, commit. `Decoder.step` runs them in order.
 
 All are pure functions. B batch, N nodes, D depth, T token buffer, V vocabulary. Oracles: greedy autoregression of the
-same model, token for token (tests/core/test_decode.py), and the cut node by node in Python (tests/core/test_cut.py).
+same model, token for token (tests/core/test_decode.py), and a node-by-node `cut` in Python (tests/core/test_cut.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from mars_jax.core.types import (
 def step_keys(state: DecodeState) -> tuple[Array, Array]:
     """Return the keys of a step, (draft key[B], verify key[B]).
 
-    Draws of the target depend only on the position, so that a row gives the same text in any batch and under any
-    deterministic draft. Draws of the draft are fresh in every step.
+    Draws of the target depend only on the position, so that a row produces the same tokens in any batch and under any
+    deterministic draft. Draws of the draft differ in every step.
     """
     draft, verify = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
     # The target's key is constant, and each draw folds in its position. The draft's key folds in the length, which
@@ -60,9 +60,9 @@ def propose(
     A constraint edits the draft: forbidden tokens become padding, and forced tokens are filled in.
 
     Args:
-      drafter, params, state: of the step.
-      conditions: at the last committed tokens.
-      keys: key[B]; of the draft.
+      drafter, params, state: inputs of the step.
+      conditions: conditions at the last committed tokens.
+      keys: key[B]; keys for drawing the draft.
     """
     inputs = DraftInput(
         keys=keys,
@@ -90,18 +90,19 @@ class Scores(NamedTuple):
 def score_tree(
     drafter: Drafter, target: LanguageModel, params: Params, state: DecodeState, tree: DraftTree, nodes: Nodes
 ) -> Scores:
-    """Run one forward of the target over the tree: row i of the logits is p(. | the text up to node i).
+    """Run one forward of the target over the tree: row i of the logits is p(. | the tokens up to node i).
 
     If a `sparse` drafter has drafted nothing in any row, a CPU forwards only the root, and the logits of the padding
     are 0. On an accelerator the padding costs next to nothing, so only the full forward is compiled.
 
     Args:
       drafter: the drafter of the tree.
-      target, params, state: of the step; the root is at `state.length - 1`, where the cache ends.
+      target, params, state: inputs of the step; the root is at `state.length - 1`, where the cache ends.
       tree: the draft.
-      nodes: the conditions at its nodes.
+      nodes: the conditions at the tree's nodes.
     """
-    # The root, token `length - 1`, is committed but not cached: its forward writes its row and gives p(. | text).
+    # The root, token `length - 1`, is committed but not cached: its forward writes its cache row and computes p(. |
+    # committed tokens).
     start = state.length - 1
 
     def forward(tree: DraftTree) -> tuple[ForwardOutput, Array]:
@@ -118,7 +119,7 @@ def score_tree(
 
     with jax.named_scope("target"):
         if drafter.sparse and tree.max_depth > 0:
-            is_empty = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows of this device
+            is_empty = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows on this device
             output, raw = lax.platform_dependent(
                 is_empty,
                 cpu=lambda is_empty: lax.cond(is_empty, forward_root, lambda: forward(tree)),
@@ -134,11 +135,11 @@ def judge(
 ) -> tuple[Verdict, PyTree, Array | None]:
     """Decide how many drafted tokens to accept.
 
-    Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` walks down the tree by the target's logits.
+    Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` walks down the tree using the target's logits.
 
     Args:
-      params, state, tree, scores, nodes: of the step.
-      keys: key[B]; of the target.
+      params, state, tree, scores, nodes: inputs and intermediate results of the step.
+      keys: key[B]; keys for drawing from the target.
 
     Returns:
       The verdict, the updated rule, and the number of trusted tokens, i32[B], or None if the drafter has no trusted
@@ -170,8 +171,8 @@ def judge(
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Truncate the verdict at the first `impossible` node, and draw the next token there from the target.
 
-    So bans and constraints hold under any rule, including randomized and user-written ones, and a step still adds a
-    token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules produce
+    Bans and constraints therefore hold under any rule, including randomized and user-written ones, and a step still
+    adds a token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules produce
     neither.
     """
     accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
@@ -183,7 +184,7 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     target_token = sample(
         evidence.keys, pick(evidence.positions, last), gather_path(evidence.logits, last), evidence.controls
     )[:, 0]
-    # A rule may choose a next token that the request forbids; the logits of the last node show it.
+    # A rule may choose a next token that the request forbids: its logit at the last node is -inf.
     is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,
@@ -208,7 +209,7 @@ def emit(
     Args:
       state: before the step.
       tree: the draft.
-      verdict: of the rule.
+      verdict: the rule's verdict.
       logits: f32[B, N, V]; raw target logits.
       decided: f32[B, N, V]; target logits with edits and constraints, which the rule has judged.
       trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
@@ -222,7 +223,7 @@ def emit(
     place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
     emitted = said(tree, verdict)
 
-    # Broken weights give a non-finite top logit. Stop the row instead of emitting token 0. Non-finite logits off the
+    # Broken weights produce a non-finite top logit. Stop the row instead of emitting token 0. Non-finite logits off the
     # accepted path are harmless: no decision depends on them.
     top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
     broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
@@ -242,7 +243,7 @@ def emit(
     length = state.length + count
 
     lossless = state.rule.lossless and trusted is None
-    # Node d of the path predicts entry d: its row of logits is p(. | the text before that token).
+    # Node d of the path predicts entry d: its row of logits is p(. | the tokens before that entry).
     emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     logprobs = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)
     if decided is not logits:
@@ -307,7 +308,7 @@ def commit(
       target: the owner of the cache; only a tree has rows to move.
       state: before the step.
       emitted: from `emit`, with the new tokens.
-      tree, verdict: of the step.
+      tree, verdict: the draft and its verdict.
       cache: after the forward.
       draft, rule, guides: after the verdict.
     """

@@ -1,8 +1,8 @@
 """Frozen dataclasses that are pytrees, registered with JAX directly.
 
 They are compatible with `flax.struct.dataclass` in both directions: a user's rule may be either, and may derive from
-ours. This avoids the import of Flax, which takes a quarter of the time that importing the step takes. Oracle:
-`flax.struct` (tests/core/test_struct.py).
+ours. This avoids importing Flax, which takes a quarter as long as importing the step. Oracle: `flax.struct`
+(tests/core/test_struct.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from jax import Array, lax
 def total(x: Array) -> Array:
     """Sum x f32[..., n] over its last axis: f32[...]. On a CPU, a row's sum does not depend on the number of rows.
 
-    There XLA leaves the order of a sum to LLVM, which orders few rows and many rows differently, so that the forward of
-    a draft would differ in its last bits from that of a single token. A product with ones has no fixed order either.
+    On a CPU, XLA leaves the order of a sum to LLVM, which orders few rows and many rows differently. The forward of a
+    draft would then differ in its last bits from the forward of a single token. A matrix product with ones has no fixed
+    order either.
 
     >>> total(jnp.ones((2, 3))).tolist()
     [3.0, 3.0]
@@ -37,5 +38,5 @@ def _by_halves(x: Array) -> Array:
 
 @_by_halves.defjvp
 def _by_halves_jvp(primals, tangents):
-    # A sum is linear; transposing the slices would give a chain of pads.
+    # A sum is linear, so its tangent is a plain sum; transposing the slices would produce a chain of pads.
     return _by_halves(*primals), _sum(*tangents)

@@ -1,4 +1,4 @@
-"""Build, mask and walk token trees. Oracles: the Python walk and mask in tests/core/test_tree.py.
+"""Token trees: how to build, mask and walk them. Oracles: the Python walk and mask in tests/core/test_tree.py.
 
 B batch, N nodes, D depth, S cache slots.
 """
@@ -18,7 +18,7 @@ from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Verdict, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Build the tree in which every node of depth l has `branching[l]` children, numbered breadth first.
+    """Build the tree in which every node at depth l has `branching[l]` children, numbered breadth first.
 
     Returns `(parents i32[N], depths i32[N])`; `parents[0] == NO_NODE`.
 
@@ -48,7 +48,7 @@ def ancestors(parents: Array, max_depth: int) -> Array:
     reach = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
     generations = 1
     while generations < max_depth:
-        # i reaches k if it reaches some j that reaches k: a product of 0-1 matrices, which counts the js.
+        # i reaches k if it reaches some j that reaches k: a product of 0-1 matrices, which counts every such j.
         counts = jnp.einsum("bij,bjk->bik", reach.astype(jnp.float32), reach.astype(jnp.float32))
         reach, generations = counts > 0, generations * 2
     return reach
@@ -145,7 +145,7 @@ def last_token(given: DraftInput) -> Array:
 
 
 def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array | None = None) -> DraftTree:
-    """Build the tree of a chain of tokens i32[B, N] that begins with the last committed token."""
+    """Build a tree that is a chain of tokens i32[B, N], of which the first is the last committed token."""
     batch, n = tokens.shape
     ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
     return DraftTree(
@@ -160,7 +160,7 @@ def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array |
 
 
 def said(tree: DraftTree, verdict: Verdict) -> Array:
-    """Return i32[B, D + 1]: the tokens that a step adds: those of the path after the root, then copies of `next_token`.
+    """Return i32[B, D + 1], the tokens that a step adds: the path after the root, then copies of `next_token`.
 
     >>> verdict = Verdict(path=jnp.asarray([[0, 1, 1]]), num_accepted=jnp.asarray([1]), next_token=jnp.asarray([9]),
     ...                   relaxed=jnp.zeros((1, 2), bool))

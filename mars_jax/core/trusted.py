@@ -2,8 +2,9 @@
 
 B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in tests/contrib/test_cascade.py.
 
-A rule never gets a trusted token. Its evidence starts after them, as if they were already committed, so that every
-rule, its guards and its state work unchanged, and the ratios of rejection and of blocks start there.
+A rule never judges trusted tokens. Its evidence starts after them, as if they were already committed. Every rule, its
+guards and its state therefore work unchanged, and the probability ratios of rejection sampling and block verification
+start there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from mars_jax.utils.errors import MarsError
 def count_trusted(evidence: Evidence, rule: Any) -> Array:
     """Count the trusted tokens to accept, i32[B].
 
-    It is 0 in strict rows and during the rule's `exact_prefix`. Trust is a prefix of the draft: it ends before the
-    first untrusted node, stop token (which only the target may emit) or token that the request forbids.
+    The count is 0 in strict rows and during the rule's `exact_prefix`. It covers a prefix of the draft that ends before
+    the first untrusted node, stop token (which only the target may emit) or token that the request forbids.
     """
     tree = evidence.tree
     assert tree.trusted is not None
@@ -43,7 +44,7 @@ def count_trusted(evidence: Evidence, rule: Any) -> Array:
 
 
 def judge_after_trusted(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
-    """Apply a rule after the trusted tokens, and return (verdict on the whole draft, rule, number of trusted i32[B]).
+    """Apply a rule after the trusted tokens, and return (verdict on the whole draft, rule, trusted count i32[B]).
 
     Raises:
       MarsError: the draft is not a chain, or the verdict is a subclass with extra arrays.

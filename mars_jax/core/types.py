@@ -87,7 +87,7 @@ class Edits:
     )
     presence: Array  # f32[B]; subtracted from the logit of every token in the output
     frequency: Array  # f32[B]; subtracted once for each occurrence in the output
-    min_new_tokens: Array  # i32[B]; earlier in the output, stop tokens are banned
+    min_new_tokens: Array  # i32[B]; stop tokens are banned before this many new tokens
 
 
 @struct.dataclass(kw_only=True)
@@ -95,30 +95,30 @@ class Narrow:
     """Bit masks over a drafter's reduced vocabulary of U tokens."""
 
     ids: Array  # i32[U]; the target's id of each draft token
-    bits: Array  # u32[R, ceil(U / 32)]; as `Tables.bits`
+    bits: Array  # u32[R, ceil(U / 32)]; like `Tables.bits`
 
 
 @struct.dataclass(kw_only=True)
 class Tables:
     """Automata over tokens, built by `constraints.compiled`. Tables of equal shapes share compiled programs.
 
-    S states, C classes of tokens, G groups, R rows of bits, W words of a row.
+    S states, C token classes, G groups, R bit rows, W words per row.
     """
 
     next: Array  # u16[S, C]; the next state
     classes: Array  # u16[G, V]; class of each token; class 0 has no transitions
     bits: Array  # u32[R, W]; bit masks of the tokens that may follow
-    rows: Array  # i32[S]; the row of `bits` of each state
+    rows: Array  # i32[S]; each state's row of `bits`
     forced: Array  # i32[S]; the token to write if the continuation is forced, else NO_TOKEN
-    accepting: Array  # bool[S]; the text may end here
-    closed: Array  # bool[S]; the text may end here, and no token may follow
+    accepting: Array  # bool[S]; the output may end here
+    closed: Array  # bool[S]; the output may end here, and no token may follow
     strict: Array  # bool[S]; for spans: rules must not relax here
     narrow: Narrow | None = None  # if the drafter has its own vocabulary; see `guide.narrowed`
 
 
 @struct.dataclass(kw_only=True)
 class Tracked:
-    """The initial states of the rows of a batch, and their groups of token classes."""
+    """The initial state of each row of a batch, and its group of token classes."""
 
     start: Array  # i32[B]; initial state; FREE for an unconstrained row
     group: Array  # i32[B]
@@ -126,7 +126,7 @@ class Tracked:
 
 @struct.dataclass(kw_only=True)
 class GuideTables:
-    """The tables of the constraints and of the spans of a batch: `Params.guides`. None if no row has one."""
+    """The constraint and span tables of a batch, stored as `Params.guides`. A field is None if no row uses it."""
 
     constraint: Tables | None = None
     span: Tables | None = None
@@ -134,7 +134,7 @@ class GuideTables:
 
 @struct.dataclass(kw_only=True)
 class GuideRows:
-    """Start states of the rows in the tables: `Controls.guides`. A field that is None is not compiled."""
+    """Each row's start state in the tables, stored as `Controls.guides`. A field that is None is not compiled."""
 
     constraint: Tracked | None = None
     span: Tracked | None = None
@@ -142,7 +142,7 @@ class GuideRows:
 
 @struct.dataclass(kw_only=True)
 class GuideStates:
-    """The states that the rows have reached: `DecodeState.guides`."""
+    """The states that the rows have reached, stored as `DecodeState.guides`."""
 
     constraint: Array | None = None  # i32[B]
     span: Array | None = None  # i32[B]
@@ -167,7 +167,7 @@ class Controls:
     draft_stop: Array
     limit: Array  # i32[B]; maximum tokens of prompt and output together
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
-    edits: Edits | None = None  # of the target's logits, see `edits.make_edits`; None compiles none
+    edits: Edits | None = None  # edits of the target's logits, see `edits.make_edits`; None compiles none
     guides: GuideRows | None = None  # constraints and spans; None compiles none
 
 
@@ -205,8 +205,8 @@ class Prompts:
 
     tokens: Array  # i32[b, t]; left-aligned
     length: Array  # i32[b]; 1 to t
-    controls: Controls  # of b rows
-    rule: PyTree  # of the decoder's structure; each parameter is one value or one per row
+    controls: Controls  # controls of b rows
+    rule: PyTree  # a rule of the decoder's structure; each parameter is one value or one per row
     keys: Array  # key[b], from `keys_from_seeds`
 
 
@@ -237,7 +237,7 @@ class DecodeState:
     controls: Controls  # of the rows
     rule: PyTree  # the rule; its parameters and state are [B, ...]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
-    guides: GuideStates | None = None  # of the automata of `Controls.guides`
+    guides: GuideStates | None = None  # states of the automata in `Controls.guides`
 
 
 @struct.dataclass(kw_only=True)
@@ -262,7 +262,7 @@ class StepInfo:
     ([[1, 2, -1]], [[0, 2, -1]], [2], [[3, 1, 4, 1, 2, 0]])
     """
 
-    verdict: Verdict  # of the rule
+    verdict: Verdict  # the rule's verdict
     emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
     num_emitted: Array  # i32[B]; new tokens
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
@@ -273,8 +273,8 @@ class StepInfo:
     # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, the log-probability used by RL libraries; at
     # T = 0, log_prob
     temperature_log_prob: Array
-    # f32[B, D + 1]; of the distribution that the token was drawn from, after the filters; NaN in non-strict rows of a
-    # lossy rule, whose output does not follow p
+    # f32[B, D + 1]; log-probability under the distribution that the token was drawn from, after the filters; NaN in
+    # non-strict rows of a lossy rule, whose output does not follow p
     processed_log_prob: Array
 
 
@@ -284,7 +284,7 @@ class Params(NamedTuple):
     target: PyTree  # weights of the target
     draft: PyTree = ()  # weights of the drafter, in its own format
     verify: PyTree = ()  # weights of the rule, which it reads as `Evidence.params`
-    guides: GuideTables | None = None  # of the automata of `Controls.guides`
+    guides: GuideTables | None = None  # tables of the automata in `Controls.guides`
 
 
 class ForwardOutput(NamedTuple):
@@ -313,23 +313,23 @@ class LanguageModel(NamedTuple):
     forward: Forward  # (params, tokens i32[B, N], visible, cache) -> ForwardOutput
     unembed: Callable[[PyTree, Array], Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
     vocab_size: int  # V
-    # Only drafters that are coupled to their target need the next two.
+    # Only drafters that are coupled to their target use the next two.
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
     # layers -> the model that returns their outputs
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
-    # (attention, mlp) of every layer -> the model without the parts that are False, with its own cache
+    # flags (attention, mlp) per layer -> the model without the parts that are False, with its own cache
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
-    # (cache, rows i32[b], new) -> cache: put the b rows of `new` into these rows; a row of B or more is dropped.
+    # (cache, rows i32[b], new) -> cache: put the b rows of `new` into these rows; row numbers of B or more are dropped.
     # Only targets need it: drafter states always have [B, ...] leaves.
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
 
 
 KEY_IMPL = "threefry2x32"
-"""The generator of row keys. With others, such as `rbg`, the numbers of a row depend on its batch."""
+"""The generator of row keys. With other generators, such as `rbg`, a row's random numbers depend on its batch."""
 
 
 def keys_from_seeds(seeds: Array) -> Array:

@@ -30,7 +30,7 @@ class Visible:
     """
 
     first: Array  # i32[B]; number of committed slots
-    positions: Array  # i32[B, N]; of the nodes
+    positions: Array  # i32[B, N]; positions of the nodes
     slot: Array  # i32[B]; the nodes' rows are written at slot .. slot + N - 1
     seen: Array | None = None  # bool[B, N, R]; None: causal, R == N and node i attends to rows 0 .. i
     seen_positions: Array | None = None  # i32[B, R]; positions of the rows; None: the rows are the nodes

@@ -1,4 +1,4 @@
-"""Drafters. A `Drafter` has pure methods and no weights; `load` makes one with its weights from its spec."""
+"""Drafters. A `Drafter` has pure methods and no weights; `load` builds one, with its weights, from a spec."""
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.tree import chain, last_token

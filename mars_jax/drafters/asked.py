@@ -31,7 +31,7 @@ class LoadedDrafter(NamedTuple):
     max_positions: int | None = None  # the longest context that its weights were trained for
 
     def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
-        """Return the decoder of a target with this drafter.
+        """Return the decoder for a target with this drafter.
 
         Raises:
           MarsError: as for `speculative_decoder`; a lossy rule with an adaptive draft length.
@@ -42,7 +42,7 @@ class LoadedDrafter(NamedTuple):
 
 
 class DraftSizes(Protocol):
-    """Drafters of several sizes over one state; implemented by `drafters.sized.Sizes`."""
+    """Drafters of several sizes that share one state; implemented by `drafters.sized.Sizes`."""
 
     drafters: tuple[Drafter, ...]
 

@@ -1,4 +1,4 @@
-"""Loader of drafters by their specs, such as `eagle:PATH`."""
+"""Loading of drafters by spec, such as `eagle:PATH`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(
     any_rule: bool = False,
     head_embed: str = "own",
 ) -> LoadedDrafter:
-    """Load the drafter that `spec` names and pair it with `target`.
+    """Load the drafter given by `spec` and pair it with `target`.
 
     Args:
       spec: `none`, `ngram` or `self`; `replay:FILE` with a file of earlier answers; or, with a directory or hub name,
@@ -80,7 +80,7 @@ def load(
     check_dtype(dtype)
     parsed = parse_draft(spec)
     (kind, path), row = parsed, parsed.definition
-    # A user's model may have a config of another type.
+    # A user's model may have a config of a different type.
     mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
         raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
@@ -96,7 +96,7 @@ def load(
             f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
     length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
-    # (set by the caller, the field of the row that allows it)
+    # (whether the caller set it, the field of the definition that allows it)
     optional = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
@@ -167,7 +167,7 @@ def _is_finite(weight: Any) -> bool:
 def check_finite_weights(name: str, params: PyTree) -> None:
     """Raise MarsError if any weight of a draft is infinite or NaN.
 
-    Bad target weights show in the output. A bad draft would only be rejected every time, so check its weights.
+    Bad target weights show in the output. Bad draft weights would only cause every draft to be rejected, so check them.
     """
     weights = [
         (path, weight)

@@ -1,6 +1,6 @@
 """Siblings drawn without replacement, for drafts that pass their true q to the rule.
 
-B batch, W nodes of a level, k children of each, V vocabulary. Sources: Gumbel top-k, Kool et al. 1903.06059; drafts
+B batch, W nodes per level, k children per node, V vocabulary. Sources: Gumbel top-k, Kool et al. 1903.06059; drafts
 sampled without replacement, SpecInfer 2305.09781 and EAGLE 2401.15077. Oracle: sequential draws, enumerated, in
 tests/verify/test_siblings.py.
 """
@@ -29,12 +29,12 @@ class Drawn(NamedTuple):
 def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Drawn:
     """Draw k children of each node without replacement from q = softmax(process(logits)).
 
-    The k largest of log q plus Gumbel noise, in descending order, are such a sequence (Gumbel top-k). Rows at
-    temperature 0 get their k best tokens without filters, as in a draft that does not sample.
+    The k largest of log q plus Gumbel noise, in descending order, are such a draw (Gumbel top-k). Rows at temperature 0
+    get their k best tokens without filters, as in a draft that does not sample.
 
     Args:
       logits: f32[B, W, V]; raw logits of the draft, in the target's vocabulary.
-      k: children of a node.
+      k: children per node.
       keys: key[B]; keys for this level.
       controls: controls of the requests.
     """

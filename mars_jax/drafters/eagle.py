@@ -1,4 +1,4 @@
-"""An EAGLE head as drafter: chains, static trees and dynamic trees from the target's own features.
+"""An EAGLE head as a drafter: chains, static trees and dynamic trees from the target's own features.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N nodes, D depth, T token buffer, E hidden
 size. Oracle: the head run over all committed tokens from an empty cache (tests/drafters/test_eagle.py).
@@ -43,11 +43,11 @@ class EagleState:
 class Eagle(ShapedDrafter):
     """An EAGLE, EAGLE-2 or EAGLE-3 head of the target.
 
-    Its weights are `Params.draft`. It reads the target's embedding, and its unembedding if it has none itself, from
-    `Params.target`.
+    Its weights are `Params.draft`. From `Params.target` it reads the target's embedding, and the target's unembedding
+    if the head has none.
 
     Raises:
-      MarsError: the head does not fit the target, or as `DraftModel`.
+      MarsError: the head does not fit the target, or as for `DraftModel`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -189,7 +189,7 @@ def load_eagle_drafter(asked: Asked) -> LoadedDrafter:
     """Load `eagle` from a head's checkpoint.
 
     Raises:
-      MarsError: as `hub.load_eagle`.
+      MarsError: as for `hub.load_eagle`.
     """
     target = asked.target
     config, params = hub.load_eagle(

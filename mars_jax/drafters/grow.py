@@ -1,13 +1,13 @@
 """Growth of chains and trees, shared by all drafters with a cache.
 
 Sources: static trees SpecInfer 2305.09781; dynamic trees EAGLE-2 2406.16858, section 4; stopping by entropy SVIP
-2411.18462; siblings without replacement `draw`. B batch, W nodes of a level, N tree nodes, D depth, U draft vocabulary,
-V target vocabulary, S slots.
+2411.18462; siblings without replacement, see `draw`. B batch, W nodes per level, N tree nodes, D depth, U draft
+vocabulary, V target vocabulary, S slots.
 Oracle: a Python search over the same logits in tests/drafters/test_grow.py.
 
 A drafter that has read all committed tokens has the logits of the first level. *Extending* nodes means running the
-drafter over them: it writes their rows into its cache and returns the logits of their children. Level d + 1 needs the
-rows of level d. The last level is drafted and never extended.
+drafter over them: the drafter writes their rows into its cache and returns the logits of their children. Level d + 1
+needs the rows of level d. The last level is drafted and never extended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Level(NamedTuple):
     """W nodes to extend."""
 
     tokens: Array  # i32[B, W]; in the target's vocabulary; NO_TOKEN after the drafter has stopped
-    parents: Array  # i32[B, W]; index of each node's parent among the nodes of the level before
+    parents: Array  # i32[B, W]; index of each node's parent among the nodes of the previous level
     visible: Visible
 
 
@@ -129,7 +129,7 @@ def _chain(
         stops = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         if sample:
             processed = process(logits, controls)
-            # The keys are fresh in every step. Fold in the depth, so that the draws of the levels are independent.
+            # The keys differ in every step. Fold in the depth, so that the draws of the levels are independent.
             level_keys = _level_keys(keys, depth)
             node = jnp.zeros((batch, 1), jnp.int32)  # one node per level, so no second index to fold in
             return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, node, processed)), processed
@@ -140,7 +140,7 @@ def _chain(
 
     # All levels have the same shapes, so the scan compiles one extension for any chain length.
     def body(level: _ChainLevel, depth: Array) -> tuple[_ChainLevel, tuple[Array, Array | None]]:
-        # The node at depth d has slot and position `first + d - 1`; its parent is the only node of the level before.
+        # The node at depth d has slot and position `first + d - 1`; its parent is the only node of the previous level.
         slot = growth.first + depth - 1
         nodes = Level(level.tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(slot, 1))
         with jax.named_scope("level"):
@@ -261,7 +261,7 @@ class _Children(NamedTuple):
     # f32; at most the parent's rank. In a greedy draft the log-probability of the candidate's path; in a sampled draft
     # the j-th drawn child uses the log-probability of the j-th most probable token instead of its own.
     rank: Array
-    path: Array  # f32; log-probability of the path, the base of its children's ranks; -inf: has no children
+    path: Array  # f32; log-probability of the path, the base of the children's ranks; -inf: no children
 
 
 class _TreeLevel(NamedTuple):
@@ -271,7 +271,7 @@ class _TreeLevel(NamedTuple):
     nodes: _Children  # [B, k]
     states: Array | None  # i32[B, k]; state of the constraint after each node
     ids: Array  # i32[B, k]; candidate numbers of the nodes
-    parents: Array  # i32[B, k]; indices of their parents in the level before
+    parents: Array  # i32[B, k]; indices of their parents in the previous level
     seen: Array  # bool[B, k, R]; rows that the parents attend to
 
 
@@ -281,7 +281,7 @@ class _Extended(NamedTuple):
     tokens: Array  # i32[B, k * k]
     rank: Array  # f32[B, k * k]
     parents: Array  # i32[B, k * k]; candidate numbers
-    extended: Array  # i32[B, k]; candidate numbers of the nodes of the level
+    extended: Array  # i32[B, k]; candidate numbers of the level's nodes
     logits: Array | None  # f32[B, k, V]; logits of the nodes if the draft is sampled
 
 
@@ -297,8 +297,8 @@ def _dynamic(
     """Grow a tree whose shape follows the drafter's confidence.
 
     In a sampled tree, whether a token is kept must not depend on the token, or the kept tokens would not be draws from
-    q. So a candidate's rank does not depend on its own token, and the candidates that do depend on it, namely its
-    descendants and its later siblings, never rank above it.
+    q. A candidate's rank therefore does not depend on its own token. The candidates that do depend on that token,
+    namely its descendants and later siblings, never rank above it.
     """
     k, batch = shape.top_k, root.shape[0]
 
@@ -330,8 +330,8 @@ def _dynamic(
     # Candidates are numbered: level 1 has 0 .. k - 1, and each later level the next k * k.
     zeros = jnp.zeros((batch, 1), jnp.float32)
     top, q = children(growth.logits, zeros, zeros, 0, growth.carry, steering.first)
-    # For the k nodes of a level, i32[B, k]: their candidate numbers and the indices of their parents in the level
-    # before.
+    # For the k nodes of a level, i32[B, k]: their candidate numbers and the indices of their parents in the previous
+    # level.
     no_parents = jnp.zeros((batch, k), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     seen_rows = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
@@ -356,7 +356,7 @@ def _dynamic(
             carry=carry,
             nodes=best_children,
             states=steering.moved(parent_states, best_children.tokens),
-            # Level 1 has k candidates and each later level k * k, so the numbers of the new ones start at
+            # Level 1 has k candidates and each later level k * k, so the new candidates are numbered from
             # k + (depth - 1) * k * k = k + row * k.
             ids=k + row * k + best,
             parents=best // k,

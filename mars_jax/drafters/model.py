@@ -1,4 +1,4 @@
-"""A small language model as drafter of chains, static trees or dynamic trees, greedy or sampled.
+"""A small language model as a drafter of chains, static trees or dynamic trees, greedy or sampled.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes,
 V vocabulary. Oracle: the same model run from an empty cache each round (tests/drafters/test_model.py).
@@ -40,7 +40,7 @@ class ModelState:
     """Draft state of a language model."""
 
     cache: PyTree  # the model's key-value cache
-    # i32[B, N]; the row of each node of the last tree, from `grow`; None for chains, whose rows stay in place
+    # i32[B, N]; each node's row in the last tree, from `grow`; None for chains, whose rows stay in place
     rows: Array | None
 
 
@@ -62,8 +62,8 @@ class DraftModel(ShapedDrafter):
     model: LanguageModel  # the small model
     # K, the length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # The target's, if checkpoints that share a tokenizer pad it differently: draft logits are cut or padded with -inf
-    # to this size. Default: the model's own.
+    # The target's vocabulary size, if checkpoints that share a tokenizer pad it differently. Draft logits are cut or
+    # padded with -inf to this size. Default: the model's own.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
     # True if the model's tokenizer differs from the target's; `Params.draft` is then `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
@@ -112,7 +112,7 @@ class DraftModel(ShapedDrafter):
             cache, hidden_rows = carry
             output = self._model.forward(params.draft, level.tokens, level.visible, cache)
             if hidden_rows is not None:
-                # Entry 0 is the root's. Slot `length + r` is entry 1 + r, the numbering of `grow`.
+                # Entry 0 is the root's. Slot `length + r` is entry 1 + r, as `grow` numbers rows.
                 entries = 1 + level.visible.slot - inputs.length
                 hidden_rows = jax.vmap(_write_rows)(hidden_rows, output.hidden, entries)
             return self._unembed(params, output.hidden), (output.cache, hidden_rows)
@@ -152,8 +152,8 @@ class DraftModel(ShapedDrafter):
     ) -> ModelState:
         if state.rows is None:
             return state
-        # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so to `commit` they are
-        # the nodes of a tree that is rooted at `length - 1`.
+        # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so `commit` can treat them
+        # as the nodes of a tree rooted at `length - 1`.
         path = pick(state.rows, verdict.path)
         return dataclasses.replace(state, cache=self.model.commit(state.cache, length - 1, path))
 
@@ -180,7 +180,7 @@ def _write_rows(rows: Array, new: Array, first: Array) -> Array:
 def load_model(asked: Asked) -> LoadedDrafter:
     """Load `language_model` from a checkpoint.
 
-    If its tokenizer differs from the target's, it drafts the tokens that both share.
+    If its tokenizer differs from the target's, it drafts only the tokens that both share.
 
     Raises:
       MarsError: as for `hub.load` and `shared_tokens`.

@@ -24,8 +24,8 @@ from mars_jax.utils.limits import DRAFT_TOKENS, NGRAM_TOKENS
 class NGram(Drafter):
     """Copies of the text so far.
 
-    The draft continues the latest of the longest earlier matches of the last tokens. A continuation that reaches the
-    end of the context wraps around to the match, and so continues a repetition.
+    The draft is the continuation of the longest earlier match of the last tokens, and of the latest among equally long
+    matches. A continuation that reaches the end of the context wraps around to the match, so that repetitions continue.
     Without a match the nodes are padding and the step emits one token.
 
     Raises:
@@ -115,7 +115,7 @@ def lookup(
 def longest_match(
     tokens: Array, length: Array, past: Array, until: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Find the longest suffix of each row in `past`, the latest if several are as long, that a token follows.
+    """Find the longest suffix of each row that occurs in `past` before another token, and its latest occurrence.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.

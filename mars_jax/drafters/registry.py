@@ -1,6 +1,6 @@
 """Definitions of drafters by name. A drafter's class and the arguments of `register` define its capabilities.
 
-Flags, lists, messages and checks read the definitions. Drafters of other packages are plugins, as rules are
+Flags, lists, messages and checks use the definitions. Drafters from other packages are plugins, as rules are
 (`verify.definition`).
 
 Oracle: tests/test_tables.py.
@@ -21,8 +21,8 @@ from mars_jax.utils.plugins import load_plugins
 from mars_jax.utils.user_code import summary
 
 MIXTURE_LENGTH = 3
-"""Length of a chain for a mixture of experts. Different nodes read different experts: with 128 experts and 8 per token,
-a chain of 3 reads 23% of them and a tree of 60 nodes 98%."""
+"""Chain length for a mixture of experts. Different nodes read different experts: with 128 experts and 8 per token, a
+chain of 3 reads 23% of them and a tree of 60 nodes 98%."""
 HEAD_EMBED = ("own", "target")
 """Embedding that a head uses: its own if the checkpoint contains one, or always the target's."""
 
@@ -33,7 +33,7 @@ class DraftDefinition:
 
     name: str  # without a colon
     cls: type[Drafter]  # its class
-    load: Callable[[Asked], LoadedDrafter]  # makes it with its weights
+    load: Callable[[Asked], LoadedDrafter]  # builds it with its weights
     help: str  # one sentence without a period
     path: str = ""  # placeholder in its spec: PATH for a checkpoint, FILE, or nothing
     head: bool = False  # reads the target's features; checked against the target's config
@@ -59,13 +59,13 @@ class DraftDefinition:
 
     @property
     def length(self) -> int | None:
-        """Default length of a chain; None: fixed by its weights, or there is no draft."""
+        """Default chain length; None: fixed by its weights, or there is no draft."""
         length = self._defaults.get("num_draft_tokens")
         return length if isinstance(length, int) else None
 
     @property
     def samples(self) -> bool:
-        """True if it has a distribution and draws from it for rejection."""
+        """True if it can draw from its distribution, for rejection."""
         return "sample" in self._defaults
 
     @property
@@ -90,7 +90,7 @@ class DraftDefinition:
 
     @property
     def resizes(self) -> bool:
-        """True if it drafts chains of any length over one state, so that each step can choose a length."""
+        """True if it drafts chains of any length from one state, so that each step can choose a length."""
         return self.cls.resizes is True
 
     @property
@@ -107,7 +107,7 @@ class DraftDefinition:
         >>> definition("model").usual(mixture=False), definition("eagle").usual(mixture=True)
         ((5, None), (3, None))
         """
-        # Drafts that need no verification do not make the target read experts in vain.
+        # A draft that needs no verification never makes the target read experts in vain.
         short = mixture and not self.trusts
         length = self.length and min(self.length, MIXTURE_LENGTH if short else self.length)
         if self.block and mixture:
@@ -136,14 +136,14 @@ def register(
 
     Args:
       name: without a colon.
-      cls: its class. The default of its field `num_draft_tokens` is the usual length of a chain; it drafts trees if it
-        has a field `tree`, and draws its drafts if it has a field `sample`.
-      load: makes it with its weights from the arguments of `drafters.load`.
+      cls: its class. The default of its field `num_draft_tokens` is the usual chain length. The drafter drafts trees if
+        the class has a field `tree`, and draws its drafts if the class has a field `sample`.
+      load: function that builds it, with its weights, from the arguments of `drafters.load`.
       help: one sentence; default: the first line of the class's docstring.
       **facts: the other fields of `DraftDefinition`.
 
     Raises:
-      MarsError: another drafter has this name, or the name has a colon.
+      MarsError: another drafter has this name, or the name contains a colon.
     """
     if ":" in name or (name in _DRAFTERS and _DRAFTERS[name].cls.__qualname__ != cls.__qualname__):
         raise MarsError(
@@ -163,7 +163,7 @@ def definitions() -> Mapping[str, DraftDefinition]:
 
 
 def definition(name: str) -> DraftDefinition:
-    """Return the definition of a drafter. Plugins are loaded at the first name that the library does not have."""
+    """Return the definition of a drafter. Looking up an unknown name loads the plugins first."""
     return _DRAFTERS[name] if name in _DRAFTERS else definitions()[name]
 
 
@@ -185,7 +185,7 @@ class DraftSpec(NamedTuple):
 
 
 def draft_words(names: Iterable[str] | None = None) -> str:
-    """Return the forms of drafter specs, for help and errors; by default of all.
+    """Return the forms of drafter specs, for help and errors; by default, of all drafters.
 
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
@@ -205,7 +205,7 @@ def names_that(what: str) -> list[str]:
 
 
 def published_heads() -> dict[str, type]:
-    """Return the classes of the configs of heads with a published shape in `mars-jax plan`, by its name there."""
+    """Return the config class of each head with a published shape in `mars-jax plan`, by the shape's name there."""
     return dict(row.outlined for row in definitions().values() if row.outlined)
 
 

@@ -1,11 +1,11 @@
-"""Drafting with a model of another tokenizer: it drafts only the tokens that both vocabularies share.
+"""Drafting with a model that has a different tokenizer: it drafts only the tokens that both vocabularies share.
 
-Source: token-level intersection (TLI), Timor et al. 2502.05202. B batch, N nodes, U vocabulary of the draft, V of the
-target. Oracle: the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
+Source: token-level intersection (TLI), Timor et al. 2502.05202. B batch, N nodes, U draft vocabulary, V target
+vocabulary. Oracle: the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
 
 Tokens that the target lacks get probability 0 and the draft is renormalised, so q is true and every rule works
 unchanged. The draft reads the target's tokens one by one. Its own tokenizer would split the text differently, and a
-token that it lacks is read by a suffix of its bytes. Both reduce acceptance, but the result stays exact.
+token that the draft lacks is replaced by a suffix of its bytes. Both reduce acceptance, but the result stays exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ draft is hardly ever accepted."""
 
 
 class Shared(NamedTuple):
-    """`Params.draft` of a model with another tokenizer; the tables are replicated on every device."""
+    """`Params.draft` of a model with a different tokenizer; the tables are replicated on every device."""
 
     weights: PyTree  # weights of the model; None in a value that contains only the tables
     ids: Array  # i32[U]; target token id of each draft token id; NO_TOKEN if the target lacks it
@@ -96,7 +96,8 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
         ids[draft_ids[key]] = target_ids[key]
     fed = np.full(len(target.tokens), stand_in, np.int32)
     for number, token in enumerate(target.tokens):
-        # Feed the longest suffix of the token that the draft has: the next token depends most on the latest bytes.
+        # Feed the longest suffix of the token that is in the draft's vocabulary: the next token depends most on the
+        # latest bytes.
         suffixes = ((False, token[start:]) for start in range(len(token))) if token else ()
         fed[number] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
     for number, mark in target.marks:

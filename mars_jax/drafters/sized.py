@@ -1,8 +1,8 @@
 """Adaptive draft length: each step picks the chain length, possibly 0, with the highest estimated tokens per second.
 
-The cost of a step of each length is given or measured. The number of tokens it yields is estimated from the acceptance
-that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on the device.
-Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
+The cost of a step at each length is given or measured. The number of tokens that the step yields is estimated from the
+acceptance that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on
+the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
 
 Oracle: the drafter of a fixed size, token for token, and a simulation in Python (tests/drafters/test_sized.py).
 """
@@ -41,24 +41,25 @@ from mars_jax.drafters.none import none
 from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
-"""Factor on the counts after each step with a draft: at batch 1 about the last twenty steps count, some 60 tokens."""
+"""Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
 USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.8, 4.0
 """Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` tokens of such
 a draft had been accepted as expected."""
 MARGIN = 1.1
-"""A draft must promise this many times the speed of no draft: costs leave out the tokens that a draft model has to
-catch up with, and a batch ends with its slowest row."""
+"""Minimum estimated speed of a draft relative to no draft. It exceeds 1 because costs leave out the tokens that a draft
+model has to catch up on, and because a batch ends with its slowest row."""
 OPTIMISM = 0.1
-"""Steps without a draft measure no acceptance. If this much more acceptance would pay, try a draft occasionally."""
+"""Steps without a draft measure no acceptance. If a draft would pay with this much more acceptance, try one
+occasionally."""
 PAUSE, LONGEST_PAUSE = 64, 4096
 """Steps without a draft before such a trial. The pause doubles after each trial that did not pay."""
 
 
 class SizedParams(NamedTuple):
-    """`Params.draft` of a drafter of several sizes."""
+    """`Params.draft` of a drafter with several sizes."""
 
     weights: PyTree  # params of the wrapped drafter
-    costs: Any  # f32[n]; cost of a step of each size, in any unit; 0: not measured yet
+    costs: Any  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
     forced: Any  # i32[]; index of the size that every step uses; -1: each step chooses the best
 
 
@@ -93,20 +94,20 @@ def sized(
 ) -> LoadedDrafter:
     """Make a drafter that chooses the length of its chain in each step.
 
-    Under `exact`, deterministic drafts give the same text as every fixed size. Sampled text, as under `rejection`,
-    has the same distribution, but its tokens depend on the other rows of the batch.
+    Under `exact`, deterministic drafts produce the same tokens as every fixed size. Sampled output, as under
+    `rejection`, has the same distribution, but its tokens depend on the other rows of the batch.
 
     A step without a draft leaves a draft model's cache behind. The next draft first reads the missing tokens.
 
     Args:
-      loaded: a drafter of chains with its weights; its length is the longest size.
-      sizes: two to four increasing lengths of chains, the first 0; default `usual_sizes` of the drafter's length.
-      costs: positive cost of a step of each size at the intended batch size, in any unit, such as seconds or the
+      loaded: a chain drafter with its weights; its length is the longest size.
+      sizes: two to four increasing chain lengths, the first 0; default `usual_sizes` of the drafter's length.
+      costs: positive cost of a step at each size and the intended batch size, in any unit, such as seconds or the
         estimate of `mars-jax plan`; default: `generate` and `Session` measure them before the first batch of a shape.
       any_rule: also allow lossy rules, although their completions then depend on the rest of the batch.
 
     Raises:
-      MarsError: a drafter of trees, of a single length or of trusted drafts; invalid sizes or costs.
+      MarsError: the drafter drafts trees, only a single length, or trusted tokens; or sizes or costs are invalid.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> adaptive = sized(LoadedDrafter(ngram(8), ()))
@@ -135,7 +136,7 @@ def sized(
         )
     drafts = [none(), *(longest if n == longest.max_depth else longest.resized(n) for n in lengths[1:])]
     drafters = tuple(SizedDrafter(draft, drafts[-1], lengths) for draft in drafts)
-    # Host arrays, which every process of a mesh has.
+    # Use host arrays, which exist in every process of a mesh.
     cost_array = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
     return loaded._replace(
         drafter=dataclasses.replace(drafters[-1], adaptive=True),
@@ -151,7 +152,7 @@ def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDraf
 
 
 def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
-    """Return the drafter with every step fixed to the size of this index, such as 0 for no draft."""
+    """Return the drafter with every step fixed to the size at this index, such as 0 for no draft."""
     return loaded._replace(params=loaded.params._replace(forced=np.int32(index)))
 
 
@@ -171,7 +172,7 @@ class Sizes:
     any_rule: bool  # also allow lossy rules
 
     def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> SizedDecoder:
-        """Make the decoder of a target. Its state is that of the longest draft.
+        """Return the decoder for a target. Its state is that of the longest draft.
 
         Raises:
           MarsError: as for `speculative_decoder`, or a lossy rule.
@@ -272,7 +273,7 @@ def _pad_info(info: StepInfo, shapes: StepInfo) -> StepInfo:
 def best_size(
     params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array, expected: Array
 ) -> Array:
-    """Return i32[], the index of the size with the most tokens for its cost.
+    """Return i32[], the index of the size with the most tokens per unit of cost.
 
     The acceptance is the expected one times the ratio of accepted to expected tokens in recent steps.
 
@@ -331,12 +332,12 @@ def _acceptance_of(tree: DraftTree) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SizedDrafter(Drafter):
-    """One of several sizes of a drafter, all over the same `SizedState`."""
+    """One of several sizes of a drafter, which all share a `SizedState`."""
 
     size: Drafter  # drafts this length
-    longest: Drafter  # of the same kind; its state is the one that all sizes share
-    lengths: tuple[int, ...]  # of all sizes
-    adaptive: bool = False  # stands for all sizes, one of which each step chooses
+    longest: Drafter  # the longest drafter of this kind; all sizes share its state
+    lengths: tuple[int, ...]  # chain lengths of all sizes
+    adaptive: bool = False  # represents all sizes; each step chooses one
 
     @property
     def max_depth(self) -> int:
@@ -408,13 +409,13 @@ class SizedDrafter(Drafter):
         if self.max_depth == 0:
             draft = state.draft
             if not self.longest.lags:
-                # Features of the target do not outlive the step.
+                # The target's features are only available in this step.
                 draft = self.longest.update(_own(params), draft, tree, verdict, output, length)
             return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
         expected = _acceptance_of(tree) * tested.astype(jnp.float32)
-        # After a pause older counts weigh half. A sparse drafter that found no draft did not pause.
+        # After a pause, older counts have half the weight. A sparse drafter that found no draft did not pause.
         paused = state.idle >= (state.pause if self.size.sparse else 1)
         decay = jnp.where(paused, DECAY / 2, DECAY)
         return SizedState(

@@ -1,6 +1,6 @@
 """Constrained drafting: each level is drafted from the allowed tokens, and q is renormalised over them.
 
-B batch, W nodes of a level, k children of each, U draft vocabulary, V target vocabulary. Oracle: the masked target's
+B batch, W nodes per level, k children per node, U draft vocabulary, V target vocabulary. Oracle: the masked target's
 distribution by enumeration (tests/core/test_guide.py).
 
 A sampled draft masks its logits before the draw, so that q is the distribution it was drawn from. Removing nodes after
@@ -49,8 +49,8 @@ class Steering(NamedTuple):
             return wide
         count = wide.shape[-1]
         ids = lambda: self.growth.to_target(jnp.arange(count, dtype=jnp.int32))  # noqa: E731
-        # A draft vocabulary of another size needs its token ids. So does one of the same size but another tokenizer;
-        # its tables are `narrowed`.
+        # A draft vocabulary of a different size needs its token ids. So does one of the same size from a different
+        # tokenizer; its tables are `narrowed`.
         narrowed = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
         masked = self.guide.masked(wide, states, ids=ids if narrowed else None)
         if not self.sample:

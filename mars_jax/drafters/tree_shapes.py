@@ -54,7 +54,7 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A chain or tree of fixed shape: every node of depth l has `branching[l]` children.
+    """A chain or tree of fixed shape: every node at depth l has `branching[l]` children.
 
     Raises:
       MarsError: a level without nodes, or more than `TREE_NODES` nodes.
@@ -95,7 +95,7 @@ Shape = Static | Dynamic
 
 
 def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_size: int) -> Shape:
-    """Return the draft shape of a drafter's arguments: `tree`, or a chain if it is None.
+    """Return the draft shape for a drafter's arguments: `tree`, or a chain if it is None.
 
     Raises:
       MarsError: a level without nodes, too many tokens or nodes, or a node with more children than there are tokens.
@@ -116,7 +116,7 @@ def checked_tree(tree: Any) -> tuple[int, ...] | Dynamic:
     """Return `Dynamic`, or the number of children per node at each depth as a tuple.
 
     Raises:
-      MarsError: another type, an empty sequence, or a number below 1.
+      MarsError: the wrong type, an empty sequence, or a number below 1.
     """
     if isinstance(tree, Dynamic):
         return tree
@@ -164,7 +164,7 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
 
 
 def check_branching(shown: str, shape: object, branching: Sequence[int]) -> None:
-    """Raise MarsError if a tree with `branching[l]` children per node of depth l has more than `TREE_NODES` nodes."""
+    """Raise MarsError if a tree with `branching[l]` children per node at depth l has more than `TREE_NODES` nodes."""
     nodes, level = 1, 1
     for width in branching:
         level *= width
@@ -194,7 +194,7 @@ class ShapedDrafter(Drafter):
         """Check and store the shape; subclasses call this in `__post_init__`.
 
         Raises:
-          MarsError: as `shape_of`, or `sample` is no bool.
+          MarsError: as for `shape_of`, or `sample` is not a bool.
         """
         check_switch("sample", self.sample)
         object.__setattr__(self, "shape", shape_of(num_draft_tokens, self.tree, vocab_size))

@@ -1,4 +1,4 @@
-"""Acceptance by the ratio of probabilities. B batch, N nodes. Oracle: transformers' min-p warper, in
+"""Acceptance by a probability ratio. B batch, N nodes. Oracle: transformers' min-p warper, in
 tests/verify/test_edges.py."""
 
 from __future__ import annotations

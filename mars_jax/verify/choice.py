@@ -1,6 +1,6 @@
-"""A rule's name with the settings that a user chose, as parsed from flags, files and arms of a benchmark.
+"""A rule's name with the settings that a user chose, as parsed from flags, files and benchmark arms.
 
-`verify.load(choice.spec, target, **choice.settings)` makes the rule.
+`verify.load(choice.spec, target, **choice.settings)` builds the rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mars_jax.verify.own import find, is_own
 
 
 class Given(NamedTuple):
-    """The text of a setting and its name as the user wrote it."""
+    """The text of a setting and its name, as the user wrote them."""
 
     text: str  # as typed
     shown: str  # such as --theta
@@ -51,7 +51,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs of the rule and of its base, as far as the table lists them; `block` adds chains.
+        """Needs of the rule and its base, as listed in the table; `block` adds chains.
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
@@ -63,7 +63,7 @@ class RuleChoice:
 
     @property
     def options(self) -> dict[str, Setting]:
-        """Settings that can be given, including those of its base."""
+        """Settings that users can give, including those of the base."""
         return self.definition.options(**self._structure())
 
     def settled(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class RuleChoice:
         return {"verify": self.spec, "settings": json_settings}
 
     def but(self, **settings: Any) -> RuleChoice:
-        """Return the same rule with other settings.
+        """Return the same rule with these settings changed.
 
         Raises:
           MarsError: as for `Definition.settle`.

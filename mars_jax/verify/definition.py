@@ -1,7 +1,7 @@
 """Definitions of rules by name. The class of a rule is its definition: its fields declare its settings.
 
-Flags, keys of prompts files, lists, pages and checks read the definitions. Rules of other packages are plugins: an
-entry point of the group `mars_jax.plugins` names a module that registers rules when it is imported.
+Flags, prompts-file keys, lists, pages and checks use the definitions. Rules from other packages are plugins: an entry
+point in the group `mars_jax.plugins` refers to a module that registers rules when it is imported.
 
 Oracle: tests/verify/test_definition.py.
 """
@@ -27,12 +27,12 @@ NEEDS = {
     "draft_hidden": "hidden states of the draft, if its head reads them",
     "long": "drafts of a fixed length: no ngram, no draft_stop",
 }
-"""Descriptions of the needs of rules."""
+"""Descriptions of the possible needs of a rule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A rule that users can name: a registered class, or a function of the user's that makes a rule."""
+    """A rule that users can name: a registered class, or a user's function that returns a rule."""
 
     name: str  # without a colon
     make: Callable[..., Any]  # takes the settings as keywords
@@ -43,7 +43,7 @@ class Definition:
     settings: Mapping[str, Setting]  # by name, those of the class before inherited ones
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
-        """Return its settings and those of its base.
+        """Return the rule's settings and those of its base.
 
         >>> list(rule("mars").options(base="rejection"))
         ['theta', 'margin', 'base', 'max_relaxed_run', 'exact_prefix', 'block']
@@ -65,7 +65,7 @@ class Definition:
         return options[name]
 
     def structure(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return its structural choices, checked, with defaults for those not in `chosen`.
+        """Return the rule's structural choices, checked, with defaults for those not in `chosen`.
 
         Raises:
           MarsError: there is no such choice.
@@ -79,7 +79,7 @@ class Definition:
         """Return all settings: the given ones, checked, and the defaults of the others.
 
         Raises:
-          MarsError: an unknown name, a value out of range, or a setting that must be given and is not.
+          MarsError: an unknown name, a value out of range, or a required setting that is missing.
 
         >>> rule("mars").settle({"theta": 0.8})["margin"]
         'ratio'
@@ -113,7 +113,7 @@ _RULES: dict[str, Definition] = {}
 
 
 def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a rule available by `name`. The first line of its docstring describes it in lists.
+    """Return a decorator that makes a rule available by `name`. Lists show the first line of its docstring.
 
     Args:
       name: without a colon.
@@ -148,7 +148,7 @@ def rules() -> Mapping[str, Definition]:
 
 
 def rule(name: str) -> Definition:
-    """Return the definition of a rule. Plugins are loaded at the first name that the library does not have.
+    """Return the definition of a rule. Looking up an unknown name loads the plugins first.
 
     Raises:
       MarsError: there is no rule of that name.

@@ -1,7 +1,7 @@
 """Statistics of each drafted token under the target's distribution at its parent, for rules that relax edges.
 
 B batch, N nodes, V vocabulary. By default they are computed from raw logits, that is, at temperature 1 regardless of
-the row's temperature. Entries of the root and of padding are garbage. Oracle: the warpers of transformers, in
+the row's temperature. Entries of the root and of padding are garbage. Oracle: the transformers warpers, in
 tests/verify/test_edges.py.
 """
 

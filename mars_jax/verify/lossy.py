@@ -25,7 +25,7 @@ class Lossy(Rule):
     Speculative Decoding, arXiv 2610.08678).
     """
 
-    # i32[] or [B]; generated tokens at the start that are strict
+    # i32[] or [B]; number of generated tokens at the start that are verified strictly
     exact_prefix: Any = struct.setting(
         default=0,
         kind=int,
@@ -36,7 +36,7 @@ class Lossy(Rule):
     )
 
     def strict_edges(self, evidence: Evidence) -> Array:
-        """Return i32[B]: edges to nodes of at most this depth are strict; all edges in strict rows."""
+        """Return i32[B]: the depth down to which edges are strict; in strict rows, all edges are."""
         # An edge to depth d emits generated token number `generated` + d, so the remaining prefix length is a depth.
         remaining = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, ALL_EDGES, remaining)

@@ -40,7 +40,7 @@ class Mars(Relaxed):
     of the paper. Guards: never relax if x, the target's top token, or the token that `base` would emit instead is a
     stop token of the row; never in a row with `strict`, nor among its first `exact_prefix` tokens; at most
     `max_relaxed_run` consecutive edges; an exact sibling has priority. Lossy by design; at theta = inf it equals `base`
-    bit for bit. The margin is of raw logits, so a sampled row may emit a token that top-k or top-p excludes.
+    bit for bit. The margin is computed from raw logits, so a sampled row may emit a token that top-k or top-p excludes.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -94,7 +94,7 @@ class Mars(Relaxed):
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )
         strict = self.strict_edges(evidence)
-        # The kernel compares the margin with theta: `kernels_pallas.margin.rule`.
+        # The kernel compares the margin with theta; see `kernels_pallas.margin.rule`.
         rows = AcceptControls(self.theta, strict, self.max_relaxed_run, controls.stop_tokens)
         axes = vocabulary_axes(logits.shape[-1])
         accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept

@@ -46,7 +46,7 @@ class Mixture(Retargeted):
     )
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
-        # log(w p + (1 - w) q), computed in log space; w = 1 gives the q term log(0) = -inf, and so p bit for bit.
+        # log(w p + (1 - w) q), computed in log space; w = 1 makes the q term log(0) = -inf, so v is p bit for bit.
         weight = self.weight[:, None, None]
         return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
 

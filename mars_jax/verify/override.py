@@ -1,4 +1,4 @@
-"""Relaxation of rejection: override its stops by relaxed edges, on chains and trees.
+"""Relaxation of rejection: relaxed edges override its stops, on chains and trees.
 
 B batch, N nodes, D depth. Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py.
 """
@@ -50,7 +50,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     can_relax = allowed.edges & (tree.tokens >= 0)
 
     def override(walk: _WalkState) -> tuple[Array, Array, Array, Array]:
-        """Return whether to relax an edge bool[B], the child i32[B], the run before the edge, and the cost with it."""
+        """Return whether to relax an edge bool[B], the child i32[B], the run before it, and the cost including it."""
         # A child with the token that the rule emits anyway is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
         run = jnp.where(walk.stop > walk.start, 0, walk.run)  # accepted edges in between end the run
@@ -81,7 +81,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         )
 
     # Each iteration takes one relaxed edge and one stretch in some rows; other rows are unchanged. There are at most D
-    # edges, so the loop ends.
+    # edges, so the loop terminates.
     begin = _WalkState(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), no_edges)
     end = jax.lax.while_loop(lambda walk: jnp.any(override(walk)[0]), continue_walk, begin)
     return _verdict(tree, end.stop, end.token, end.relaxed)

@@ -1,4 +1,4 @@
-"""Definitions of a user's rules, with specs FILE.py:NAME or package.module:NAME.
+"""Definitions of user rules, given by specs FILE.py:NAME or package.module:NAME.
 
 Naming a file executes it as the user's code. No other operation executes it.
 """
@@ -26,7 +26,7 @@ _RANGES = {
 
 
 _TAKEN = {*REQUEST, "id", "prompt", "prompt_tokens"}
-"""Keys of a row of a prompts file that already have a meaning."""
+"""Keys of a prompts-file row that already have a meaning."""
 
 
 def split(spec: str) -> tuple[str, str]:
@@ -50,7 +50,7 @@ def is_own(spec: str) -> bool:
 
 
 def find(spec: str) -> Definition:
-    """Return the definition of a rule: a registered one, or one made from the signature of a user's function.
+    """Return the definition of a rule: a registered one, or one derived from the signature of a user's function.
 
     Args:
       spec: a name of `rules()`, with `:PATH` for a rule with weights, or FILE.py:NAME or package.module:NAME. NAME

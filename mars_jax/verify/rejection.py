@@ -44,7 +44,7 @@ class Rejection(Rule):
     Token-wise (2211.17192, 2302.01318): accept x with probability min(1, p / q), else emit a sample of norm((p - q)+);
     if all tokens are accepted, a sample of p follows. In a tree, siblings drawn without replacement are tried in order,
     each against the residuals of p and q that earlier siblings left; see `siblings`. `block=True` (2403.10444) verifies
-    the block as a whole: never fewer accepted tokens in expectation, along chains only. Padding nodes shorten the
+    the block as a whole, along chains only, and in expectation never accepts fewer tokens. Padding nodes shorten the
     draft. Rows with temperature 0 are exact.
 
     >>> from mars_jax import verify
@@ -70,8 +70,8 @@ class Rejection(Rule):
         """Verify like `__call__`, but when the rule stops, also take the next edge if `allowed` contains it.
 
         The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token and
-        verifies the tokens below as a new draft. With blocks, the stop depended on those tokens already, so they are no
-        longer samples of q, and the new block is only approximately lossless.
+        verifies the tokens below as a new draft. With blocks, the stop already depended on those tokens, so they are no
+        longer samples from q. The new block is then only approximately lossless.
         """
         if self.block:
             check_chain(evidence.tree, self.name)
@@ -98,7 +98,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
     """Verify a draft against the distribution of log_v, by rejection.
 
     Args:
-      evidence: of the step.
+      evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, such as the target's.
       allowed: the edges that may be relaxed when the rule stops.
       block: verify by blocks instead of token by token; chains only.
@@ -145,8 +145,8 @@ class _Ratios:
 
         def at_drafted(logits: Array, norm: Array) -> Array:
             picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
-            # Row i of the logits predicts node i + 1, and the last row no node: use `norm[:, :-1]`, f32[B, K]. Clamp at
-            # log 1, since a q rounded above 1 could reject a certain token.
+            # Row i of the logits predicts node i + 1, and the last row predicts no node, so use `norm[:, :-1]`, f32[B,
+            # K]. Clamp at log 1, since a q rounded above 1 could reject a certain token.
             return jnp.minimum(picked - norm[:, :-1], 0.0)
 
         # For a deterministic draft, q is 1 at the drafted token, so log p is log(p / q).
@@ -216,8 +216,8 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     # m_i of the paper, f32[B, K]: the mass of (r_i p - q)+ at the next token. Node N - 1 has no next token.
     m = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     m = jnp.pad(m, ((0, 0), (0, 1)))
-    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. 0 / 0 means r = 1 and then p = q: the prefix
-    # is certain, and so is a longer one.
+    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. 0 / 0 means that r = 1 and p = q: the prefix
+    # is certain to be accepted, and so is a longer one.
     divisor = m + 1.0 - r
     h = jnp.where(
         node == ratios.length[:, None],

@@ -1,6 +1,6 @@
 """Rules that relax edges: a strict rule plus the edges that it may take in addition.
 
-B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every rule of the table.
+B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every rule in the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNLIMITED_RUN = 1 << 30
 
 
 def base_setting(default: str = "exact") -> Any:
-    """Declare the field of the strict rule that a rule relaxes."""
+    """Declare the field for the strict rule that a rule relaxes."""
     return struct.setting(
         default=default,
         kind=str,
@@ -43,8 +43,9 @@ class Relaxed(Lossy):
     """Base class of rules that accept some edges that a strict rule rejects. Subclass it to write such a rule.
 
     A subclass defines `low`, the nodes at which the target's runner-up is as good as its top token, or `relaxable`, the
-    edges themselves. `max_relaxed_run` limits consecutive relaxed edges, and `max_relaxed` those of a step. `cost` and
-    `spend` limit the sum over the relaxed edges of a row's whole text; the remaining budget is state of the rule.
+    edges themselves. `max_relaxed_run` limits consecutive relaxed edges, and `max_relaxed` limits the relaxed edges per
+    step. `cost` and `spend` limit the total cost of the relaxed edges over a row's whole output; the remaining budget
+    is part of the rule's state.
 
     This class implements the guards: an exact sibling has priority; strict rows and spans, the exact prefix, padding,
     tokens forbidden by a ban or a constraint, and stop tokens (the drafted token, the target's top token, or the token
@@ -88,7 +89,7 @@ class Relaxed(Lossy):
     def relaxable(self, evidence: Evidence) -> Array:
         """Return bool[B, N]: nodes whose incoming edge may be relaxed.
 
-        By default these hold one of the target's two best tokens, at a parent where `low`.
+        By default, these nodes hold one of the target's two best tokens, and `low` is True at their parent.
         """
         shape = evidence.tree.tokens.shape
         low = _spread(self.low(evidence), shape)
@@ -112,11 +113,11 @@ class Relaxed(Lossy):
         """Return bool[B, N]: the `relaxable` edges that pass the guards."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
         # Guards test the edge into a node: its token x, and its parent, whose logits judge x.
-        # `strict` rows and the first `exact_prefix` tokens are those of the base.
+        # `strict` rows and the first `exact_prefix` tokens follow the base.
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
-        # A relaxed stop token would end a text that the target continues, and the reverse.
+        # Relaxing a stop token would end an output that the target continues, or continue one that it ends.
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
@@ -167,7 +168,7 @@ def over(name: str, base: Any) -> str:
 
 
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:
-    """Return bool[B, N]: edges into one of the target's two best tokens, at parents where `low` bool[B, N]."""
+    """Return bool[B, N]: edges into one of the target's two best tokens, if `low` bool[B, N] at the parent."""
     tree, stats = evidence.tree, evidence.stats
     best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
     return at_parent(tree, low) & best

@@ -1,4 +1,4 @@
-"""Rejection against another distribution than the target's.
+"""Rejection against a distribution other than the target's.
 
 B batch, N nodes, V vocabulary. Oracle: exact enumeration in tests/verify/test_distributions.py.
 """
@@ -26,9 +26,9 @@ class Retargeted(Lossy):
     """Base class of rules that verify drafts by rejection against a distribution v instead of the target's p.
 
     The output follows v. Subclass it to write a rule such as a mixture, lenience or a cascade of distributions: define
-    v by `target`. This class masks tokens of v that a constraint or a ban forbids, and uses p for strict rows, the
+    v in `target`. This class masks tokens of v that a constraint or a ban forbids, and uses p for strict rows, the
     exact prefix, rows at temperature 0 and the token after the draft, which has no q. A tree must be sampled from its
-    q. If v depends on the drafted token, of which a tree has several, add "chain" to `needs`.
+    q. If v depends on the drafted token, add "chain" to `needs`, because a tree node may have several.
     """
 
     block: bool = block_setting()  # verify by blocks, along chains
@@ -36,7 +36,7 @@ class Retargeted(Lossy):
 
     @property
     def base(self) -> Rejection:
-        """The lossless rule of strict rows."""
+        """The lossless rule for strict rows."""
         return Rejection(block=self.block)
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
@@ -46,7 +46,7 @@ class Retargeted(Lossy):
           log_p: f32[B, N, V]; normalised, of the processed target.
           log_q: f32[B, N, V]; normalised, of the draft; -inf for tokens it cannot draw, one-hot for a deterministic
             draft. At nodes without children it is log_p.
-          evidence: of the step.
+          evidence: evidence of the step.
         """
         raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method target.")
 

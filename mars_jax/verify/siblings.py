@@ -1,7 +1,7 @@
 """Rejection along a tree: siblings are tried in order, each against the residual of p.
 
-B batch, N nodes, V vocabulary. Oracle: exact enumeration of drafts, cells of the uniforms and emitted tokens, and
-chi-square through the whole rule, in tests/verify/test_siblings.py.
+B batch, N nodes, V vocabulary. Oracle: exact enumeration of drafts, cells of the uniforms and emitted tokens, and a
+chi-square test of the whole rule, in tests/verify/test_siblings.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Left(NamedTuple):
     """Loop carry of the descent: the current node of each row and the residuals of p and q, [B, ...] each."""
 
     node: Array  # i32[B]; the current node
-    tried: Array  # i32[B]; the child rejected last; `node` if there is none
-    rank: Array  # i32[B]; number of children rejected
+    tried: Array  # i32[B]; the last rejected child; `node` if there is none
+    rank: Array  # i32[B]; number of rejected children
     p: Array  # f32[B, V]; residual of p, normalised
     q: Array  # f32[B, V]; residual of q, normalised; all 0 for a deterministic draft
 
@@ -34,7 +34,7 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
     """Return the stretch that descends a tree by rejection and draws a token where it stops; see `descend`.
 
     Args:
-      evidence: of the step.
+      evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow.
       accept_keys, draw_keys: key[B] each.
     """
@@ -66,14 +66,14 @@ def descend(
     Proof that the token follows p: a child x drawn from q is accepted or rejected as in speculative sampling, which is
     correct if the step after a rejection yields a token from norm((p - q)+). Given that x was rejected, the next child
     is a sample of q without x, so the same argument applies with the residuals, by induction; after the last child, the
-    token is drawn from the residual itself. So any number of children is correct, if whether a child is in the tree
-    does not depend on its token. For a deterministic draft, q is the one-hot of each child in turn, and the residual p
-    excludes rejected tokens.
+    token is drawn from the residual itself. Any number of children is therefore correct, provided that a child's
+    presence in the tree does not depend on its token. For a deterministic draft, q is the one-hot of each child in
+    turn, and the residual p excludes rejected tokens.
 
     Args:
       tree: the draft; the children of node i were drawn from softmax(draft_logits[:, i]), or are deterministic.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, p above.
-      uniform: (number of siblings rejected before i32[B], depth of the child i32[B]) -> u f32[B].
+      uniform: (number of previously rejected siblings i32[B], depth of the child i32[B]) -> u f32[B].
       start: i32[B]; the node to start from.
 
     Returns:
