@@ -26,11 +26,11 @@ from jinja2.visitor import NodeTransformer
 from mars_jax.utils.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS, TEMPLATE_SIZE
 
 _NUMBER_BITS = 1 << 16
-"""Largest size of an integer in bits. The time of a product grows with the square of it."""
+"""Maximum size of an integer in bits. The time of a multiplication grows with the square of the size."""
 _ITEM = 64
 """Size of a list item in characters."""
 _COUNT = 1 << 24
-"""Largest integer that is a count or a width."""
+"""Maximum integer that may be used as a count or a width."""
 _LINEAR = (
     *("startswith", "endswith", "find", "index", "count", "split", "partition"),
     *("removeprefix", "removesuffix", "default", "d", "truncate", "map", "select", "reject"),
@@ -71,7 +71,7 @@ def _size(value: Any) -> int:
 
 
 def _factor(operand: Any) -> int:
-    """Return an upper bound on how often an operand may repeat another one."""
+    """Return an upper bound on how many times an operand may repeat the other operand."""
     if not isinstance(operand, int):
         return _size(operand)
     return abs(operand) if abs(operand) <= _COUNT else 2 * TEMPLATE_SIZE + 1
@@ -145,7 +145,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _check(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
-        """Raise TemplateError if the result or the time of an operation may be the product of large operands."""
+        """Raise TemplateError if an operation's result or run time may grow as the product of large operands."""
         if name in _REFUSED:
             raise TemplateError(f"{name} is not supported")
         if (
@@ -215,7 +215,7 @@ _replacing = threading.RLock()
 def bounded_templates() -> Iterator[None]:
     """Make transformers render chat templates in a `BoundedEnvironment`, for one thread at a time.
 
-    It replaces a function of transformers, which has no argument for the environment.
+    This replaces a function of transformers, because that function has no argument for the environment.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

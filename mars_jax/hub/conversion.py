@@ -33,14 +33,14 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Write a checkpoint that `load` restores onto any mesh. Each process reads only the parts for its devices.
+    """Write a checkpoint that `load` restores onto any mesh, reading in each process only the parts for its devices.
 
     The config, generation config and tokenizer are copied. Only one array of params is in memory at a time. The
     directory appears under its name once it is complete and on disk.
 
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
-      destination: directory, new or empty.
+      destination: new or empty directory.
       dtype: as for `load`.
       overwrite: replace a destination that is itself a conversion.
       progress: called with the number of bytes written since the last call.

@@ -14,7 +14,7 @@ from mars_jax.utils.errors import MarsError, unwritable
 
 @contextlib.contextmanager
 def writing(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors of the operating system, and a full disk as any library reports it, into a MarsError."""
+    """Convert operating-system errors, and any library's error about a full disk, into a MarsError."""
     try:
         yield
     except MarsError as error:

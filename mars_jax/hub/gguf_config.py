@@ -30,7 +30,7 @@ ARCHITECTURES = {
 _STOPS = ("eos", "eot", "eom")
 """Tokens that end a completion, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the largest models. They scale scores by hidden size over heads, which no key of a file shows."""
+"""Number of layers of the 27B models. They scale scores by hidden size / heads, which no metadata key records."""
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -146,7 +146,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Return whether a value, or every value of a list over layers, is neutral up to rounding to float32."""
+    """Return whether a value, or every value of a list over layers, is neutral within float32 rounding."""
     if value in neutral:
         return True
     numbers = [number for number in neutral if not isinstance(number, list)]
@@ -214,7 +214,7 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
 def _llama3(file: GGUFFile) -> dict[str, Any]:
     """Infer the parameters of Llama 3's rope scaling from `rope_freqs.weight`, the divisor of each frequency.
 
-    The factor is the largest divisor. All published models have the other parameters of Llama 3.1.
+    The factor is the largest divisor. All published models share the other parameters of Llama 3.1.
 
     Raises:
       MarsError: these parameters do not reproduce the divisors in the file.

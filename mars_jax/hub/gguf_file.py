@@ -1,8 +1,8 @@
-"""Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code of the file.
+"""Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code from the file.
 
-Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not mapped: the reader of the package gguf maps
-the file, so that its pages count as memory of this process, and keeps two arrays per token. Oracle: the package's
-writer and its `dequantize` (tests/hub/test_gguf.py).
+Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not mapped. The reader of the package gguf maps
+the file, so its pages count as memory of this process, and keeps two arrays per token. Oracle: the package's writer and
+its `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GGUFFile:
         """Return rows `first .. last - 1` of a tensor, f32[last - first, ...].
 
         Raises:
-          MarsError: the rows cannot be read, or have a type that the package gguf does not dequantise.
+          MarsError: the rows cannot be read, or have a type that the package gguf cannot dequantise.
         """
         import gguf
 

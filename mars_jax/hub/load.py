@@ -96,26 +96,26 @@ def load(
     Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
     Args:
-      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `assets.catalogue`,
+      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `assets.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
-        file becomes float32. For AWQ, GPTQ and compressed-tensors in 4 bits, None also keeps a layer's matrix packed if
+        file becomes float32. For 4-bit AWQ, GPTQ and compressed-tensors, None also keeps a layer's matrix packed if
         the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
         experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight
         (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
-        bits, and embeddings and experts to 8. It does not round 4-bit matrices of a file again (GGUF's Q4_0, Q4_1 and
-        Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized). Matrices that such a GGUF file stores
-        in more bits are rounded to 8.
+        bits, and embeddings and experts to 8. It does not round matrices again that a file stores at 4 bits (GGUF's
+        Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized). Matrices that such a
+        GGUF file stores at more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
       shardings: tree of `jax.sharding.Sharding` with the structure of params, for a custom placement; default: derived
         from the mesh, or JAX's default device without one. Each process reads the parts for its own devices.
       check: compare the checksum of each file of a conversion. Other checkpoints have no checksums.
-      cache_dtype: of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and a scale for
-        each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would widen the
-        whole bfloat16 cache at every step.
-      prefill_chunk: number of prompt tokens per forward; default: chosen by backend and buffer. Draft models that are
+      cache_dtype: dtype of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and
+        a scale for each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would
+        widen the whole bfloat16 cache at every step.
+      prefill_chunk: prompt tokens per forward pass; default: chosen by backend and buffer. Draft models that are
         loaded for this target use the same value.
       attention: "auto", "xla" or "pallas" (a kernel on TPU); see `models.language_model`.
 
@@ -206,7 +206,7 @@ def _alias(name: str) -> str:
 def collect(
     files: Iterable[dict[str, Tensor]], canonical: Callable[[str], str]
 ) -> dict[str, list[tuple[str, Tensor]]]:
-    """Group the tensors of some files, with their names in the files, by canonical name, without reading them."""
+    """Group (name in the file, tensor) pairs by canonical name, without reading the tensors."""
     grouped: dict[str, list[tuple[str, Tensor]]] = {}
     for file in files:
         for name, tensor in file.items():
@@ -258,10 +258,10 @@ def check_tensors(
 
 
 def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
-    """Convert a whole tensor to an array of params. `bits` is from `quantize.bits_of`.
+    """Convert a whole tensor to an array of params. `bits` comes from `quantize.bits_of`.
 
     Raises:
-      MarsError: the tensor is not floating.
+      MarsError: the tensor does not hold floating-point numbers.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
@@ -272,7 +272,7 @@ def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) ->
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
-    """Return the (name in the files, tensor) of each weight of a checkpoint, by its name in the table of weights.
+    """Return the (name in the files, tensor) pair of each weight, by the weight's name in the table.
 
     Raises:
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
@@ -311,11 +311,11 @@ def read_leaf(
 ) -> list[HostArray]:
     """Read one array of params into host memory; see `stream.read_array`.
 
-    If `bits` is 4, matrices that a GGUF file stores in more bits than its others are kept in 8.
+    If `bits` is 4, matrices that a GGUF file stores at more bits than its other matrices are kept at 8.
 
     Args:
       directory: for error messages.
-      found: from `find_tensors`.
+      found: result of `find_tensors`.
       leaf, rows: an entry of `weights.leaves`.
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
@@ -344,11 +344,11 @@ def read_params(
     """Read the params of a checkpoint onto their devices.
 
     Args:
-      directory: of the checkpoint.
-      config: of the model.
-      dtype: floating.
-      bits: of matrices; see `quantize.bits_of`.
-      keep_packed: keep matrices in 4 bits if the checkpoint packs them, and everything else floating.
+      directory: directory of the checkpoint.
+      config: config of the model.
+      dtype: floating-point dtype of the params.
+      bits: bits per weight of the matrices; see `quantize.bits_of`.
+      keep_packed: keep matrices at 4 bits if the checkpoint packs them, and everything else in `dtype`.
       shardings: tree of shardings with the structure of params; None for JAX's default device.
 
     Raises:

@@ -24,7 +24,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """Return params as a dict from checkpoint name to array, checked against a table of weights.
 
     Raises:
-      MarsError: params lack a row of the table, or its array has another shape or is quantised.
+      MarsError: params lack a row of the table, or its array has a different shape or is quantised.
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:

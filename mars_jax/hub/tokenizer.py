@@ -110,7 +110,7 @@ def told_of_panics(name: str | Path) -> Iterator[None]:
     In Python a panic is a `BaseException` and not an `Exception`.
 
     Args:
-      name: of the checkpoint.
+      name: name of the checkpoint.
 
     Raises:
       MarsError: the library panicked.
