@@ -36,12 +36,12 @@ def connect(
 
     Args:
       coordinator: "host:port" of process 0, which listens only on this address. Set JAX_COORDINATOR_BIND_ADDRESS to
-        listen on another one, for example if the other processes reach process 0 under a different name.
+        listen on a different one, for example if the other processes reach process 0 under a different name.
       num_processes: number of processes in the run.
       process_id: index of this process.
 
     Raises:
-      MarsError: the arguments contradict each other, or the others do not answer within two minutes.
+      MarsError: the arguments contradict each other, or the other processes do not answer within two minutes.
     """
     arguments = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
     # Do not initialise a single Slurm task: JAX would use only one of its GPUs.
@@ -71,7 +71,7 @@ def connect(
             shutdown_timeout_seconds=HEARTBEAT,
         )
     except Exception as error:  # jaxlib's own errors from gRPC, in addition to ValueError and RuntimeError
-        # JAX detects no cluster, or is already in use and therefore by a single process.
+        # JAX detects no cluster, or is already in use and therefore runs as a single process.
         single_process_messages = (
             "coordinator_address should be defined",
             "must be called before any JAX calls",
@@ -89,7 +89,7 @@ def connect(
 def _can_listen(coordinator: str) -> bool:
     """Return whether this machine can listen on an address; True if it cannot be resolved, so that JAX reports it.
 
-    Checked in advance because jaxlib may crash if its server cannot start.
+    Check this in advance, because jaxlib may crash if its server cannot start.
     """
     host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
     try:
@@ -182,7 +182,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Do `jax.device_put` for arrays that every process holds, also onto devices of several processes."""
+    """Apply `jax.device_put` to arrays that every process holds, including onto devices of several processes."""
 
     def one(x: Any, sharding: Any) -> jax.Array:
         if sharding.is_fully_addressable:
@@ -197,7 +197,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Do `jax.device_get`, also for arrays that are sharded over processes; all processes must then call it."""
+    """Apply `jax.device_get`, including to arrays sharded over processes; all processes must then call it."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
