@@ -1,4 +1,4 @@
-"""`mars-jax convert`: write a checkpoint in another dtype, for any mesh."""
+"""`mars-jax convert`: write a checkpoint in a different dtype, for any mesh."""
 
 from __future__ import annotations
 

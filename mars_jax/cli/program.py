@@ -24,7 +24,7 @@ from mars_jax.utils.errors import MarsError, MarsWarning, did_you_mean, say, unw
 from mars_jax.utils.paths import check_path
 
 BAD_INPUT = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
 """Metavars of arguments whose value is a path, or a name that may be one."""
@@ -42,17 +42,17 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of every command. It accepts no abbreviations, because a later flag would change their meaning.
+    """Parser of every command. It accepts no abbreviations, because adding a flag could change their meaning.
 
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
-      options: of argparse.
+      options: options for argparse.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, add_help=False, **options)
         self._short = short
-        # By default argparse takes -1e-3 and -inf for flags.
+        # By default argparse interprets -1e-3 and -inf as flags.
         self._negative_number_matcher = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|-inf$")
         self._positionals.title = "arguments"
         if add_help:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from mars_jax.utils import activity
 
 Show = Callable[[int, int | None, str], None]
-"""Function that reports progress: (number done, total if known, more text)."""
+"""Function that reports progress: (number done, total if known, additional text)."""
 
 SECONDS = 30.0
 """Seconds between two lines if stderr is not a terminal."""
@@ -68,7 +68,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
     """Yield a function that reports progress to the heartbeat and to a bar, which disappears at the end.
 
     Args:
-      name: of the items that are counted.
+      name: name of the items that are counted.
       bar: False if stdout shows the results as they arrive, so that a terminal needs no bar.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

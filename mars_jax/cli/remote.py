@@ -1,4 +1,4 @@
-"""Files in object stores, named by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
+"""Files in object stores, given by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_remote(url: str) -> bytes:
 
     Raises:
       FileNotFoundError: there is no such file.
-      MarsError: the store refuses, or the package for its protocol is missing.
+      MarsError: the store denies access, or the package for its protocol is missing.
     """
     import fsspec  # a dependency of huggingface_hub
 

@@ -26,7 +26,7 @@ def add_rule_flags(
     Args:
       made: a parser, or a group of one.
       default: default rule, for the help.
-      instead: settings that the command sets in another way, and that get no flag.
+      instead: settings that get no flag, because the command sets them in a different way.
       help: beginning of the help of --verify, before the list.
     """
     listed = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
@@ -55,10 +55,10 @@ def add_rule_flags(
 
 
 def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """Choose a rule as `choose` does, and check that its weights are named if it needs some.
+    """Choose a rule as `choose` does, and check that its weights are given if it needs some.
 
     Raises:
-      MarsError: as `choose`, or weights are missing.
+      MarsError: see `choose`; or weights are missing.
     """
     choice = choose(spec, given)
     if "weights" in choice.definition.needs and not split(spec)[1]:
@@ -72,12 +72,12 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
     """Return the chosen rule, and the file of `mars-jax calibrate` if theta is a file, else None.
 
     Args:
-      spec: of the rule; None means that of the file, or else the default.
-      given: its settings, from `given_settings`.
+      spec: spec of the rule; None means the file's rule, or else the default.
+      given: settings of the rule, from `given_settings`.
       default: spec of the default rule.
 
     Raises:
-      MarsError: as `choose_with_weights`, or as `lab.theta.rule_of_file`.
+      MarsError: see `choose_with_weights` and `lab.theta.rule_of_file`.
     """
     if "theta" in given and not is_number(given["theta"].text):
         return load_function("mars_jax.lab.theta:rule_of_file")(spec, given)
@@ -94,7 +94,7 @@ def is_number(text: str) -> bool:
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:
-    """Return the settings of the rule from flags and --rule-option, as texts."""
+    """Return the settings of the rule from flags and --rule-option, as strings."""
     settings = {}
     for name in _flags():
         value = getattr(args, name, None)
@@ -144,7 +144,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
 
 
 def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
-    """Print the table of rules, and the user's rule if one is named."""
+    """Print the table of rules, and the user's rule if one is given."""
     rows = [*rules().values(), *([find(own)] if own and is_own(own) else [])]
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
@@ -165,7 +165,7 @@ def _lines(text: str) -> str:
 
 
 def _described(setting: Setting) -> str:
-    """Return a setting in one line."""
+    """Describe a setting in one line."""
     parts = [setting.help] if setting.help else []
     if setting.by:
         assert not isinstance(setting.ranges, Range)

@@ -1,7 +1,7 @@
 """Signal handling: Ctrl-C and SIGTERM end a command at once, with one line on stderr.
 
 Python runs signal handlers in the main thread between two bytecodes, so no handler runs while XLA compiles. An
-exception that a handler raises inside a callback of XLA is lost or crashes the process. Therefore the handlers do
+exception that a handler raises inside an XLA callback is lost or crashes the process. Therefore the handlers do
 nothing, and two other threads read the signals from a pipe. Only the entry points of the process call `handle`: a
 program that calls a command's `main` keeps its own handlers.
 """
@@ -28,11 +28,11 @@ class _State:
     """State that the threads share with the main thread."""
 
     def __init__(self) -> None:
-        self.writing: int | None = None  # end of the pipe; None without `handle`
+        self.writing: int | None = None  # write end of the pipe; None without `handle`
         self.terminal: list[Any] | None = None  # attributes of stdin
         self.stop: threading.Event | None = None  # event that the next Ctrl-C sets
         self.raises = False  # whether Ctrl-C raises KeyboardInterrupt in the main thread
-        self.actions: list[Callable[[], str]] = []  # of `ending`
+        self.actions: list[Callable[[], str]] = []  # actions of the enclosing `ending` blocks
         self.turn = threading.Lock()  # held while reading the pipe
         self.marked = threading.Event()
         self.ending = threading.Lock()  # taken once, by the thread that calls the action

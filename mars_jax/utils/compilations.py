@@ -20,14 +20,14 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     The commands of this package enable it themselves. It applies to all compilations after the call.
 
     Args:
-      path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, as
-        by JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
+      path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, for
+        example by JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
 
     Returns:
       The folder.
 
     Raises:
-      MarsError: no folder is named, and the user has no home.
+      MarsError: no folder is given, and the user has no home.
 
     >>> enable_compilation_cache("/tmp/compiled")  # doctest: +SKIP
     '/tmp/compiled'

@@ -21,7 +21,7 @@ class MarsError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if len(text) > LONGEST:  # a quoted value may have megabytes
+        if len(text) > LONGEST:  # a quoted value may be megabytes long
             text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
         return printable(text)  # messages quote untrusted files, templates and paths
 
@@ -49,8 +49,8 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
     searched: a bug in the code that handles a full disk must keep its traceback.
 
     Args:
-      error: of any library.
-      path: for the message if the error names no file.
+      error: an error from any library.
+      path: path for the message if the error contains no file name.
 
     >>> print(unwritable(ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"), "out"))
     cannot write to 'out': No space left on device; make room, or choose another path.
@@ -112,7 +112,7 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise MarsError unless `value` is True or False, of Python, NumPy or JAX."""
+    """Raise MarsError unless `value` is a bool of Python, NumPy or JAX."""
     is_array = getattr(value, "dtype", None) == "bool" and not value.shape
     if not isinstance(value, bool) and not is_array:
         raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")

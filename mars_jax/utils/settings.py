@@ -31,8 +31,8 @@ class Range:
     """
 
     words: str  # description
-    low: float = -math.inf  # least number
-    high: float = math.inf  # greatest number
+    low: float = -math.inf  # minimum
+    high: float = math.inf  # maximum
     above: bool = False  # excludes `low` itself
     inf: bool = False  # includes math.inf, even if it exceeds `high`
     grid: tuple[float, ...] = ()  # values worth trying, from strict to loose
@@ -47,9 +47,9 @@ class Range:
 class Setting:
     """One setting of a request or of a rule.
 
-    `ranges` is one range, or one for each value of the choice `by`: the threshold of mars has another unit for each
+    `ranges` is one range, or one for each value of the choice `by`: mars' threshold has a different unit for each
     margin. Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the
-    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one for each.
+    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Setting:
     by: str | None = None
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> description
     per_row: bool = False  # rows of a prompts file may set it
-    flag: bool = False  # has a command-line flag; other settings are passed by --rule-option
+    flag: bool = False  # has a command-line flag; other settings are passed with --rule-option
     metavar: str = "X"
     word: str | None = None  # describes the default, if the number is not self-explanatory
 
     def range(self, **chosen: Any) -> Range:
-        """Return the range under the structural choices of a rule."""
+        """Return the range for the given structural choices."""
         return self.ranges if isinstance(self.ranges, Range) else self.ranges[chosen[self.by or ""]]
 
     def expected(self, **chosen: Any) -> str:
@@ -148,7 +148,7 @@ class Setting:
         """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
 
         Raises:
-          MarsError: the value has another type, or is out of range.
+          MarsError: the value has the wrong type, or is out of range.
 
         >>> Setting(name="temperature", kind=float, help="").from_json(1)
         1.0
@@ -219,7 +219,7 @@ def setting(
 
     Args:
       help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
-      kw_only: whether the constructor takes the field only by name.
+      kw_only: whether the constructor accepts the field only as a keyword argument.
 
     Example:
       >>> @dataclasses.dataclass
@@ -278,7 +278,7 @@ class RequestSettings:
         metavar="N",
         help="sample among the N best tokens (default: off)",
     )
-    # sample among the best tokens with this much probability; 1 is off
+    # sample among the best tokens up to this total probability; 1 is off
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
@@ -324,7 +324,7 @@ class RequestSettings:
         metavar="N",
         help="most tokens per prompt (default: 256)",
     )
-    # stop tokens are banned before; stop strings are not
+    # stop tokens are banned before this length; stop strings are not
     min_new_tokens: int = setting(
         kind=int,
         default=0,
@@ -339,7 +339,7 @@ class RequestSettings:
         per_row=True,
         help="switch the rule's relaxation off",
     )
-    # as `Controls.draft_stop`
+    # see `Controls.draft_stop`
     draft_stop: float = setting(
         default=math.inf,
         ranges=Range("a number of at least 0 (inf is off)", 0),

@@ -1,4 +1,4 @@
-"""Functions in files of the user, such as rules, and one-sentence reports of their exceptions. Does not import jax."""
+"""Functions in users' files, such as rules, and one-sentence reports of their exceptions. Does not import jax."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_user_module(name: str) -> bool:
 
 
 def frames_in(modules: Collection[str], error: BaseException) -> list[tuple[types.CodeType, int]]:
-    """Return (code, line) of the traceback's frames in some modules, the deepest one last."""
+    """Return (code, line) pairs for the traceback's frames in some modules, the deepest one last."""
     return [
         (frame.f_code, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -53,7 +53,7 @@ def failure(
 ) -> str | None:
     """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the deepest of the frames from `frames_in`.
 
-    If there is no frame, name the definition of `code`; without `code` return None.
+    If there are no frames, report where `code` is defined; without `code`, return None.
     """
     if frames:
         deepest, line = frames[-1]
@@ -96,7 +96,7 @@ def described(value: Any) -> str:
 
 
 def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
-    """Return the function named by FILE.py:NAME or package.module:NAME. A file is executed; messages call it `kind`.
+    """Return the function given as FILE.py:NAME, which is executed, or package.module:NAME; `kind` is for messages.
 
     Raises:
       MarsError: no such file, module or name; not callable; or the file raises an error.
@@ -124,7 +124,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
         raise MarsError(
             f"the file of a {kind} '{path}' cannot be read ({error.strerror}): check the path."
         ) from None
-    # Key modules by content, so that an edited file is executed again and an unedited one gives the same classes.
+    # Key modules by content, so that an edited file is executed again and an unedited one yields the same classes.
     digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
     name = f"mars_jax_own_{Path(path).stem}_{digest}"
     if name in sys.modules:

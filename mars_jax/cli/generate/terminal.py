@@ -23,7 +23,7 @@ _MEANING = {
     "trusted": "drafted, taken without a test",
     "corrected": "the target's own",
 }
-# Text of a model or a file must not control the terminal. Show its control characters as replacement characters.
+# Text from a model or a file must not control the terminal. Show its control characters as replacement characters.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
@@ -80,7 +80,7 @@ class TextPrinter:
 
 
 def legend(width: int | None = None, *, trusts: bool = False) -> Text:
-    """Return an explanation of the colours in one line, or in one line each if they do not fit into `width` columns.
+    """Return an explanation of the colours on one line, or on one line each if they do not fit into `width` columns.
 
     Args:
       width: columns of the terminal.
