@@ -14,7 +14,7 @@ PROXY = "tiny/proxy"
 """TriSpec's proxy, between target and draft: about 5M parameters, the target's first and last layer, distilled from the
 target. The wheel does not include it."""
 SPRINTER, TRISPEC, VIA_SD = "tiny/sprinter", "tiny/trispec", "tiny/via_sd"
-"""Systems that vouch for their own drafts, all over the draft."""
+"""Systems that accept some drafts without verification by the target, all with `DRAFT` as the small model."""
 DIVERSED = "tiny/diversed"
 """The head of the rule diversed for the draft; it is not a drafter's checkpoint."""
 DFLASH = "tiny/dflash"

@@ -328,7 +328,7 @@ MODELS = {
 
 
 def find_model_row(name: str) -> ModelRow | None:
-    """Return the row with this short name, or with this repository as its source; None if there is none.
+    """Return the row with this short name, or the one with this repository as its source; None if there is none.
 
     >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
@@ -347,7 +347,7 @@ def drafts_for(name: str) -> tuple[str, ...]:
     Specs whose weights are not included in the installed wheel are left out.
 
     Args:
-      name: short name, repository on the hub, or path of a checkpoint, whose last part identifies the model.
+      name: short name, repository on the hub, or path of a checkpoint, whose last component identifies the model.
 
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
@@ -402,7 +402,7 @@ class Pair(NamedTuple):
 
 
 def pairs(name: str | None = None) -> list[Pair]:
-    """Return the pairs of a target, named as for `drafts_for`, or of all targets; [] for an unknown target.
+    """Return the pairs of a target, identified as for `drafts_for`, or of all targets; [] for an unknown target.
 
     >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
     [('model:gemma-3-270m', 'safetensors')]

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    # jax loads here.
+    # jax is imported only from here on.
     import jax
 
     from mars_jax import hub

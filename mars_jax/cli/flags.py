@@ -1,4 +1,4 @@
-"""Flags shared by commands: their values, from the tables of `utils.settings`, and valid combinations."""
+"""Flags shared by commands, their values from the tables in `utils.settings`, and valid combinations of flags."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_or_default(draft: str | None, target: str) -> str:
-    """Return the draft of a pair: the given one, or else the best one for the target on this machine, or else n-grams.
+    """Return the given draft; without one, the best one for the target on this machine; without any, n-grams.
 
     >>> draft_or_default(None, "owner/model")
     'ngram'
@@ -230,7 +230,7 @@ class Present:
         return flag_value == value if value else _holds(flag_value)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise MarsError for the first of these names that is given: a silently ignored flag gives wrong results.
+        """Raise MarsError for the first given one of these names, since silently ignored flags give wrong results.
 
         Args:
           names: names of flags, and of keys without dashes.
@@ -259,7 +259,7 @@ class Present:
                 self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
-        """Raise MarsError for flags of draft sizes, trees and stops that the drafter or the rule does not support."""
+        """Raise MarsError for draft size, tree and stop flags that the drafter or the rule does not support."""
         for names, trait, lacks in OF_DRAFT:
             if not getattr(draft.definition, trait):
                 cure = f"leave it out, or draft with {drafters_that(trait)}"

@@ -1,4 +1,4 @@
-"""The frame of every command: parser, exit codes, one-line errors for bad input, compilation cache."""
+"""The frame of every command: parser, exit codes, one-line errors for bad input, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         return dict(next(choices, {}))
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the groups that are not empty, by their titles."""
+        """Return the non-empty groups, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -97,14 +97,14 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Raise MarsError instead of printing the usage of argparse."""
+        """Raise MarsError instead of printing argparse's usage."""
         suggestion = self._near(message)
         raise MarsError(
             f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists the flags."
         )
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse values that no flag or path can have, before opening any file.
+        """Refuse values that are invalid for any flag or path, before opening a file.
 
         An empty value usually comes from an unset shell variable. It would silently select the default or the current
         folder. A URL in place of a local path would become a folder of that name.
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:
-        """Return a hint at a similar flag or choice, based on the message of argparse."""
+        """Suggest a similar flag or choice, based on argparse's message."""
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)

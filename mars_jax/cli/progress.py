@@ -54,7 +54,7 @@ class _Activities:
 
 @contextlib.contextmanager
 def busy(name: str) -> Iterator[None]:
-    """Show a spinner on a terminal during work whose progress cannot be counted."""
+    """Show a spinner on a terminal during work whose progress cannot be measured."""
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
@@ -103,7 +103,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:
-    """Return tokens per second and tau as text. Rows that were read from a file have no time.
+    """Format tokens per second and tau. Rows that were read from a file have no run time.
 
     >>> speed(40, 20, 2.0), speed(40, 20, 0.0)
     ('20 tokens/s, tau 2.00', 'read from the file')

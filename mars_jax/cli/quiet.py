@@ -1,4 +1,4 @@
-"""Functions that silence messages of libraries on stderr. Call `quiet` before importing jax."""
+"""Functions that silence library messages on stderr. Call `quiet` before importing jax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 _QUIET = {
     # Level 3 shows only fatal errors: XLA logs alarms about slow compilations as errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    # The bars of huggingface_hub would overwrite ours, which show the same download.
+    # huggingface_hub's bars would overwrite ours, which show the same download.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {

@@ -47,7 +47,7 @@ def read_remote(url: str) -> bytes:
     except ImportError as error:
         raise MarsError(f"'{url}' needs a package ({first_line(error)}): install it with pip.") from None
     except Exception as error:
-        # The libraries of the stores have no common base class for their errors.
+        # The store libraries have no common base class for their errors.
         raise MarsError(
             f"'{url}' cannot be read ({first_line(error)}): check the URL and your permissions."
         ) from None

@@ -21,10 +21,10 @@ OWN = "FILE.py:NAME or package.module:NAME"
 def add_rule_flags(
     made: Any, *, default: str = "mars", instead: Collection[str] = (), help: str = ""
 ) -> None:
-    """Add --verify, --rule-option, and a flag for each setting of the table that has one.
+    """Add --verify, --rule-option, and a flag for each setting in the table that has one.
 
     Args:
-      made: a parser, or a group of one.
+      made: a parser, or one of its groups.
       default: default rule, for the help.
       instead: settings that get no flag, because the command sets them in a different way.
       help: beginning of the help of --verify, before the list.
@@ -69,7 +69,7 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
-    """Return the chosen rule, and the file of `mars-jax calibrate` if theta is a file, else None.
+    """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is no file.
 
     Args:
       spec: spec of the rule; None means the file's rule, or else the default.
@@ -114,7 +114,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
 
 
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
-    """Return the settings that have a flag, by name, each with the rules that have it."""
+    """Return the settings that have a flag, by name, each with the rules that use it."""
     by_name: dict[str, list[tuple[str, Setting]]] = {}
     for row in rules().values():
         for name, setting in row.settings.items():
@@ -128,7 +128,7 @@ FLAGS = ("verify", *_flags())
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """Return the help of a setting for the rules that have it. Rules with the same meaning share one explanation."""
+    """Return the help of a setting for the rules that use it. Rules with the same meaning share one explanation."""
     rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
         text, semicolon, details = setting.help.partition("; ")

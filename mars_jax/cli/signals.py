@@ -55,13 +55,13 @@ def handle() -> None:
         signal.signal(number, _on_signal)
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
-    for _ in range(2):  # the second one reads signals that arrive while the first one ends the process
+    for _ in range(2):  # the second thread reads signals that arrive while the first one ends the process
         threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
     os.register_at_fork(after_in_child=lambda: _release(numbers))
 
 
 def _release(numbers: list[signal.Signals]) -> None:
-    """Restore Python's handlers in a forked child: its signals must not end the parent, which reads the same pipe."""
+    """Restore Python's handlers in a forked child, whose signals must not end the parent through the shared pipe."""
     signal.set_wakeup_fd(-1)
     _state.writing = None
     for number in numbers:

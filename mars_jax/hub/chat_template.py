@@ -41,9 +41,9 @@ _REFUSED = (
     *("encode", "decode", "generate_lorem_ipsum"),
     *("pprint", "urlize", "striptags", "xmlattr", "wordwrap"),
 )
-"""Functions and filters that may take unbounded time on small arguments."""
+"""Functions and filters that may take unbounded time even for small arguments."""
 _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
-"""A field width in a format string that is in the millions, or is itself an argument."""
+"""A field width in a format string that is at least a million, or is itself an argument."""
 
 
 def _size(value: Any) -> int:
@@ -116,7 +116,7 @@ class _Template(Template):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on time and memory, for one template and one thread at a time."""
+    """Jinja's sandbox with time and memory limits, for one template and one thread at a time."""
 
     template_class = _Template
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -213,7 +213,7 @@ _replacing = threading.RLock()
 
 @contextlib.contextmanager
 def bounded_templates() -> Iterator[None]:
-    """Make transformers render chat templates in a `BoundedEnvironment`, for one thread at a time.
+    """Make transformers render chat templates in a `BoundedEnvironment`, one thread at a time.
 
     This replaces a function of transformers, because that function has no argument for the environment.
     """

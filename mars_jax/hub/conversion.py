@@ -42,7 +42,7 @@ def convert(
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: new or empty directory.
       dtype: as for `load`.
-      overwrite: replace a destination that is itself a conversion.
+      overwrite: replace the destination if it is itself a conversion.
       progress: called with the number of bytes written since the last call.
 
     Returns:
@@ -114,7 +114,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _copy_files(source: Path, place: Path, dtype: str) -> None:
-    """Copy all files except the weights: config.json with its new dtype, generation config, tokenizer, template."""
+    """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json."""
     for file in sorted(source.iterdir()):
         is_copied = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if is_copied and file.is_file() and not file.name.endswith(".index.json"):

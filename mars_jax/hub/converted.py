@@ -51,7 +51,7 @@ def file_name(array: Weight) -> str:
 def restore_params(
     directory: Path, config: ModelConfig, dtype: str | None, *, shardings: PyTree = None, check: bool = True
 ) -> tuple[PyTree, str]:
-    """Load the params of a conversion onto their devices, and return them with their floating dtype.
+    """Load a conversion's params onto their devices, and return them with their floating-point dtype.
 
     Each process reads the parts for its own devices, and checks its share of the files.
 

@@ -24,7 +24,7 @@ class Family(NamedTuple):
     read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig
     write: Callable[[ModelConfig], dict[str, Any]]  # the inverse
     defaults: dict[str, Any]  # values of keys that config.json omits
-    activation: str = "hidden_act"  # the key of the activation
+    activation: str = "hidden_act"  # key of the activation
 
 
 def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
@@ -162,7 +162,7 @@ def _read_gemma2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
-    """Read Gemma 3's fields. Rope is given per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
+    """Read Gemma 3's fields. Rope is set per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}

@@ -49,7 +49,7 @@ def cached(repository: str, file: str | None) -> Path | None:
 
 
 def fetch_file(row: ModelRow) -> Path:
-    """Return the GGUF file of a row. Download it if it is not in the cache, and check its digest if the row has one.
+    """Return the GGUF file of a row, downloading it and checking its digest (if known) unless it is cached.
 
     Raises:
       MarsError: the download fails, or the digest differs, in which case the file is deleted.
@@ -127,7 +127,7 @@ def _telling(going: activity.Activity) -> Any:
 
 
 def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
-    """Return the error for a failed download. `wanted` is the argument of `hf download`."""
+    """Return the error for a failed download. `wanted` is the equivalent argument of `hf download`."""
     from huggingface_hub.errors import GatedRepoError
 
     suggestion = "" if find_model_row(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))

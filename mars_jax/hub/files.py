@@ -49,7 +49,7 @@ class Tensor(NamedTuple):
     # For a 4-bit matrix: read the `models.quantize.Int4` fields of some rows, outputs last; None for other tensors.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None  # inputs per scale of a 4-bit matrix
-    # Keep the matrix in at least 8 bits: the file stores other matrices in 4, and its author chose more for this one.
+    # Keep the matrix at 8 bits or more: the file stores other matrices at 4, but its author chose more for this one.
     wider: bool = False
     # For a float8 tensor: read rows without scales. `rows` itself raises, since unscaled numbers are meaningless.
     numbers: Callable[[int, int], np.ndarray] | None = None
@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Return the local directory or GGUF file of a checkpoint. Download it if it is only on the hub.
+    """Return the local directory or GGUF file of a checkpoint, after downloading it if it is only on the hub.
 
     A checkpoint is a path, one of `mars_jax.assets`, a short name in `assets.catalogue`, or `owner/name` on the hub.
     Only the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the
@@ -189,7 +189,7 @@ def _is_within(name: str) -> bool:
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a checkpoint, file by file. Only headers are in memory; read the tensors in any order.
+    """Yield the tensors of a checkpoint, file by file. Only headers are in memory; tensors can be read in any order.
 
     As in transformers, a single file takes precedence over an index and its shards. If several shards contain a tensor
     and the index lists one of them, the other copies are left out.

@@ -37,7 +37,7 @@ rotates halves."""
 
 
 def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a GGUF file in the form of `files.tensors`.
+    """Yield the tensors of a GGUF file in the same form as `files.tensors`.
 
     A tensor that is not part of the model keeps its GGUF name.
 

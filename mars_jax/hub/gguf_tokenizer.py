@@ -18,7 +18,7 @@ from mars_jax.utils.limits import TOKEN_BYTES
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's symbol for a space
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""Special tokens by their names in transformers and in the metadata."""
+"""Special tokens: their names in transformers, and in the metadata."""
 
 
 class _Split(NamedTuple):

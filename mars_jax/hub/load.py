@@ -35,10 +35,10 @@ from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
-# Buffers in old exports that follow from the config.
+# Old exports contain these buffers, whose values follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Prefixes in Gemma 3 with images. Only its text model is loaded.
+# Gemma 3 with images uses these prefixes. Only its text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
 
@@ -91,7 +91,7 @@ def load(
     prefill_chunk: int | None = None,
     attention: str = "auto",
 ) -> Pretrained:
-    """Load a checkpoint in the Hugging Face layout, a conversion by `convert`, or a GGUF file.
+    """Load a checkpoint in the Hugging Face layout, a directory written by `convert`, or a GGUF file.
 
     Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
@@ -103,9 +103,9 @@ def load(
         the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
         experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight
         (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
-        bits, and embeddings and experts to 8. It does not round matrices again that a file stores at 4 bits (GGUF's
-        Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized). Matrices that such a
-        GGUF file stores at more bits are rounded to 8.
+        bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
+        GPTQ without `desc_act`, compressed-tensors' pack-quantized) are not rounded again. Matrices that such a GGUF
+        file stores at more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
@@ -178,7 +178,7 @@ def _mesh(given: Any) -> Mesh | None:
 
 
 def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
-    """Return the floating dtype of params, and the bits of quantised matrices or None.
+    """Return the floating-point dtype of params, and the bits of quantised matrices or None.
 
     Args:
       asked: `dtype` as for `load`.
@@ -192,13 +192,13 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
 
 
 def listed(names: list[str]) -> str:
-    """Format a list of names: the first three, and the number of the others."""
+    """Format a list of names: the first three, and the number of remaining ones."""
     first_three = ", ".join(names[:3])
     return first_three if len(names) <= 3 else f"{first_three} and {len(names) - 3} more"
 
 
 def _alias(name: str) -> str:
-    """Return a tensor's canonical name. Some exports lack the prefix `model.`, others add one for the text model."""
+    """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
     name = _TEXT.sub("", name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
@@ -226,7 +226,7 @@ def check_tensors(
       directory: for error messages.
       held: the tensors, from `collect`.
       table: the expected weights.
-      harmless: returns whether to ignore a name that is not in the table.
+      harmless: function that returns whether to ignore a name that is not in the table.
 
     Raises:
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
@@ -267,7 +267,7 @@ def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) ->
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
     if bits is not None:
         return jax.device_put((quantize if bits == 8 else quantize_4)(array, dtype))
-    # Copy, since an array of a .bin file is mapped from the file.
+    # Make a copy, since an array from a .bin file is mapped from that file.
     return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
 

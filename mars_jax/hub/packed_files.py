@@ -9,8 +9,8 @@ for each output and group of inputs:
 | GPTQ | `qweight` [in / 8, out] | `scales` [in / G, out] | `qzeros` [in / G, out / 8], less 1 in the first version |
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
-In GPTQ, `g_idx` [in] is the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
-matrix is dequantised, and rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
+In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
+matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
 packed by these packages (tests/hub/packed_by_others.npz).
 """  # noqa: E501

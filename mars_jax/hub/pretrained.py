@@ -91,7 +91,7 @@ class Pretrained:
           tokenizer: a transformers tokenizer; None if prompts and completions are token ids.
           config: config of a model from `mars_jax.models`. Drafters that are trained for their target read it.
           max_positions: maximum length of prompt and completion together, if there is no config.
-          stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end of text.
+          stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end-of-text token.
           mesh: mesh that params are sharded over.
           name: name for messages.
 
@@ -175,7 +175,7 @@ class Pretrained:
 
     @functools.cached_property
     def has_tokenizer(self) -> bool:
-        """True if the checkpoint has any tokenizer. Without one, prompts and completions are token ids."""
+        """True if the checkpoint contains a tokenizer. Without one, prompts and completions are token ids."""
         if self.own_tokenizer is not None:
             return True
         if is_gguf(self.path):
@@ -184,7 +184,7 @@ class Pretrained:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end a completion: the config's, else the tokenizer's."""
+        """Ids that end a completion: those in the config, otherwise the tokenizer's."""
         if self.config.eos_token_ids:
             return self.config.eos_token_ids
         eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
@@ -192,10 +192,10 @@ class Pretrained:
 
     @functools.cached_property
     def chat_stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end an answer in a chat: `stop_tokens`, the tokenizer's end of text, and its end of turn.
+        """Ids that end an answer in a chat: `stop_tokens`, and the tokenizer's end-of-text and end-of-turn tokens.
 
-        The end of turn is the special token that the chat template writes directly after an assistant's message, such
-        as <|im_end|>. Some checkpoints list it in none of their configs.
+        The end-of-turn token is the special token that the chat template writes directly after an assistant's message,
+        such as <|im_end|>. Some checkpoints list it in none of their configs.
         """
         if not self.has_tokenizer:
             return self.stop_tokens
@@ -337,7 +337,7 @@ class Pretrained:
             try:
                 with on_all_cores(), told_of_panics(self.name):
                     encoded = self._encoded(list(prompts))
-            except Exception:  # encode one by one below, so that the error names the prompt
+            except Exception:  # encode one by one below, so that the error identifies the prompt
                 encoded = []
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]

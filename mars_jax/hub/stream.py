@@ -31,7 +31,7 @@ BITS = {1: None, 2: 8, 3: 4}
 """Bits per weight of a matrix, by its number of fields (values, scale, offset); None if it is not quantised."""
 
 Box = tuple[tuple[int, int], ...]
-"""Range (first, end) of a part of an array along each axis."""
+"""Range (first, end) along each axis of a part of an array."""
 
 
 class HostArray:
@@ -49,7 +49,7 @@ class HostArray:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
     def rows(self, at: int | None, axis: int = 0) -> tuple[int, int]:
-        """Return the range (first, end) of rows that this host needs, in tensor number `at` if tensors are stacked."""
+        """Return the range (first, end) of rows that this host needs, of tensor number `at` if tensors are stacked."""
         boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
         axis = axis if at is None else 1
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)

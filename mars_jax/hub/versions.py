@@ -34,7 +34,7 @@ def check_version(path: Path, expected: Version) -> None:
 def cached_by_version(
     files: Callable[[Path], Iterable[Path]],
 ) -> Callable[[Callable[[Path], Result]], Callable[[Path], Result]]:
-    """Decorate a function of a path: return the cached result until one of `files(path)` changes."""
+    """Decorate a function of a path, so that its result is cached until one of `files(path)` changes."""
 
     def decorate(read: Callable[[Path], Result]) -> Callable[[Path], Result]:
         cached = functools.lru_cache(maxsize=4)(lambda path, versions: read(path))

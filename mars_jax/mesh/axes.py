@@ -1,4 +1,4 @@
-"""Device meshes: the roles of their axes, and the mesh a program is being traced for.
+"""Device meshes: the roles of their axes, and the mesh for which a program is being traced.
 
 Oracle: the same program on one device (tests/mesh/test_shardings.py).
 
@@ -187,11 +187,11 @@ def on_gpu() -> bool:
 
 
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Map `function(params, *rows)` over the `data` axis of the mesh it is traced for.
+    """Map `function(params, *rows)` over the `data` axis of the mesh for which it is traced.
 
     All arrays of `rows` and of the result have B as their first dimension, which is sharded over `data`. Rows are
     independent, so `data` needs no communication, and a loop ends on each device when its own rows are done. XLA
-    partitions the other axes by the sharding of the weights. Without a mesh this is `function` itself.
+    partitions the other axes according to the sharding of the weights. Without a mesh this is `function` itself.
 
     Raises (when called):
       MarsError: B does not divide over `data`.
@@ -249,7 +249,7 @@ Axes = tuple[str | None, ...]
 def logical_axes(x: Any) -> Axes | None:
     """Return the logical axis (a key of `RULES`) of each dimension of a container's arrays; None if it declares none.
 
-    A cache whose arrays are sharded by more than their rows declares an attribute of this name.
+    A cache that shards its arrays by more than their rows declares an attribute of this name.
     """
     return getattr(x, "logical_axes", None)
 
@@ -369,7 +369,7 @@ def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
 
 
 def alone(logical: str, size: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard a logical axis, if the mesh does not shard rows; () on any other mesh.
+    """Return the mesh axes that shard a logical axis if the mesh does not shard rows, otherwise ().
 
     Devices may communicate in a loop that ends with its rows only if the rows are not sharded: on CPUs, a transfer to
     one device waits for all devices.

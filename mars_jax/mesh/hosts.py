@@ -21,9 +21,9 @@ from mars_jax.mesh.axes import PyTree
 from mars_jax.utils.errors import MarsError, first_line
 
 HEARTBEAT = 20
-"""Seconds without a heartbeat after which a process counts as dead, and the others exit."""
+"""Seconds without a heartbeat after which a process is considered dead, and the others exit."""
 START = 120
-"""Seconds to wait for the other processes at the start."""
+"""Seconds to wait for the other processes at startup."""
 
 
 def connect(
@@ -35,7 +35,7 @@ def connect(
     detects no other processes, if `num_processes` is 1, or if the processes are already connected.
 
     Args:
-      coordinator: "host:port" of process 0, which listens only on this address. Set JAX_COORDINATOR_BIND_ADDRESS to
+      coordinator: "host:port" of process 0, which listens at this address only. Set JAX_COORDINATOR_BIND_ADDRESS to
         listen on a different one, for example if the other processes reach process 0 under a different name.
       num_processes: number of processes in the run.
       process_id: index of this process.
@@ -118,7 +118,7 @@ def check_devices() -> None:
     """Raise MarsError if JAX cannot start the devices in JAX_PLATFORMS. Call it after `connect`."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an AssertionError without a message: no plugin
+    except (RuntimeError, AssertionError) as error:  # an AssertionError without a message means no plugin
         reason = (
             first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
         )
@@ -130,7 +130,7 @@ def check_devices() -> None:
 
 
 def leave(code: int) -> None:
-    """Exit this process immediately if the run has several, so that the others detect it and exit too.
+    """Exit this process immediately if the run has several, so that the others notice and exit as well.
 
     A normal exit would wait for the others, which may be waiting for this process.
     """

@@ -76,7 +76,7 @@ class Attend(Protocol):
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
-    """Return the attention of one of `FORMS` for N nodes over a cache of `slots` slots.
+    """Return the attention function of one of `FORMS` for N nodes over a cache of `slots` slots.
 
     The result is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
 
@@ -119,7 +119,7 @@ def _attend_by_flash(*given: Any, **options: Any) -> tuple[Array, Rows, Rows]:
 
 @functools.lru_cache
 def _by_kernel(form: str, window: int | None) -> Callable[..., tuple[Array, Rows, Rows]]:
-    """Return the same function for equal arguments, so that jit does not compile it again."""
+    """Return the same function object for equal arguments, so that jit does not recompile it."""
     return functools.partial(_attend_by_kernel, form, window)
 
 

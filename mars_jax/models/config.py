@@ -71,7 +71,7 @@ class ModelConfig:
     """Static configuration of a model.
 
     Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
-    `experts_per_token <= num_experts`. In a layer with window w a query at position p sees keys at positions above
+    `experts_per_token <= num_experts`. In a layer with window w, a query at position p sees keys at positions above
     p - w; a window of None hides no keys.
 
     Raises:
@@ -140,7 +140,7 @@ class ModelConfig:
             raise MarsError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
             )
-        # Set derived defaults once; the frozen dataclass allows no plain assignment.
+        # Set derived defaults once; a frozen dataclass does not allow plain assignment.
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)

@@ -1,4 +1,4 @@
-"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its features.
+"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its previous ones.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, a different tree), EAGLE-3 2503.01840. B batch, N tokens,
 E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a

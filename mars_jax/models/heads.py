@@ -27,7 +27,7 @@ Axes = Mapping[str, tuple[str | None, ...]]
 
 
 class HeadConfig:
-    """Static configuration of a head of a target; subclasses are frozen dataclasses."""
+    """Static configuration of a head for a target; subclasses are frozen dataclasses."""
 
     kind: ClassVar[str]  # the name of its drafter
     cached: ClassVar[bool] = False  # its factory accepts cache_dtype

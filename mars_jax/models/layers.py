@@ -58,7 +58,7 @@ def dense_cpu(x: Array, w: Array) -> Array:
 
 
 def _dense_int8(x: Array, values: Array) -> Array:
-    # A TPU would compute integer products with fewer than 8 rows outside its matrix units.
+    # A TPU would compute integer products with fewer than 8 rows outside of its matrix units.
     eights = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
     return _dense(eights, values.astype(x.dtype))[: x.shape[0]]
 

@@ -1,8 +1,9 @@
 """Weights in 8 bits, symmetric per output channel, or in 4 bits, in groups of inputs with a scale and an offset.
 
 A quantised matrix replaces the matrix in params: `layers.dense` accepts both kinds, `layers.embed` and
-`moe.dense_by_expert` only 8 bits. Products use the integers, which every float dtype in use represents exactly, and are
-scaled afterwards; sums stay float32. Oracle: the product of the dequantised matrix (tests/models/test_quantize.py).
+`moe.dense_by_expert` only 8 bits. Products are computed on the integers, which every float dtype in use represents
+exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised matrix
+(tests/models/test_quantize.py).
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
 
 
 def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
-    """Quantise a numpy matrix [out, in] to 4 bits; `in` is a multiple of 32. The values are i8, see `Int4`.
+    """Quantise a numpy matrix [out, in] to 4 bits; `in` must be a multiple of 32. The values are i8, see `Int4`.
 
     The minimum and maximum weight of a group become the ends of its 16 levels, so no weight changes by more than about
     half a step, where a step is a fifteenth of the group's range.

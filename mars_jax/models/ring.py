@@ -49,11 +49,11 @@ def around(axes: Axes, x: Array) -> list[Array]:
 
 
 def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
-    """Return this device's rows [B, n, ...] of the sum over devices of pieces in the order of `starts`.
+    """Sum pieces, in the order of `starts`, over devices, and return this device's rows [B, n, ...] of the sum.
 
     Each part is called just before it is added. Sums are sent in the dtype of the parts.
     """
-    # A sum starts at a neighbour of the device that owns it, and the owner adds the last part.
+    # Each sum starts at a neighbour of the device that owns it, and the owner adds the last part.
     first, *remaining = (*parts[1:], parts[0])
     total = first()
     for part in remaining:

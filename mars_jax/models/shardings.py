@@ -100,8 +100,8 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     """Return `NamedSharding`s with the structure of the params of a model or head.
 
-    An array whose size is not divisible by its axis is replicated on every device, most often key-value heads; `whole`
-    lists these arrays.
+    An array whose size is not divisible by its axis is replicated on every device; `whole` lists these arrays. Most
+    often they are those of key-value heads.
 
     Raises:
       MarsError: the number of experts is not divisible by the axis `expert`, or an axis has no role (`name_axes`).

@@ -1,4 +1,4 @@
-"""The table of a model's weights: the path of each in params, its checkpoint name and its shape.
+"""The table of a model's weights: path in params, checkpoint name and shape of each.
 
 Initialisation, loading, saving and the report of missing or mis-shaped tensors all use this table. Matrices are
 [out, in], as in the checkpoints: see `layers.dense`.

@@ -31,7 +31,7 @@ def generate(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> Result:
-    """Continue prompts by speculative decoding, side by side in one device loop.
+    """Continue prompts by speculative decoding, batched in one device loop.
 
     If there are more prompts than rows, a row that ends restarts with the next prompt. Prompts with the highest
     `max_new_tokens` begin first; the tokens of a prompt do not depend on this order.
@@ -64,7 +64,7 @@ def generate(
         lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
         that completions of one prompt differ and every call reproduces them. With one seed per prompt, the prompt's
         sample j adds j.
-        At temperature 0 a row takes the best token, and the filters and the seed have no effect.
+        At temperature 0, a row takes the best token, and filters and seed have no effect.
         Constraints on the completion: regex, json_schema (an object, its JSON or a file), choice (a list of strings),
         or allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
         rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in, a
@@ -111,7 +111,7 @@ def generate_iter(
       **options: other arguments of `generate`.
 
     Returns:
-      `Finished(index, completion)` of each prompt: its index in `prompts`, and its `Completion`.
+      `Finished(index, completion)` for each prompt: the prompt's index in `prompts`, and its `Completion`.
 
     Raises:
       MarsError: see `generate`; raised by the call, not by the first completion.

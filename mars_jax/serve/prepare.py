@@ -282,7 +282,7 @@ def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
-    """Raise MarsError if requests control where rules relax, but the rule is lossless.
+    """Raise MarsError if requests restrict where the rule may relax, but the rule is lossless.
 
     Call this only for users' requests: a measurement may decode the same requests by a lossless and by a lossy rule.
     """

@@ -94,7 +94,7 @@ class Queue:
           compiling: continue from the last prompt even if it shares too little to save time; see `warm_up`.
         """
         self.state = state
-        """The rows, between two events; None while the device works on them."""
+        """The rows, between two events; None while the device is working on them."""
         self._telling, self._log_probs = telling, log_probs
         self._began_reading, self._compiling = began, compiling
         self.forwards = 0
@@ -105,7 +105,7 @@ class Queue:
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
-        # Iterator of a drafter that makes its own steps.
+        # The iterator of a drafter that runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * batch  # request by row
         self._began = [0.0] * batch
@@ -155,7 +155,7 @@ class Queue:
 
         This is cheap if they are already compiled. The queue can still be used once afterwards.
         """
-        # With shared beginnings, give neighbours prompts of different lengths, so that one continues from another.
+        # With shared beginnings, give adjacent requests prompts of different lengths: one then continues from another.
         continues = self._shares is Shares.BEGINNINGS
         # Shapes depend on all requests.
         requests = [
@@ -184,7 +184,7 @@ class Queue:
     def _advanced(
         self, state: DecodeState, stats: DecodeStats, early: bool
     ) -> tuple[DecodeState, DecodeStats, Array]:
-        """Decode until some rows have ended, or for a few steps. Return the number of steps as well."""
+        """Decode until some rows have ended, or for a few steps. Also return the number of steps."""
         self.state = None  # its buffers are donated
         prepared = self._prepared
         with prepared.target.on_mesh():
@@ -221,7 +221,7 @@ class Queue:
         return index
 
     def _most(self, state: DecodeState) -> int:
-        """Return the number of steps between two reads of the text."""
+        """Return the number of steps between two reads of new text."""
         if all(text is None for text in self._texts):
             return 2**30
         return 1 if decode.look_ahead(state) == 0 else BETWEEN
@@ -275,7 +275,7 @@ class Queue:
         This way a prompt is read in the same shape whenever it begins. One prompt keeps a device busy, because prefill
         chunks have hundreds of tokens (`prefill.chunk_of`).
         """
-        if self._prepared.drafter.steps is not None:  # such rows do not refill
+        if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
             if self._going() or not self._waiting:
                 return state, stats
             self._steps = self.state = None

@@ -149,8 +149,8 @@ KINDS = ("exact", "relaxed", "corrected", "trusted")
 class Completion:
     """The completion of one prompt.
 
-    `seconds` is the wall time of its row, from its prefill until the host has read its end. `metrics` count all decoded
-    tokens, including tokens after a stop string.
+    `seconds` is the wall time of the row, from its prefill until the host reads that it has ended. `metrics` counts all
+    decoded tokens, including tokens after a stop string.
     """
 
     request: Request  # the request that was completed
@@ -201,7 +201,7 @@ def make_requests(
 ) -> list[Request]:
     """Tokenize prompts and assign each its options; see `generate`. The samples of a prompt are adjacent.
 
-    All values from users are checked here.
+    All values from users are validated here.
     """
     check_pretrained(target)
     for name, value in {"chat": chat, "ignore_eos": ignore_eos}.items():

@@ -100,7 +100,7 @@ class RowFile:
             raise
 
     def start(self, fingerprints: Mapping[str, str] | None = None) -> None:
-        """Compare the fingerprints, and read the rows on file.
+        """Compare the fingerprints, and read the existing rows.
 
         Args:
           fingerprints: fingerprints of the weights, by component.
@@ -189,7 +189,7 @@ class RowFile:
         return [self._by_key[key] for key in key_values]
 
     def stop(self) -> int:
-        """Close the file when a signal ends the process, so that no row is written later. Return the number of rows."""
+        """Close the file when a signal ends the process, so that no more rows are written. Return the row count."""
         self._writing.acquire()
         self.close()
         return len(self.rows)
@@ -238,7 +238,7 @@ class Lock:
             raise busy
 
     def write(self, data: bytes) -> None:
-        """Write all of the bytes, and return when they are on disk."""
+        """Write all bytes, and return once they are on disk."""
         remaining = memoryview(data)
         while remaining:
             remaining = remaining[os.write(self.descriptor, remaining) :]
@@ -284,7 +284,7 @@ def compare_settings(
 
 
 def difference(name: str, recorded: Any, current: Any) -> str | None:
-    """Describe a setting that differs, or return None.
+    """Describe the difference if a setting differs, otherwise return None.
 
     >>> difference("seed", 0, 1), difference("theta", None, 0.9), difference("seed", 1, 1)
     ('seed 0, not 1', 'theta at its default, not 0.9', None)
@@ -363,7 +363,7 @@ ROWS = 16
 
 
 def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
-    """Return a hash of the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
+    """Hash the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
 
     The hash does not depend on the mesh. In a run of several processes, all of them must call this function.
 

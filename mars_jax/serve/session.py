@@ -43,8 +43,8 @@ the host's memory."""
 def default_rows(prepared: Prepared) -> int:
     """Return the number of rows to decode side by side: as many as fit in memory, at most one per request.
 
-    The number depends only on the machine and not on other contents of its memory. If the size of the memory is
-    unknown, use the maximum, `MOST` or `MOST_ON_CPU`.
+    The number depends only on the machine, not on what else is in its memory. If the memory size is unknown, use the
+    maximum, `MOST` or `MOST_ON_CPU`.
     """
     target = prepared.target
     leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
@@ -60,7 +60,7 @@ def default_rows(prepared: Prepared) -> int:
 
 
 def row_bytes(prepared: Prepared) -> int:
-    """Return the bytes of a row on each device that holds it.
+    """Return the number of bytes that a row occupies on each device that holds it.
 
     This is the row's state, plus the larger of four copies of a step's logits and a layer's activations for a prompt
     chunk.
@@ -107,7 +107,7 @@ class Session:
     drafter: drafters.LoadedDrafter
     # Each numeric setting of the rule is one value for all requests, or one per request.
     loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
-    batch_size: int = 1  # rows side by side; 0: as many as fit in memory
+    batch_size: int = 1  # rows decoded in parallel; 0: as many as fit in memory
     log_probs: bool = False  # record log-probabilities of each token
     _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # drafters already warned about
 
@@ -215,7 +215,7 @@ class Session:
         )
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
-        """Decode the requests as `queue` does, and yield the tokens of each row as they are decided."""
+        """Decode the requests as `queue` does, and yield each row's tokens as they are decoded."""
         return self.queue(requests, telling=True).events()
 
 

@@ -29,7 +29,7 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
-    """Return the prepared requests with measured costs of the draft's sizes; unchanged if none are needed.
+    """Add measured costs of the draft's sizes to prepared requests; return them unchanged if no costs are needed.
 
     Args:
       prepared: the requests and their decoder.

@@ -63,7 +63,7 @@ class RowText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Count the characters at the end of a text that may be the beginning of a stop string.
+    """Count the characters at the end of `text` that may be the beginning of a stop string.
 
     >>> _begun("the en", "end"), _begun("the end", "end")
     (2, 0)
@@ -123,8 +123,8 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
 
     Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
     allows phrases of up to 90 tokens. Here the repeated tail must also have at least 12 tokens, so that "!!!" or "ha ha
-    ha" is not a loop. A completion cut off inside the phrase ends in a rotation of the phrase, which counts as well. A
-    final stop token is ignored.
+    ha" is not a loop. A completion that is cut off inside the phrase ends in a rotation of the phrase, which also
+    counts. A final stop token is ignored.
 
     Source: 1904.09751. Raises: nothing.
 

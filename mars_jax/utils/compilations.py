@@ -1,4 +1,4 @@
-"""Persistent cache of compiled programs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
+"""Persistent cache of compiled programs. Oracle: a second process's folder (tests/core/test_compilations.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JAX_MIN_SECONDS = 1.0
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     """Cache compiled programs in a folder, so that later processes load them; for notebooks and jobs.
 
-    The commands of this package enable it themselves. It applies to all compilations after the call.
+    The package's commands enable the cache themselves. It applies to all compilations after the call.
 
     Args:
       path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, for

@@ -14,7 +14,7 @@ LONGEST = 20_000
 
 
 class MarsError(Exception):
-    """Bad input, described in one sentence that names the argument, its value and the fix.
+    """Bad input, described in one sentence that contains the argument, its value and the fix.
 
     It does not derive from ValueError, so code that rewords the ValueErrors of other libraries passes it on unchanged.
     """
@@ -39,7 +39,7 @@ def warn(sentence: str) -> None:
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""errno values of a failed write: full, over quota, too large, read-only."""
+"""errno values of a failed write: disk full, over quota, file too large, read-only."""
 
 
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
@@ -150,7 +150,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, since a terminal would execute escape sequences in untrusted names.
+    """Escape unprintable characters, since a terminal would execute escape sequences in untrusted text.
 
     >>> printable("lm_head\\x1b[2J")
     'lm_head\\\\x1b[2J'

@@ -11,9 +11,9 @@ NAME_BYTES = 255
 PATH_BYTES = 4095
 """A path: PATH_MAX of Linux, minus the terminating NUL."""
 FILE_BYTES = 1 << 34
-"""A text to train on or to read prompts from: 16 GiB, below the apparent size of some sparse or damaged files."""
+"""A file of training text or prompts: 16 GiB, below the apparent size of some sparse or damaged files."""
 DATASET_FILES = 10_000
-"""Files and folders in the folder of a dataset; the whole folder is listed."""
+"""Files and folders in a dataset's folder; the whole folder is listed."""
 JSON_BYTES = 16 << 20
 """A JSON file, or the header of a safetensors file. Parsed nested lists take 30 times the memory of their text."""
 INDEX_BYTES = 24 << 20
@@ -31,13 +31,13 @@ LAYERS = 1024
 EXPERTS = 65_536
 """Experts of a model, over all layers: Kimi K2 has 23,424."""
 DIMENSION = 1 << 24
-"""A width, a vocabulary, or a count of heads: the largest vocabulary has 262,208 tokens."""
+"""A width, vocabulary size, or number of heads: the largest vocabulary has 262,208 tokens."""
 POSITIONS = 2**31 - 1
 """Positions of a context, which are int32."""
 LINE_BYTES = 16 << 20
 """A line of a prompts file: a prompt of `PROMPT_BYTES`, escaped."""
 PROMPT_BYTES = 8 << 20
-"""A prompt, or a rendered conversation, before it is encoded: two million tokens of English."""
+"""A prompt, or a rendered conversation, before it is encoded: two million English tokens."""
 PREFIXES = (1 << 19, 1 << 21)
 """Lengths of prefixes of a long prompt to encode first, so that a prompt far above the limit is rejected before all of
 it is encoded (a tokenizer uses 400 bytes per token)."""
@@ -56,4 +56,4 @@ BATCH_ROWS = 1 << 16
 SAMPLES = 1 << 16
 """Completions of one prompt. Each is a separate request."""
 NGRAM_TOKENS = 64
-"""Tokens of the longest suffix that an n-gram drafter searches for; each token costs one pass over the text."""
+"""Tokens of the longest suffix that an n-gram drafter searches for; each token costs one pass over the row."""

@@ -1,6 +1,6 @@
 """Paths and files given by users: validity, `~`, folders kept between runs, and reading of regular files.
 
-A pipe or a device is refused, since reading it may never end.
+A pipe or a device is rejected, since reading it may never end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def kept(variable: str, *usual: str) -> Path | None:
-    """Return the folder in an environment variable, or else the usual one below the user's home.
+    """Return the folder in an environment variable, or else the default folder below the user's home.
 
     Return None if the home is unknown, for example in a container whose user has no name and no HOME.
 

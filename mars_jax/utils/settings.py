@@ -17,7 +17,7 @@ from mars_jax.utils.errors import MarsError, did_you_mean, short_repr
 from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
 
 LARGEST_INT = 2**31 - 1
-"""Settings are stored as int32 and float32 on the device."""
+"""Maximum of integer settings. The device stores integers as int32 and other numbers as float32."""
 LARGEST_FLOAT = 3e38
 
 
@@ -124,7 +124,7 @@ class Setting:
         """Parse the value of a command-line flag.
 
         Raises:
-          MarsError: the text is not of the setting's type, or out of range.
+          MarsError: the text does not have the setting's type, or is out of range.
 
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
@@ -185,7 +185,7 @@ class Setting:
 
 
 def _each(value: Any) -> list[Any]:
-    """Flatten an array, a list or a single number into a list of numbers; a traced value gives an empty list."""
+    """Flatten an array, a list or a single number into a list of numbers; a traced value yields an empty list."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
@@ -247,7 +247,7 @@ def setting(
 
 @functools.cache
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the settings that the fields of a class declare, by name: its own before the inherited ones."""
+    """Return the settings that a class's fields declare, by name: its own settings before inherited ones."""
     fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
     names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     return {

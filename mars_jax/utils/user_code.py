@@ -72,7 +72,7 @@ def reason(error: BaseException) -> str:
 
 
 def location_of(code: Callable[..., Any]) -> str:
-    """Return "FILE, line N" for where a function or a class is defined, or its name if it has no source file."""
+    """Return "FILE, line N" of the definition of a function or class, or its name if it has no source file."""
     try:
         return f"{inspect.getsourcefile(code)}, line {inspect.getsourcelines(code)[1]}"
     except (OSError, TypeError):
@@ -99,7 +99,7 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
     """Return the function given as FILE.py:NAME, which is executed, or package.module:NAME; `kind` is for messages.
 
     Raises:
-      MarsError: no such file, module or name; not callable; or the file raises an error.
+      MarsError: the file, module or name does not exist, its value is not callable, or the file raises an error.
     """
     where, _, name = spec.rpartition(":")
     module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
@@ -146,7 +146,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
 
 
 def _import_failure(error: BaseException, module: str, name: str) -> str:
-    """Return the error of a failed import with its file and line."""
+    """Describe the error of a failed import, with its file and line."""
     if isinstance(error, SyntaxError):  # raised before any line ran
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
     frames = frames_in({module}, error)

@@ -28,7 +28,7 @@ class Choices(NamedTuple):
     draft: DraftSpec
     rule: RuleChoice
     streams: bool
-    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes cost most
+    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes are most expensive
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:

@@ -317,7 +317,7 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the values of the flags, with the chosen rule as `rule`. `check_flags` checks their combinations.
+    """Return the parsed flags, with the chosen rule as `rule`. `check_flags` checks their combinations.
 
     Raises:
       MarsError: a flag is unknown, or a value is invalid.

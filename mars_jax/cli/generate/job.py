@@ -38,7 +38,7 @@ SHORT = 3
 
 
 class JobCompletions:
-    """Iterable of the completions of a job, in the order in which its requests were queued.
+    """Iterable over the completions of a job, in the order in which its requests were queued.
 
     `seconds` is the time spent waiting for the device.
     """
@@ -100,12 +100,12 @@ class Job:
         return dict(self.run) | {"settings": self.run["settings"] | rule_settings}
 
     def decode(self, order: Sequence[int] | None = None) -> JobCompletions:
-        """Compile, and decode the requests, or only those with the indices `order`."""
+        """Compile, then decode all requests, or only those with the indices in `order`."""
         with busy("compiling"):
             return JobCompletions(self, range(len(self.requests)) if order is None else order)
 
     def stream(self) -> Iterator[Said | Finished]:
-        """Compile, and decode the requests step by step."""
+        """Compile, then decode the requests step by step."""
         queue = self.session.queue(self.requests, telling=True)
         with busy("compiling"):
             queue.warm_up()
@@ -245,7 +245,7 @@ def make_job_requests(
 ) -> list[Request]:
     """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it sets its own.
 
-    This happens before weights are loaded, so that a prompt that is too long is reported in the first seconds and not
+    This happens before weights are loaded, so that a prompt that is too long is reported within seconds rather than
     after hours of work.
 
     Raises:
@@ -265,7 +265,7 @@ def make_job_requests(
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if row_constraints := [name for name in CONSTRAINTS if name in row.settings]:
-            # The constraint of a row replaces that of the flags.
+            # A row's constraint replaces the one from the flags.
             settings |= {name: None for name in CONSTRAINTS if name not in row_constraints}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
             settings["relax_constrained"] = True

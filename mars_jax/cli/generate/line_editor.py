@@ -25,7 +25,7 @@ def history_file() -> Path | None:
 
 @contextlib.contextmanager
 def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]]:
-    """Yield a function that shows a prompt and returns the user's line; it raises `EOFError` at the end of the input.
+    """Yield a function that shows a prompt and returns the user's line; it raises `EOFError` at the end of input.
 
     Only the user can read the history file. If it cannot be written, the history lasts for the session.
 

@@ -109,7 +109,7 @@ def sampling(request: Request) -> dict[str, Any]:
 
 
 def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
-    """Return the numbers of the requests that have no row on file. The rows may be in any order.
+    """Return the numbers of the requests without a row on file. The rows may be in any order.
 
     Raises:
       MarsError: the file repeats a row, or contains a row of a different part of the run.

@@ -21,7 +21,7 @@ from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice, not_in, rules
 
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
-"""Keys of constraints."""
+"""Keys that set a constraint."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
 """Paths of inherited open files; shells replace <(...) by /dev/fd/63."""
@@ -66,14 +66,14 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
     Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". The columns of a
-    *.parquet file, and the known columns of a dataset, correspond to the keys of such a line; null means a missing key.
+    *.parquet file, and the known columns of a dataset, correspond to the keys of a JSON line; null means a missing key.
 
     Args:
       path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or a dataset's folder.
       rule: the rule, whose settings rows may override.
 
     Raises:
-      MarsError: the file does not exist or has no prompts, or a line is not a prompt.
+      MarsError: the file does not exist or contains no prompts, or a line is not a prompt.
     """
     name = "stdin" if path == "-" else path
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)

@@ -57,7 +57,7 @@ _CHOSEN = {
 }
 """Flags that each interactive command replaces. The command's NAME becomes the value of the first flag."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
-"""Row for compilation and for checks of flags before the first prompt."""
+"""Row for compiling and for checking flags before the first prompt."""
 
 
 def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
@@ -103,7 +103,7 @@ class Talk:
         self._count = 0  # of answers
 
     def compile(self) -> None:
-        """Compile the step of the pair before the first answer."""
+        """Compile the pair's step before the first answer."""
         with busy("compiling"):
             self.running.compile(self._job.requests[0])
 
@@ -111,7 +111,7 @@ class Talk:
         return f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
 
     def greet(self) -> None:
-        """Print the pair, and how to leave."""
+        """Print the pair, and the key that ends the session."""
         self._tell(f"{self._pair()}; /help lists commands, Ctrl-D leaves", "dim")
         self._legend()
 

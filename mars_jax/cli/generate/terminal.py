@@ -29,7 +29,7 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error, which rich would handle by exiting."""
+        """Raise the error instead of exiting, as rich would."""
         raise BrokenPipeError
 
 
@@ -54,7 +54,7 @@ class TextPrinter:
         self._last = ""
 
     def prompt(self, text: str, *, chat: bool) -> None:
-        """Print a prompt. Its continuation follows directly, or in a chat on a new line."""
+        """Print a prompt. Its continuation follows directly, or on a new line in a chat."""
         self._write(("\n" if self._last else "") + text + ("\n" if chat else ""), "dim")
 
     def piece(self, kind: str, text: str) -> None:

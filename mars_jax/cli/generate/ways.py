@@ -28,7 +28,7 @@ REPEATS = 5
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decoded, one prompt after another. Later prompts of a batch wait for the earlier ones."""
+    """Print text as it is decoded, one prompt after another. Later prompts of a batch wait until earlier ones end."""
     printer, completions = TextPrinter(console(out), colours=job.drafts), []
     events, current = job.stream(), None
     began = time.perf_counter()

@@ -48,8 +48,8 @@ def load_eagle(
 ) -> tuple[EagleConfig, PyTree]:
     """Load an EAGLE-1, -2 or -3 head of a target, tensor by tensor.
 
-    If the head's embedding (EAGLE-1: or unembedding) is a copy of the target's, the two models share one array. Issue a
-    MarsWarning if the head's embedding differs from the target's.
+    If the head's embedding (EAGLE-1: or unembedding) is a copy of the target's, the two models share one array. If the
+    head's embedding differs from the target's, issue a MarsWarning.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
@@ -155,7 +155,7 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
-    """Return the value of an EAGLE key, from the top level of config.json or from its `eagle_config`."""
+    """Return the value of an EAGLE key at the top level of config.json or in its `eagle_config`."""
     return value_or_default(data, key, (data.get("eagle_config") or {}).get(key))
 
 
@@ -167,7 +167,7 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     """
     named = data.get("architectures") or [""]
     named = named if isinstance(named, str) else named[0]
-    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If the name is only EAGLE, model_type decides.
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If only EAGLE remains, model_type decides.
     architecture = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
     data = data | {"architectures": [architecture] if architecture.endswith("ForCausalLM") else None}
     layer = from_json(data)

@@ -43,7 +43,7 @@ _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
 _MAPS = ("d2t", "t2d")
 """Tensors that map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens."""
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that the speculators library trains with. Some exports contain them."""
+"""Copies of the target's weights that the speculators library uses in training. Some exports contain them."""
 
 
 def canonical(name: str) -> str:
@@ -72,7 +72,7 @@ def shared_fields(
     """Return the config fields that all heads share.
 
     Raises:
-      MarsError: the head is for another target, or it has a smaller draft vocabulary and no d2t.
+      MarsError: the head is for a different target, or it has a smaller draft vocabulary and no d2t.
     """
     if layer.vocab_size != target.vocab_size:
         raise MarsError(
@@ -111,7 +111,7 @@ def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) -> tuple[int, ...]:
-    """Return the checked numbers of the target's layers whose outputs a head reads.
+    """Check and return the numbers of the target's layers whose outputs a head reads.
 
     Args:
       title: the head's name, for messages.
@@ -139,7 +139,7 @@ def speculators(kind: str, tokens: int, verifier: str | None, architecture: str 
     """Return the config.json fields that all heads share in the speculators layout.
 
     Args:
-      kind: the algorithm.
+      kind: name of the algorithm.
       tokens: number of drafted tokens.
       verifier: name of the target.
       architecture: architecture of the target.
@@ -175,7 +175,7 @@ def load_head(
 
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `hub.load_eagle`.
-      from_json: makes the config.
+      from_json: function that makes the config.
       shares: returns whether a head may share its target's unembedding.
     """
     check_dtype(dtype)
