@@ -33,7 +33,7 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Write a checkpoint that `load` restores onto any mesh, reading in each process only the parts for its devices.
+    """Write a checkpoint that `load` restores onto any mesh, with each process reading only its devices' parts.
 
     The config, generation config and tokenizer are copied. Only one array of params is in memory at a time. The
     directory appears under its name once it is complete and on disk.

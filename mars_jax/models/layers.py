@@ -44,7 +44,7 @@ def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
 
 
 def dense_cpu(x: Array, w: Array) -> Array:
-    """Multiply in the forms that XLA's CPU backend runs fastest (measured by scripts/bench_shapes.py at 5336526)."""
+    """Multiply in the forms that XLA's CPU backend runs fastest (scripts/bench_shapes.py at commit 5336526)."""
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
         # One row would be a matrix-vector product, which falls back to scalar code: 10x slower. With AMX, one or two

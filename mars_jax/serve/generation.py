@@ -44,8 +44,8 @@ def generate(
         `content`, a string or a list of text parts in OpenAI's format.
       verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which only
         changes the speed. Each of its numeric settings is one value for all prompts, or one per prompt.
-      batch_size: rows that decode in parallel; default: as many as fit in memory, at most 128 (16 on a
-        CPU) for each device along the mesh axis `data`.
+      batch_size: rows that decode in parallel; default: as many as fit in memory, at most 128 (16 on a CPU) for each
+        device along the mesh axis `data`.
       chat: apply the chat template to each string, as a user turn. Chat answers also end at the tokenizer's end-of-text
         and end-of-turn tokens, see `Pretrained.chat_stop_tokens`; for prompts given as token ids, `chat` only
         adds these stop tokens.
