@@ -7,7 +7,7 @@ from mars_jax.cli import quiet, signals
 
 
 def main(*words: str) -> int:
-    """Run the command line with these words before its arguments, and return the exit code."""
+    """Run the command line, with these words placed before its arguments, and return the exit code."""
     _reserve()
     signals.handle()  # imports are slow, and Ctrl-C must work during them
     quiet.quiet()
@@ -20,7 +20,7 @@ def main(*words: str) -> int:
 
 
 def _reserve() -> None:
-    """Open /dev/null for each closed stdin, stdout or stderr, because another file would get its number and output."""
+    """Open /dev/null for each closed stdin, stdout or stderr; otherwise another file would take over its number."""
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)

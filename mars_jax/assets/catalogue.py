@@ -25,13 +25,13 @@ class ModelRow:
     sha256: str | None = None  # digest of the file on the hub, if known; pip verifies packages
     licence: str
     family: str  # family of `hub.families`
-    vocabulary: int  # rows of its embedding
+    vocabulary: int  # rows of the embedding
     drafts: tuple[str, ...] = ()  # specs of drafters, best first
     template: str = ""  # chat template, if its tokenizer has none
     copies_pay: bool = False  # measured: n-grams are faster than any of `drafts`
 
     def is_called(self, name: str) -> bool:
-        """Return whether `name` is its name, its repository, or a path that ends in one of them or in a file of it."""
+        """Return whether `name` is this row's name or repository, or a path ending in either or in one of its files."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
@@ -65,7 +65,7 @@ TESTS = {
     "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
     "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
 }
-"""Tests of a layout, by the beginning of its name, or of decoding with the pairs of a target."""
+"""Tests of layouts, by the beginning of the layout's name, and tests that decode with a target's pairs, by target."""
 FIGURES = {
     ("tiny/target", "model:tiny/draft"): "tau 3.34, docs/results.md",
     ("tiny/target", "eagle:tiny/eagle3"): "tau 4.62, docs/results.md",
@@ -328,7 +328,7 @@ MODELS = {
 
 
 def find_model_row(name: str) -> ModelRow | None:
-    """Return the row with this short name, or with this repository as its source; None if there is none.
+    """Return the row with this short name, or the one with this repository as its source; None if there is none.
 
     >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
@@ -347,7 +347,7 @@ def drafts_for(name: str) -> tuple[str, ...]:
     Specs whose weights are not included in the installed wheel are left out.
 
     Args:
-      name: short name, repository on the hub, or path of a checkpoint, whose last part identifies the model.
+      name: short name, repository on the hub, or path of a checkpoint, whose last component identifies the model.
 
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
@@ -366,7 +366,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
 
     Args:
       target: as for `drafts_for`.
-      is_here: returns whether a checkpoint needs no download, `hub.is_here`.
+      is_here: returns whether a checkpoint needs no download, such as `hub.is_here`.
 
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
@@ -402,7 +402,7 @@ class Pair(NamedTuple):
 
 
 def pairs(name: str | None = None) -> list[Pair]:
-    """Return the pairs of a target, named as for `drafts_for`, or of all targets; [] for an unknown target.
+    """Return the pairs of a target, identified as for `drafts_for`, or of all targets; [] for an unknown target.
 
     >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
     [('model:gemma-3-270m', 'safetensors')]

@@ -32,7 +32,7 @@ _HOME = {
     "check": "mars_jax.lab.commands.check.device_check",
     "lm_eval": "mars_jax.integrations.lm_eval",
 } | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}
-"""Modules of the commands. They are strings, so that the library does not import the laboratory."""
+"""Modules of the commands. They are strings, so that the library does not import `lab`."""
 _PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
 USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
 

@@ -1,4 +1,4 @@
-"""`mars-jax convert`: write a checkpoint in another dtype, for any mesh."""
+"""`mars-jax convert`: write a checkpoint in a different dtype, for any mesh."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    # jax loads here.
+    # jax is imported only from here on.
     import jax
 
     from mars_jax import hub

@@ -1,4 +1,4 @@
-"""Flags shared by commands: their values, from the tables of `utils.settings`, and valid combinations."""
+"""Flags shared by commands, their values from the tables in `utils.settings`, and valid combinations of flags."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def number_of(name: str, text: str, shown: str | None = None) -> Any:
 
 
 def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Convert the texts of the given flags to values.
+    """Convert the string values of the given flags.
 
     Raises:
       MarsError: a text is not a number, or is out of range.
@@ -91,7 +91,7 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_or_default(draft: str | None, target: str) -> str:
-    """Return the draft of a pair: the given one, or else the best one for the target on this machine, or else n-grams.
+    """Return the given draft; without one, the best one for the target on this machine; without any, n-grams.
 
     >>> draft_or_default(None, "owner/model")
     'ngram'
@@ -126,13 +126,13 @@ PART_HELP = "decode only rows I, I + N, I + 2N ... with the ids and seeds that t
 
 
 def part_of(text: str) -> slice:
-    """Return the rows of a part.
+    """Return the slice of the rows in a part.
 
     Args:
       text: I/N, where I is from 0 to N - 1.
 
     Raises:
-      MarsError: the text has another form.
+      MarsError: the text has a different form.
 
     >>> list(range(7))[part_of("1/3")]
     [1, 4]
@@ -148,7 +148,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(made: Any) -> None:
-    """Add the flags for several processes that decode as one to a parser."""
+    """Add to a parser the flags for several processes that decode together."""
     group = made.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
@@ -178,7 +178,7 @@ WITHOUT = [
     (["--part"], ["--output"], ", the file of its rows"),
     (["--log-probs"], ["--json", "--output"], ", whose rows it adds to"),
 ]
-"""Flags that have no effect without one of the others, and an explanation of these."""
+"""Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
 WITH = [
     (["--base", "--block", "--output", "--resume"], "--compare", ", which prints one table of its own rules"),
     (["--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
@@ -198,7 +198,7 @@ WITH = [
     (["--stream"], "--output", ", which has finished rows"),
     (["prompt_tokens"], "--chat", ", which makes tokens of texts"),
 ]
-"""Flags and keys of prompts that contradict another flag, and an explanation of it."""
+"""Flags and prompt keys that contradict the flag in the second column, and an explanation of that flag."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
@@ -209,12 +209,12 @@ OF_DRAFT = [
 
 
 class Present:
-    """Names of the given flags, as users write them (`--draft-size auto` with its value), and of keys of prompts."""
+    """Names of the given flags, as users write them (`--draft-size auto` with its value), and of given prompt keys."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[Any] = ()):
         """
         Args:
-          args: of any command; flags that the command does not have count as not given.
+          args: arguments of any command; flags that the command does not have count as not given.
           rows: prompts of a file, each a `PromptRow`.
         """
         self._args, self._rows = args, rows
@@ -230,11 +230,11 @@ class Present:
         return flag_value == value if value else _holds(flag_value)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise MarsError for the first of these names that is given: a silently ignored flag gives wrong results.
+        """Raise MarsError for the first of these names that is given: silently ignored flags give wrong results.
 
         Args:
-          names: of flags, and of keys without dashes.
-          why: why it does not apply, and the cure, to follow "does not apply".
+          names: names of flags, and of keys without dashes.
+          why: the reason and the cure, which follow "does not apply" in the message.
         """
         for name in names:
             sentence = f"{name} does not apply {why}."
@@ -247,7 +247,7 @@ class Present:
                     raise row.error(sentence)
 
     def refuse_alone(self) -> None:
-        """Raise MarsError for flags that have no effect by the tables `WITH` and `WITHOUT`."""
+        """Raise MarsError for flags that have no effect according to the tables `WITH` and `WITHOUT`."""
         for names, flag, word in WITH:
             if flag in self:
                 self.refuse(names, f"with {flag}{word}: leave one of them out")
@@ -259,7 +259,7 @@ class Present:
                 self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
-        """Raise MarsError for flags of draft sizes, trees and stops that the drafter or the rule does not support."""
+        """Raise MarsError for draft size, tree and stop flags that the drafter or the rule does not support."""
         for names, trait, lacks in OF_DRAFT:
             if not getattr(draft.definition, trait):
                 cure = f"leave it out, or draft with {drafters_that(trait)}"

@@ -19,7 +19,7 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
     """Join the other processes of a run with a mesh, and yield the output stream of this process.
 
     Raises:
-      MarsError: as `hosts.connect`; flags or prompts differ between processes; or another process failed.
+      MarsError: see `hosts.connect`; or flags or prompts differ between processes; or another process failed.
     """
     if args.mesh is None:
         yield out

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
-    """Print rows of cells, the header first, in columns of the least width."""
+    """Print rows of cells, the header first, in columns of minimum width."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:

@@ -1,4 +1,4 @@
-"""Functions that open the target and the mesh of the flags, and check that a draft fits the target."""
+"""Functions that open the target and the mesh given by the flags, and check that a draft fits the target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
     """Load the weights of a target.
 
     Raises:
-      MarsError: as `hub.load` and `open_mesh`; or --no-check is given for a target without checksums.
+      MarsError: see `hub.load` and `open_mesh`; or --no-check is given for a target without checksums.
     """
     if args.no_check and not is_converted(sketch.path):
         raise MarsError(
@@ -44,10 +44,10 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
-    """Open the mesh of --mesh. Print notes about arrays that do not divide over it.
+    """Build the mesh that --mesh describes. Print notes about arrays that do not divide over it.
 
     Raises:
-      MarsError: as `parse_mesh` and `hosts.check_mesh`.
+      MarsError: see `parse_mesh` and `hosts.check_mesh`.
     """
     if text is None:
         return None
@@ -62,7 +62,7 @@ def check_file(path: str, shown: str) -> None:
     """Raise MarsError if a file does not exist.
 
     Args:
-      path: of the file, or of a pipe.
+      path: path of the file or of a pipe.
       shown: the flag and its value, for the message.
     """
     if not Path(path).exists() or Path(path).is_dir():
@@ -73,7 +73,7 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
     """Check, without loading weights, that a draft exists and fits the target. Print a note if its tokenizer differs.
 
     Raises:
-      MarsError: as `hub.outline` and `shared_tokens`, or the draft does not exist.
+      MarsError: see `hub.outline` and `shared_tokens`; or the draft does not exist.
     """
     path = draft.path
     if draft.kind != "model":

@@ -1,4 +1,4 @@
-"""The frame of every command: parser, exit codes, one-line errors for bad input, compilation cache."""
+"""The frame of every command: parser, exit codes, one-line errors for bad input, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mars_jax.utils.errors import MarsError, MarsWarning, did_you_mean, say, unw
 from mars_jax.utils.paths import check_path
 
 BAD_INPUT = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
 """Metavars of arguments whose value is a path, or a name that may be one."""
@@ -42,17 +42,17 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of every command. It accepts no abbreviations, because a later flag would change their meaning.
+    """Parser of every command. It accepts no abbreviations, because adding a flag could change their meaning.
 
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
-      options: of argparse.
+      options: options for argparse.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, add_help=False, **options)
         self._short = short
-        # By default argparse takes -1e-3 and -inf for flags.
+        # By default argparse interprets -1e-3 and -inf as flags.
         self._negative_number_matcher = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|-inf$")
         self._positionals.title = "arguments"
         if add_help:
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         return dict(next(choices, {}))
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the groups that are not empty, by their titles."""
+        """Return the non-empty groups, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -97,14 +97,14 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Raise MarsError instead of printing the usage of argparse."""
+        """Raise MarsError instead of printing argparse's usage."""
         suggestion = self._near(message)
         raise MarsError(
             f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists the flags."
         )
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse values that no flag or path can have, before opening any file.
+        """Refuse values that are invalid for any flag or path, before opening a file.
 
         An empty value usually comes from an unset shell variable. It would silently select the default or the current
         folder. A URL in place of a local path would become a folder of that name.
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:
-        """Return a hint at a similar flag or choice, based on the message of argparse."""
+        """Suggest a similar flag or choice, based on argparse's message."""
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)

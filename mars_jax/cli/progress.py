@@ -11,7 +11,7 @@ from datetime import timedelta
 from mars_jax.utils import activity
 
 Show = Callable[[int, int | None, str], None]
-"""Function that reports progress: (number done, total if known, more text)."""
+"""Function that reports progress: (number done, total if known, additional text)."""
 
 SECONDS = 30.0
 """Seconds between two lines if stderr is not a terminal."""
@@ -54,7 +54,7 @@ class _Activities:
 
 @contextlib.contextmanager
 def busy(name: str) -> Iterator[None]:
-    """Show a spinner on a terminal during work whose progress cannot be counted."""
+    """Show a spinner on a terminal during work whose progress cannot be measured."""
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
@@ -68,7 +68,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
     """Yield a function that reports progress to the heartbeat and to a bar, which disappears at the end.
 
     Args:
-      name: of the items that are counted.
+      name: name of the items that are counted.
       bar: False if stdout shows the results as they arrive, so that a terminal needs no bar.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -103,7 +103,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:
-    """Return tokens per second and tau as text. Rows that were read from a file have no time.
+    """Format tokens per second and tau. Rows that were read from a file have no run time.
 
     >>> speed(40, 20, 2.0), speed(40, 20, 0.0)
     ('20 tokens/s, tau 2.00', 'read from the file')

@@ -1,4 +1,4 @@
-"""Functions that silence messages of libraries on stderr. Call `quiet` before importing jax."""
+"""Functions that silence library messages on stderr. Call `quiet` before importing jax."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 _QUIET = {
     # Level 3 shows only fatal errors: XLA logs alarms about slow compilations as errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    # The bars of huggingface_hub would overwrite ours, which show the same download.
+    # huggingface_hub's bars would overwrite ours, which show the same download.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
     # Without a TPU, libtpu prints five lines because it does not find its host. These are the values of a machine with
-    # one chip. Only libtpu reads them, and JAX still chooses another device.
+    # one chip. Only libtpu reads them, and JAX still chooses a different device.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
@@ -40,7 +40,7 @@ def quiet_duplicates() -> None:
     previous = sys.unraisablehook
 
     def hook(problem: Any) -> None:
-        # After a failed save TensorStore's callbacks report that the event loop is closed.
+        # After a failed save, TensorStore's callbacks report that the event loop is closed.
         if str(problem.exc_value) != "Event loop is closed":
             previous(problem)
 
@@ -51,7 +51,7 @@ def may_have_tpu(root: Path = Path("/")) -> bool:
     """Return whether this machine may have a TPU. If so, libtpu must find its host, even if it prints messages.
 
     Args:
-      root: of the file system, for tests.
+      root: root of the file system, for tests.
     """
     names = [name for name in os.environ if name.startswith("TPU_") and name not in _SET_BY_JAX]
     variables = names or "JAX_FORCE_TPU_INIT" in os.environ

@@ -1,4 +1,4 @@
-"""Files in object stores, named by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
+"""Files in object stores, given by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_remote(url: str) -> bytes:
 
     Raises:
       FileNotFoundError: there is no such file.
-      MarsError: the store refuses, or the package for its protocol is missing.
+      MarsError: the store denies access, or the package for its protocol is missing.
     """
     import fsspec  # a dependency of huggingface_hub
 
@@ -47,7 +47,7 @@ def read_remote(url: str) -> bytes:
     except ImportError as error:
         raise MarsError(f"'{url}' needs a package ({first_line(error)}): install it with pip.") from None
     except Exception as error:
-        # The libraries of the stores have no common base class for their errors.
+        # The store libraries have no common base class for their errors.
         raise MarsError(
             f"'{url}' cannot be read ({first_line(error)}): check the URL and your permissions."
         ) from None

@@ -21,12 +21,12 @@ OWN = "FILE.py:NAME or package.module:NAME"
 def add_rule_flags(
     made: Any, *, default: str = "mars", instead: Collection[str] = (), help: str = ""
 ) -> None:
-    """Add --verify, --rule-option, and a flag for each setting of the table that has one.
+    """Add --verify, --rule-option, and a flag for each setting in the table that has one.
 
     Args:
-      made: a parser, or a group of one.
+      made: a parser, or one of its groups.
       default: default rule, for the help.
-      instead: settings that the command sets in another way, and that get no flag.
+      instead: settings that get no flag, because the command sets them in a different way.
       help: beginning of the help of --verify, before the list.
     """
     listed = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
@@ -55,10 +55,10 @@ def add_rule_flags(
 
 
 def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """Choose a rule as `choose` does, and check that its weights are named if it needs some.
+    """Choose a rule as `choose` does, and check that its weights are given if it needs some.
 
     Raises:
-      MarsError: as `choose`, or weights are missing.
+      MarsError: see `choose`; or weights are missing.
     """
     choice = choose(spec, given)
     if "weights" in choice.definition.needs and not split(spec)[1]:
@@ -69,15 +69,15 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
-    """Return the chosen rule, and the file of `mars-jax calibrate` if theta is a file, else None.
+    """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is no file.
 
     Args:
-      spec: of the rule; None means that of the file, or else the default.
-      given: its settings, from `given_settings`.
+      spec: spec of the rule; None means the file's rule, or else the default.
+      given: settings of the rule, from `given_settings`.
       default: spec of the default rule.
 
     Raises:
-      MarsError: as `choose_with_weights`, or as `lab.theta.rule_of_file`.
+      MarsError: see `choose_with_weights` and `lab.theta.rule_of_file`.
     """
     if "theta" in given and not is_number(given["theta"].text):
         return load_function("mars_jax.lab.theta:rule_of_file")(spec, given)
@@ -94,7 +94,7 @@ def is_number(text: str) -> bool:
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:
-    """Return the settings of the rule from flags and --rule-option, as texts."""
+    """Return the settings of the rule from flags and --rule-option, as strings."""
     settings = {}
     for name in _flags():
         value = getattr(args, name, None)
@@ -114,7 +114,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
 
 
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
-    """Return the settings that have a flag, by name, each with the rules that have it."""
+    """Return the settings that have a flag, by name, each with the rules that use it."""
     by_name: dict[str, list[tuple[str, Setting]]] = {}
     for row in rules().values():
         for name, setting in row.settings.items():
@@ -128,7 +128,7 @@ FLAGS = ("verify", *_flags())
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """Return the help of a setting for the rules that have it. Rules with the same meaning share one explanation."""
+    """Return the help of a setting for the rules that use it. Rules with the same meaning share one explanation."""
     rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
         text, semicolon, details = setting.help.partition("; ")
@@ -144,7 +144,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
 
 
 def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
-    """Print the table of rules, and the user's rule if one is named."""
+    """Print the table of rules, and the user's rule if one is given."""
     rows = [*rules().values(), *([find(own)] if own and is_own(own) else [])]
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
@@ -165,7 +165,7 @@ def _lines(text: str) -> str:
 
 
 def _described(setting: Setting) -> str:
-    """Return a setting in one line."""
+    """Describe a setting in one line."""
     parts = [setting.help] if setting.help else []
     if setting.by:
         assert not isinstance(setting.ranges, Range)

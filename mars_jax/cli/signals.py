@@ -1,7 +1,7 @@
 """Signal handling: Ctrl-C and SIGTERM end a command at once, with one line on stderr.
 
 Python runs signal handlers in the main thread between two bytecodes, so no handler runs while XLA compiles. An
-exception that a handler raises inside a callback of XLA is lost or crashes the process. Therefore the handlers do
+exception that a handler raises inside an XLA callback is lost or crashes the process. Therefore the handlers do
 nothing, and two other threads read the signals from a pipe. Only the entry points of the process call `handle`: a
 program that calls a command's `main` keeps its own handlers.
 """
@@ -28,11 +28,11 @@ class _State:
     """State that the threads share with the main thread."""
 
     def __init__(self) -> None:
-        self.writing: int | None = None  # end of the pipe; None without `handle`
+        self.writing: int | None = None  # write end of the pipe; None without `handle`
         self.terminal: list[Any] | None = None  # attributes of stdin
         self.stop: threading.Event | None = None  # event that the next Ctrl-C sets
         self.raises = False  # whether Ctrl-C raises KeyboardInterrupt in the main thread
-        self.actions: list[Callable[[], str]] = []  # of `ending`
+        self.actions: list[Callable[[], str]] = []  # actions of the enclosing `ending` blocks
         self.turn = threading.Lock()  # held while reading the pipe
         self.marked = threading.Event()
         self.ending = threading.Lock()  # taken once, by the thread that calls the action
@@ -55,13 +55,13 @@ def handle() -> None:
         signal.signal(number, _on_signal)
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
-    for _ in range(2):  # the second one reads signals that arrive while the first one ends the process
+    for _ in range(2):  # the second thread reads signals that arrive while the first one ends the process
         threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
     os.register_at_fork(after_in_child=lambda: _release(numbers))
 
 
 def _release(numbers: list[signal.Signals]) -> None:
-    """Restore Python's handlers in a forked child: its signals must not end the parent, which reads the same pipe."""
+    """Restore Python's handlers in a forked child, whose signals must not end the parent through the shared pipe."""
     signal.set_wakeup_fd(-1)
     _state.writing = None
     for number in numbers:

@@ -26,11 +26,11 @@ from jinja2.visitor import NodeTransformer
 from mars_jax.utils.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS, TEMPLATE_SIZE
 
 _NUMBER_BITS = 1 << 16
-"""Largest size of an integer in bits. The time of a product grows with the square of it."""
+"""Maximum size of an integer in bits. The time of a multiplication grows with the square of the size."""
 _ITEM = 64
 """Size of a list item in characters."""
 _COUNT = 1 << 24
-"""Largest integer that is a count or a width."""
+"""Maximum integer that may be used as a count or a width."""
 _LINEAR = (
     *("startswith", "endswith", "find", "index", "count", "split", "partition"),
     *("removeprefix", "removesuffix", "default", "d", "truncate", "map", "select", "reject"),
@@ -41,9 +41,9 @@ _REFUSED = (
     *("encode", "decode", "generate_lorem_ipsum"),
     *("pprint", "urlize", "striptags", "xmlattr", "wordwrap"),
 )
-"""Functions and filters that may take unbounded time on small arguments."""
+"""Functions and filters that may take unbounded time even for small arguments."""
 _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
-"""A field width in a format string that is in the millions, or is itself an argument."""
+"""A field width in a format string that is at least a million, or is itself an argument."""
 
 
 def _size(value: Any) -> int:
@@ -71,7 +71,7 @@ def _size(value: Any) -> int:
 
 
 def _factor(operand: Any) -> int:
-    """Return an upper bound on how often an operand may repeat another one."""
+    """Return an upper bound on how many times an operand may repeat the other operand."""
     if not isinstance(operand, int):
         return _size(operand)
     return abs(operand) if abs(operand) <= _COUNT else 2 * TEMPLATE_SIZE + 1
@@ -116,7 +116,7 @@ class _Template(Template):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on time and memory, for one template and one thread at a time."""
+    """Jinja's sandbox with time and memory limits, for one template and one thread at a time."""
 
     template_class = _Template
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -145,7 +145,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _check(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
-        """Raise TemplateError if the result or the time of an operation may be the product of large operands."""
+        """Raise TemplateError if an operation's result or run time may grow as the product of large operands."""
         if name in _REFUSED:
             raise TemplateError(f"{name} is not supported")
         if (
@@ -213,9 +213,9 @@ _replacing = threading.RLock()
 
 @contextlib.contextmanager
 def bounded_templates() -> Iterator[None]:
-    """Make transformers render chat templates in a `BoundedEnvironment`, for one thread at a time.
+    """Make transformers render chat templates in a `BoundedEnvironment`, one thread at a time.
 
-    It replaces a function of transformers, which has no argument for the environment.
+    This replaces a function of transformers, because that function has no argument for the environment.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

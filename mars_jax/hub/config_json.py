@@ -41,7 +41,7 @@ def _family(data: dict[str, Any]) -> str:
 def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """Make a ModelConfig from the contents of config.json and, if it exists, generation_config.json.
 
-    The stop tokens of both files are merged, those of config.json first.
+    The stop tokens of both files are merged, with those of config.json first.
 
     Raises:
       MarsError: the architecture, rope type, activation or combination of sizes is not supported.
@@ -100,7 +100,7 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
 
 def read_json(path: Path, most: int = JSON_BYTES) -> dict[str, Any]:
-    """Read the object in a JSON file of at most `most` bytes.
+    """Read the JSON object in a file of at most `most` bytes.
 
     Raises:
       MarsError: the file is absent, unreadable, or not a JSON object.
@@ -139,7 +139,7 @@ def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
 
 
 def dtype_of(data: dict[str, Any]) -> str | None:
-    """Return the dtype in a config.json, under the key of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
+    """Return the dtype listed in a config.json, under the key of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
     dtype = data.get("dtype") or data.get("torch_dtype")
     return str(dtype).removeprefix("torch.") if dtype else None
 

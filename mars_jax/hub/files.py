@@ -46,12 +46,12 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
-    # For a 4-bit matrix: read the fields of `models.quantize.Int4` of some rows, outputs last; None for other tensors.
+    # For a 4-bit matrix: read the `models.quantize.Int4` fields of some rows, outputs last; None for other tensors.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None  # inputs per scale of a 4-bit matrix
-    # Keep the matrix in at least 8 bits: the file stores other matrices in 4, and its author chose more for this one.
+    # Keep the matrix at 8 bits or more: the file stores other matrices at 4, but its author chose more for this one.
     wider: bool = False
-    # For a float8 tensor: `rows` without scales. `rows` itself raises, since unscaled numbers are meaningless.
+    # For a float8 tensor: read rows without scales. `rows` itself raises, since unscaled numbers are meaningless.
     numbers: Callable[[int, int], np.ndarray] | None = None
 
     def read(self) -> np.ndarray:
@@ -60,9 +60,9 @@ class Tensor(NamedTuple):
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Return the local directory or GGUF file of a checkpoint. Download it if it is only on the hub.
+    """Return the local directory or GGUF file of a checkpoint, after downloading it if it is only on the hub.
 
-    A checkpoint is a path, one of `mars_jax.assets`, a short name of `assets.catalogue`, or `owner/name` on the hub.
+    A checkpoint is a path, one of `mars_jax.assets`, a short name in `assets.catalogue`, or `owner/name` on the hub.
     Only the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the
     safetensors files of the repository, or its `.bin` files if it has no safetensors.
 
@@ -144,7 +144,7 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
 
 
 def _weight_map(directory: Path, index: str) -> dict[str, str]:
-    """Return the file of each tensor from an index, relative to the directory.
+    """Read an index and return the file of each tensor, relative to the directory.
 
     Raises:
       MarsError: the file is not an index, or lists a file outside of the directory.
@@ -183,13 +183,13 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
 
 
 def _is_within(name: str) -> bool:
-    """Return whether a relative path stays in its directory. Links out of it are allowed: the hub's cache has them."""
+    """Return whether a relative path stays in its directory. Links out of it are allowed: the hub's cache uses them."""
     path = PurePath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a checkpoint, file by file. Only headers are in memory; read the tensors in any order.
+    """Yield the tensors of a checkpoint, file by file. Only headers are in memory; tensors can be read in any order.
 
     As in transformers, a single file takes precedence over an index and its shards. If several shards contain a tensor
     and the index lists one of them, the other copies are left out.
@@ -222,7 +222,7 @@ def _quantised(name: str, path: Path, dtype: object) -> str:
 
 
 def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
-    """Read with `readinto`: safetensors maps the file, so that its pages would count as memory of this process."""
+    """Read tensors with `readinto`: safetensors maps the file, so its pages would count as memory of this process."""
     from safetensors import SafetensorError, safe_open
 
     version = version_of(path)

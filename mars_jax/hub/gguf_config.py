@@ -30,7 +30,7 @@ ARCHITECTURES = {
 _STOPS = ("eos", "eot", "eom")
 """Tokens that end a completion, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the largest models. They scale scores by hidden size over heads, which no key of a file shows."""
+"""Number of layers of the 27B models. They scale scores by hidden size / heads, which no metadata key records."""
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
-"""Neutral values of keys that change the forward pass of these architectures and are not implemented.
+"""Neutral values of metadata keys that would change these architectures' forward pass and are not implemented.
 
 `_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp, which
 reads other keys, such as `residual_scale`, only for other architectures.
@@ -50,7 +50,7 @@ reads other keys, such as `residual_scale`, only for other architectures.
 
 
 def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
-    """Read the config of a GGUF file and the dtype of its matrices; None if they are quantised or have several dtypes.
+    """Read a GGUF file's config, and the dtype of its matrices, or None if they are quantised or their dtypes differ.
 
     Raises:
       MarsError: the architecture is not supported, or metadata is absent or inconsistent.
@@ -146,7 +146,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Return whether a value, or every value of a list over layers, is neutral up to rounding to float32."""
+    """Return whether a value, or every value of a list over layers, is neutral within float32 rounding."""
     if value in neutral:
         return True
     numbers = [number for number in neutral if not isinstance(number, list)]
@@ -167,7 +167,7 @@ def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    """Return a size. If the file lists one for each layer, they must all be equal."""
+    """Return a size. If the file lists one per layer, all must be equal."""
     value = file.of_model(key, default)
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(set(value)) != 1:
@@ -177,7 +177,7 @@ def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
 
 
 def _decimal(value: float | None) -> float | None:
-    """Return the decimal number that was rounded to float32.
+    """Return the decimal number whose float32 rounding is `value`.
 
     >>> _decimal(9.999999747378752e-06)
     1e-05
@@ -214,7 +214,7 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
 def _llama3(file: GGUFFile) -> dict[str, Any]:
     """Infer the parameters of Llama 3's rope scaling from `rope_freqs.weight`, the divisor of each frequency.
 
-    The factor is the largest divisor. All published models have the other parameters of Llama 3.1.
+    The factor is the largest divisor. All published models share the other parameters of Llama 3.1.
 
     Raises:
       MarsError: these parameters do not reproduce the divisors in the file.

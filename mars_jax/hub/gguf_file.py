@@ -1,8 +1,8 @@
-"""Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code of the file.
+"""Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code from the file.
 
-Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not mapped: the reader of the package gguf maps
-the file, so that its pages count as memory of this process, and keeps two arrays per token. Oracle: the package's
-writer and its `dequantize` (tests/hub/test_gguf.py).
+Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not mapped. The reader of the package gguf maps
+the file, so its pages count as memory of this process, and keeps two arrays per token. Oracle: the package's writer and
+its `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GGUFFile:
         self.path, self._values, self.tensors = path, values, tensors
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value of the metadata: a number, a string, or a list of them.
+        """Return a metadata value: a number, a string, or a list of them.
 
         Raises:
           MarsError: a string is not valid UTF-8.
@@ -69,7 +69,7 @@ class GGUFFile:
         """Return rows `first .. last - 1` of a tensor, f32[last - first, ...].
 
         Raises:
-          MarsError: the rows cannot be read, or have a type that the package gguf does not dequantise.
+          MarsError: the rows cannot be read, or have a type that the package gguf cannot dequantise.
         """
         import gguf
 
@@ -138,7 +138,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @cached_by_version(gguf_parts)
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a file, or all parts of a split file. The first part holds the metadata, and each part some of the tensors.
+    """Open a file, or all parts of a split file. The first part holds the metadata; every part holds some tensors.
 
     Raises:
       MarsError: the `gguf` package is not installed; a file is truncated, corrupt or not GGUF; or parts of a split file
@@ -189,7 +189,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Header:
-    """A sequential reader of the header of a file. A damaged count never makes it read past the end of the file."""
+    """A sequential reader of a file's header. A damaged count never makes it read past the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path, version: Version):
         self._file, self._size, self._at = file, os.fstat(file.fileno()).st_size, 0

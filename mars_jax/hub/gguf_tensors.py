@@ -1,13 +1,13 @@
-"""The tensors of a GGUF file by their names on the Hugging Face hub, dequantised some rows at a time.
+"""The tensors of a GGUF file under their Hugging Face names, dequantised a few rows at a time.
 
 4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the form of `models.quantize.Int4`. Their format is defined in
 ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and `get_scale_min_k4` of ggml-quants.c. A
 block of 32 weights is a float16 scale d, in Q4_1 also a float16 minimum m, and 16 bytes: byte j holds weight j in its
 low half and weight j + 16 in its high half.
 
-In Q4_K, eight blocks share float16 factors of their scales and offsets, which are 6-bit integers; 32 bytes hold one
-block in their low halves and the next one in their high halves. The scale in Q4_K is a product, and rounding it to
-float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
+In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks;
+32 bytes hold one block in their low halves and the next one in their high halves. The scale in Q4_K is a product, and
+rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
 Oracles: transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
 """
 
@@ -32,11 +32,12 @@ _MOST_BITS = 5
 _DERIVED = {"rope_freqs.weight"}
 """Tensors whose values follow from the config."""
 _INTERLEAVED = {"llama"}
-"""Architectures whose queries and keys llama.cpp stores interleaved, to rotate neighbours. The hub rotates halves."""
+"""Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
+rotates halves."""
 
 
 def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a GGUF file in the form of `files.tensors`.
+    """Yield the tensors of a GGUF file in the same form as `files.tensors`.
 
     A tensor that is not part of the model keeps its GGUF name.
 
@@ -72,7 +73,7 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    # Keep wider matrices only in a file that also has 4-bit ones. In any other file, all matrices may be rounded to 4.
+    # Keep wider matrices only if the file also has 4-bit ones. In any other file, all matrices may be rounded to 4.
     mixed = any(file_tensor.kind.name in _KINDS for file_tensor in file.tensors.values())
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
@@ -94,7 +95,7 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
 
     Args:
       data: u8[out, bytes]; stored rows.
-      kind: of `_KINDS`.
+      kind: one of `_KINDS`.
 
     Returns:
       i8[blocks, 32, out] in [-8, 7], f16[blocks, out] and f32[blocks, out].
@@ -115,7 +116,7 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _read_of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Do `_read_blocks` for rows in Q4_K: 2 + 2 bytes of factors, 12 of scales, 128 of weights."""
+    """Implement `_read_blocks` for Q4_K rows: 2 + 2 bytes of factors, 12 of scales, 128 of weights."""
     shared = data.reshape(len(data), -1, 144)
     factors = np.ascontiguousarray(shared[..., :4]).view(np.float16).astype(np.float32)[..., None]
     low, mid, high = (shared[..., 4 + i : 8 + i] for i in (0, 4, 8))

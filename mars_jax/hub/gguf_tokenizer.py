@@ -1,7 +1,7 @@
 """The tokenizer in the metadata of a GGUF file, built with the tokenizers library.
 
-Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp; the original
-tokenizer.json if llama.cpp only approximates it, as for Qwen's NFC or the cases of Tekken's letters. Oracles: the
+Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp, or the original
+tokenizer.json if llama.cpp only approximates it, for example Qwen's NFC or the letter case in Tekken. Oracles: the
 tokenizers that the metadata was written from, sentencepiece, and transformers' reader
 (tests/hub/test_gguf_tokenizer.py).
 """
@@ -18,11 +18,11 @@ from mars_jax.utils.limits import TOKEN_BYTES
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's symbol for a space
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""Special tokens by their names in transformers and in the metadata."""
+"""Special tokens: their names in transformers, and in the metadata."""
 
 
 class _Split(NamedTuple):
-    """The pre-tokenizer of a byte-level tokenizer, which splits a text into words, by `tokenizer.ggml.pre`."""
+    """A byte-level pre-tokenizer, which splits text into words. `tokenizer.ggml.pre` selects it."""
 
     patterns: tuple[str, ...]  # applied in order; each splits the pieces left by the previous ones
     nfc: bool = False  # normalise to NFC
@@ -128,7 +128,7 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any,
 
 
 def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
-    """Build a sentencepiece BPE tokenizer, which merges the pair with the highest score. Return as `_byte_level`."""
+    """Build a sentencepiece BPE tokenizer, which merges the highest-scoring pair. Return the same as `_byte_level`."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.get("tokenizer.ggml.scores")

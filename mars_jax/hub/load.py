@@ -35,10 +35,10 @@ from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
-# Buffers in old exports that follow from the config.
+# Old exports contain these buffers, whose values follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Prefixes in Gemma 3 with images. Only its text model is loaded.
+# Gemma 3 with images uses these prefixes. Only its text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
 
@@ -91,31 +91,31 @@ def load(
     prefill_chunk: int | None = None,
     attention: str = "auto",
 ) -> Pretrained:
-    """Load a checkpoint in the Hugging Face layout, a conversion by `convert`, or a GGUF file.
+    """Load a checkpoint in the Hugging Face layout, a directory written by `convert`, or a GGUF file.
 
     Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
     Args:
-      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `assets.catalogue`,
+      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `assets.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
-        file becomes float32. For AWQ, GPTQ and compressed-tensors in 4 bits, None also keeps a layer's matrix packed if
+        file becomes float32. For 4-bit AWQ, GPTQ and compressed-tensors, None also keeps a layer's matrix packed if
         the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
         experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight
         (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
-        bits, and embeddings and experts to 8. It does not round 4-bit matrices of a file again (GGUF's Q4_0, Q4_1 and
-        Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized). Matrices that such a GGUF file stores
-        in more bits are rounded to 8.
+        bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
+        GPTQ without `desc_act`, compressed-tensors' pack-quantized) are not rounded again. Matrices that such a GGUF
+        file stores at more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
       shardings: tree of `jax.sharding.Sharding` with the structure of params, for a custom placement; default: derived
         from the mesh, or JAX's default device without one. Each process reads the parts for its own devices.
       check: compare the checksum of each file of a conversion. Other checkpoints have no checksums.
-      cache_dtype: of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and a scale for
-        each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would widen the
-        whole bfloat16 cache at every step.
-      prefill_chunk: number of prompt tokens per forward; default: chosen by backend and buffer. Draft models that are
+      cache_dtype: dtype of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and
+        a scale for each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would
+        widen the whole bfloat16 cache at every step.
+      prefill_chunk: prompt tokens per forward pass; default: chosen by backend and buffer. Draft models that are
         loaded for this target use the same value.
       attention: "auto", "xla" or "pallas" (a kernel on TPU); see `models.language_model`.
 
@@ -178,7 +178,7 @@ def _mesh(given: Any) -> Mesh | None:
 
 
 def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
-    """Return the floating dtype of params, and the bits of quantised matrices or None.
+    """Return the floating-point dtype of params, and the bits of quantised matrices or None.
 
     Args:
       asked: `dtype` as for `load`.
@@ -192,13 +192,13 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
 
 
 def listed(names: list[str]) -> str:
-    """Format a list of names: the first three, and the number of the others."""
+    """Format a list of names: the first three, and the number of remaining ones."""
     first_three = ", ".join(names[:3])
     return first_three if len(names) <= 3 else f"{first_three} and {len(names) - 3} more"
 
 
 def _alias(name: str) -> str:
-    """Return a tensor's canonical name. Some exports lack the prefix `model.`, others add one for the text model."""
+    """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
     name = _TEXT.sub("", name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
@@ -206,7 +206,7 @@ def _alias(name: str) -> str:
 def collect(
     files: Iterable[dict[str, Tensor]], canonical: Callable[[str], str]
 ) -> dict[str, list[tuple[str, Tensor]]]:
-    """Group the tensors of some files, with their names in the files, by canonical name, without reading them."""
+    """Group (name in the file, tensor) pairs by canonical name, without reading the tensors."""
     grouped: dict[str, list[tuple[str, Tensor]]] = {}
     for file in files:
         for name, tensor in file.items():
@@ -226,7 +226,7 @@ def check_tensors(
       directory: for error messages.
       held: the tensors, from `collect`.
       table: the expected weights.
-      harmless: returns whether to ignore a name that is not in the table.
+      harmless: function that returns whether to ignore a name that is not in the table.
 
     Raises:
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
@@ -258,21 +258,21 @@ def check_tensors(
 
 
 def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
-    """Convert a whole tensor to an array of params. `bits` is from `quantize.bits_of`.
+    """Convert a whole tensor to an array of params. `bits` comes from `quantize.bits_of`.
 
     Raises:
-      MarsError: the tensor is not floating.
+      MarsError: the tensor does not hold floating-point numbers.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
     if bits is not None:
         return jax.device_put((quantize if bits == 8 else quantize_4)(array, dtype))
-    # Copy, since an array of a .bin file is mapped from the file.
+    # Make a copy, since an array from a .bin file is mapped from that file.
     return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
-    """Return the (name in the files, tensor) of each weight of a checkpoint, by its name in the table of weights.
+    """Return the (name in the files, tensor) pair of each weight, by the weight's name in the table.
 
     Raises:
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
@@ -311,11 +311,11 @@ def read_leaf(
 ) -> list[HostArray]:
     """Read one array of params into host memory; see `stream.read_array`.
 
-    If `bits` is 4, matrices that a GGUF file stores in more bits than its others are kept in 8.
+    If `bits` is 4, matrices that a GGUF file stores at more bits than its other matrices are kept at 8.
 
     Args:
       directory: for error messages.
-      found: from `find_tensors`.
+      found: result of `find_tensors`.
       leaf, rows: an entry of `weights.leaves`.
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
@@ -344,11 +344,11 @@ def read_params(
     """Read the params of a checkpoint onto their devices.
 
     Args:
-      directory: of the checkpoint.
-      config: of the model.
-      dtype: floating.
-      bits: of matrices; see `quantize.bits_of`.
-      keep_packed: keep matrices in 4 bits if the checkpoint packs them, and everything else floating.
+      directory: directory of the checkpoint.
+      config: config of the model.
+      dtype: floating-point dtype of the params.
+      bits: bits per weight of the matrices; see `quantize.bits_of`.
+      keep_packed: keep matrices at 4 bits if the checkpoint packs them, and everything else in `dtype`.
       shardings: tree of shardings with the structure of params; None for JAX's default device.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Unpacking of 4-bit matrices of AWQ, GPTQ and compressed-tensors into tensors with their usual names.
+"""Unpacking of 4-bit AWQ, GPTQ and compressed-tensors matrices into tensors with their usual names.
 
 One i32 packs eight 4-bit numbers, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a zero z
 for each output and group of inputs:
@@ -9,8 +9,8 @@ for each output and group of inputs:
 | GPTQ | `qweight` [in / 8, out] | `scales` [in / G, out] | `qzeros` [in / G, out / 8], less 1 in the first version |
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
-In GPTQ, `g_idx` [in] is the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
-matrix is dequantised, and rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
+In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
+matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
 packed by these packages (tests/hub/packed_by_others.npz).
 """  # noqa: E501
@@ -53,7 +53,7 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a checkpoint with packed 4-bit matrices; None for any other checkpoint.
 
     Raises:
-      MarsError: the method is supported but not in this form, the forward rotates activations, or weights are sparse.
+      MarsError: this form of the method is not supported, the forward pass rotates activations, or weights are sparse.
     """
     data = read_json(directory / "config.json")
     quantization = data.get("quantization_config") or data.get("compression_config")
@@ -85,7 +85,7 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
 
 
 def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise MarsError for settings of a `quantization_config` that change the forward and are not implemented.
+    """Raise MarsError for `quantization_config` settings that change the forward pass and are not implemented.
 
     Sources: vllm-project/compressed-tensors `transform/transform_args.py`, ModelCloud/GPTQModel
     `quantization/rotation/rotation.py`.

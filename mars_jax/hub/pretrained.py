@@ -89,11 +89,11 @@ class Pretrained:
           model: the functions of the model.
           params: the weights, in any pytree that the functions accept.
           tokenizer: a transformers tokenizer; None if prompts and completions are token ids.
-          config: of a model of `mars_jax.models`. Drafters that are trained for their target read it.
+          config: config of a model from `mars_jax.models`. Drafters that are trained for their target read it.
           max_positions: maximum length of prompt and completion together, if there is no config.
-          stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end of text.
+          stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end-of-text token.
           mesh: mesh that params are sharded over.
-          name: for messages.
+          name: name for messages.
 
         Raises:
           MarsError: config and max_positions are both given or both absent.
@@ -135,7 +135,7 @@ class Pretrained:
     def tokenizer(self) -> Any:
         """The transformers tokenizer of the checkpoint.
 
-        If a model of `assets.catalogue` has no chat template in its files, the tokenizer gets the one listed there.
+        If the files of a model in `assets.catalogue` have no chat template, the tokenizer uses the one listed there.
 
         Raises:
           MarsError: the tokenizer is absent or cannot be read.
@@ -170,12 +170,12 @@ class Pretrained:
             token = self.tokenizer.convert_tokens_to_ids(name)
             return token if self.tokenizer.convert_ids_to_tokens(token) == name else None
         except (AttributeError, TypeError):
-            # Another library's tokenizer, or a vocabulary without an unknown token.
+            # The tokenizer is from another library, or its vocabulary has no unknown token.
             return None
 
     @functools.cached_property
     def has_tokenizer(self) -> bool:
-        """True if the checkpoint has any tokenizer. Without one, prompts and completions are token ids."""
+        """True if the checkpoint contains a tokenizer. Without one, prompts and completions are token ids."""
         if self.own_tokenizer is not None:
             return True
         if is_gguf(self.path):
@@ -184,7 +184,7 @@ class Pretrained:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end a completion: the config's, else the tokenizer's."""
+        """Ids that end a completion: those in the config, otherwise the tokenizer's."""
         if self.config.eos_token_ids:
             return self.config.eos_token_ids
         eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
@@ -192,10 +192,10 @@ class Pretrained:
 
     @functools.cached_property
     def chat_stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end an answer in a chat: `stop_tokens`, the tokenizer's end of text, and its end of turn.
+        """Ids that end an answer in a chat: `stop_tokens`, and the tokenizer's end-of-text and end-of-turn tokens.
 
-        The end of turn is the special token that the chat template writes directly after an assistant's message, such
-        as <|im_end|>. Some checkpoints list it in none of their configs.
+        The end-of-turn token is the special token that the chat template writes directly after an assistant's message,
+        such as <|im_end|>. Some checkpoints list it in none of their configs.
         """
         if not self.has_tokenizer:
             return self.stop_tokens
@@ -269,7 +269,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return token ids of a conversation, ending at the position of the model's answer.
+        """Return token ids of a conversation, ending at the point where the model's answer begins.
 
         Args:
           turns: each with a `role` and `content`. If the last one is the assistant's, the model continues it.
@@ -337,7 +337,7 @@ class Pretrained:
             try:
                 with on_all_cores(), told_of_panics(self.name):
                     encoded = self._encoded(list(prompts))
-            except Exception:  # encode one by one below, so that the error names the prompt
+            except Exception:  # encode one by one below, so that the error identifies the prompt
                 encoded = []
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
@@ -345,12 +345,12 @@ class Pretrained:
         return encoded
 
     def _check_length(self, text: str) -> None:
-        """Raise MarsError if a text is far too long, without encoding all of it."""
+        """Raise MarsError if a prompt is far too long, without encoding all of it."""
         if (size := len(text.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
             raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
         limit = self.config.max_positions
         for prefix in PREFIXES:
-            # The text after a prefix may merge with its last tokens, so reject only prefixes a quarter over the limit.
+            # The text after a prefix may merge with its last tokens, so reject only prefixes 25% over the limit.
             if len(text) > prefix and len(self._ids(text[:prefix])) > limit + limit // 4:
                 raise MarsError(
                     f"the prompt has more than {limit} tokens and '{self.name}' a context of {limit}: shorten the "

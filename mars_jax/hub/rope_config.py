@@ -14,7 +14,7 @@ from mars_jax.utils.errors import MarsError
 
 
 def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15) by the same rules as transformers."""
+    """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), following transformers' rules."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -87,7 +87,7 @@ def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
     """Merge the rope settings of config.json, which may list a setting in several places.
 
     Raises:
-      MarsError: two places have different values.
+      MarsError: two places list different values.
     """
     top_level = {key: data.get(base if key == "rope_theta" else key) for key in _OUTSIDE}
     settings: dict[str, Any] = {}

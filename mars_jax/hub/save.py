@@ -24,7 +24,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """Return params as a dict from checkpoint name to array, checked against a table of weights.
 
     Raises:
-      MarsError: params lack a row of the table, or its array has another shape or is quantised.
+      MarsError: params lack a row of the table, or its array has a different shape or is quantised.
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
@@ -76,7 +76,7 @@ def save(
       path: the directory. Its parents are created.
       config: the model's config.
       params: the model's params, in the dtype to save.
-      overwrite: replace the two files in a directory that is not empty; other files stay.
+      overwrite: replace these two files in a directory that is not empty; other files are kept.
 
     Returns:
       The directory.
@@ -102,8 +102,8 @@ def write_directory(
 ) -> Path:
     """Write the weights into `file`, and config.json. Both are on disk before they appear under their names.
 
-    A new directory appears complete or not at all. In an existing one, other files stay. config.json is absent while
-    the weights are replaced, unless it does not change, so that old weights never load with a new config.
+    A new directory appears complete or not at all. In an existing one, other files are kept. If config.json changes, it
+    is absent while the weights are replaced, so that old weights never load with a new config.
 
     Raises:
       MarsError: the files cannot be written.

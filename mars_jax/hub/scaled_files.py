@@ -1,7 +1,7 @@
-"""Dequantised 8-bit matrices of checkpoints in fp8 (e4m3) and int8, which store scales in separate tensors.
+"""Dequantisation of matrices in fp8 (e4m3) and int8 checkpoints, which store scales in separate tensors.
 
-A weight is the stored number times its scale. A matrix [out, in] has one scale, one for each output, or one for each
-block. A group of inputs is a block with one output:
+A weight is the stored number times its scale. A matrix [out, in] has one scale, one per output, or one per block. A
+group of inputs is a block with one output:
 
 | | scales | made by |
 |---|---|---|
@@ -9,8 +9,8 @@ block. A group of inputs is a block with one output:
 | fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
 | `float-quantized`, `int-quantized` | `NAME.weight_scale` [out, 1], [1], or by blocks or groups | compressed-tensors |
 
-These formats also describe how to round activations, keys and values. mars-jax does not round them, so their scales
-are left out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
+These formats also describe how to round activations, keys and values. mars-jax does not round them, so it ignores their
+scales. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
 `quantizers/naive_quantized.py`. Oracle: PyTorch's float8 (tests/hub/test_scaled_files.py).
 """
 
@@ -33,7 +33,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale")
 def dequantized_tensors(
     directory: Path, files: Iterable[Mapping[str, Tensor]]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a checkpoint's files, with matrices that have scales dequantised.
+    """Yield the tensors of a checkpoint's files, dequantising every matrix that has scales.
 
     Raises:
       MarsError: scales do not fit their matrix.

@@ -1,4 +1,4 @@
-"""Saving of a running `DecodeState` between two steps, and restoring in another process or on another mesh.
+"""Saving of a running `DecodeState` between two steps, and restoring in a different process or on a different mesh.
 
 Oracle: the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
 """
@@ -29,7 +29,7 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
 
     Args:
       path: a directory that does not exist yet.
-      state: between two steps.
+      state: the state between two steps.
 
     Raises:
       MarsError: `path` exists or cannot be written.
@@ -59,7 +59,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
         `Decoder.init` is enough; the shardings of its `jax.ShapeDtypeStruct`s place the arrays.
 
     Raises:
-      MarsError: the checkpoint cannot be read, or has another structure or other shapes.
+      MarsError: the checkpoint cannot be read, or has a different structure or different shapes.
     """
     import orbax.checkpoint as ocp
 

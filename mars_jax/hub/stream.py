@@ -28,10 +28,10 @@ BLOCK = 8 << 20
 """Size in bytes of a block of rows."""
 
 BITS = {1: None, 2: 8, 3: 4}
-"""Bits of a matrix by its number of fields (values, scale, offset); None for floating."""
+"""Bits per weight of a matrix, by its number of fields (values, scale, offset); None if it is not quantised."""
 
 Box = tuple[tuple[int, int], ...]
-"""Range (first, end) of a part of an array along each axis."""
+"""Range (first, end) along each axis of a part of an array."""
 
 
 class HostArray:
@@ -49,7 +49,7 @@ class HostArray:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
     def rows(self, at: int | None, axis: int = 0) -> tuple[int, int]:
-        """Return the range (first, end) of rows that this host needs, in tensor number `at` if tensors are stacked."""
+        """Return the range (first, end) of rows that this host needs, of tensor number `at` if tensors are stacked."""
         boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
         axis = axis if at is None else 1
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
@@ -107,13 +107,14 @@ def read_array(
 
     Args:
       tensors: (name, tensor) pairs: one tensor of `shape`, or several to stack along a new first axis.
-      shape: of the array.
-      dtype: floating; of the array, or of the dequantised array.
-      sharding: of the array, which selects the parts for this host; None reads all of it.
-      bits: of a quantised matrix; None for floating. With 4, a tensor that is stored in 4 bits is not rounded again.
+      shape: shape of the array.
+      dtype: floating-point dtype of the array, or of its dequantised form.
+      sharding: sharding of the array, which selects the parts for this host; None reads all of it.
+      bits: bits per weight of a quantised matrix; None if it is not quantised. With 4, a tensor that is stored at 4
+        bits is not rounded again.
 
     Raises:
-      MarsError: a tensor cannot be read, or is not floating.
+      MarsError: a tensor cannot be read, or does not hold floating-point numbers.
     """
     if bits is not None:
         host_arrays = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, tensors[0][1].group)]

@@ -80,7 +80,7 @@ def read_tokenizer(path: Path) -> Any:
 def read_plain(path: Path) -> Any:
     """Read the `tokenizers.Tokenizer` of a directory; None if its files have settings that only transformers applies.
 
-    It encodes and decodes exactly like `read_tokenizer`, without the slow import of transformers.
+    It encodes and decodes exactly like `read_tokenizer`'s result, without the slow import of transformers.
     """
     _check_files(path)
     data = _tokenizer_config(path)
@@ -107,10 +107,10 @@ def read_plain(path: Path) -> Any:
 def told_of_panics(name: str | Path) -> Iterator[None]:
     """Convert a panic of the tokenizers library, which is written in Rust, into a MarsError.
 
-    In Python a panic is a `BaseException` and not an `Exception`.
+    In Python, such a panic is a `BaseException` but not an `Exception`.
 
     Args:
-      name: of the checkpoint.
+      name: name of the checkpoint.
 
     Raises:
       MarsError: the library panicked.

@@ -1,4 +1,4 @@
-"""Readers for values of a config.json. A null counts as absent; 0 does not."""
+"""Readers for values in a config.json. A null counts as absent; 0 does not."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def version_of(path: Path) -> Version:
 
 
 def check_version(path: Path, expected: Version) -> None:
-    """Raise MarsError if a file has another version than `expected`. Call it after reading."""
+    """Raise MarsError if a file's version differs from `expected`. Call it after reading."""
     if version_of(path) != expected:
         raise MarsError(f"'{path}' changed while it was being read: load it again.")
 
@@ -34,7 +34,7 @@ def check_version(path: Path, expected: Version) -> None:
 def cached_by_version(
     files: Callable[[Path], Iterable[Path]],
 ) -> Callable[[Callable[[Path], Result]], Callable[[Path], Result]]:
-    """Decorate a function of a path: return the cached result until one of `files(path)` changes."""
+    """Decorate a function of a path, so that its result is cached until one of `files(path)` changes."""
 
     def decorate(read: Callable[[Path], Result]) -> Callable[[Path], Result]:
         cached = functools.lru_cache(maxsize=4)(lambda path, versions: read(path))

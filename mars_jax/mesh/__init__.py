@@ -1,1 +1,1 @@
-"""Meshes of devices: roles of axes, shardings of rows, and several processes."""
+"""Device meshes: axis roles, row shardings, and runs with several processes."""

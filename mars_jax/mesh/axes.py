@@ -1,9 +1,10 @@
-"""Device meshes: the roles of their axes, and the mesh a program is being traced for.
+"""Device meshes: the roles of their axes, and the mesh for which a program is being traced.
 
 Oracle: the same program on one device (tests/mesh/test_shardings.py).
 
 Axes have one of three roles: `data` shards rows of the batch; `model` shards heads, hidden units and vocabulary;
-`expert` shards the experts of a mixture. A mesh has any of them, under these names or names registered by `name_axes`.
+`expert` shards the experts of a mixture. A mesh may have any of these axes, under these names or names registered by
+`name_axes`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "expert_hidden": ("model",),
 }
 """Roles of mesh axes for each logical axis, outermost first. A size that does not divide over all of them is sharded
-over fewer."""
+over fewer axes."""
 
 AXES = ("data", "model", "expert")
 """The roles; each is also the default name of its axis."""
@@ -45,7 +46,7 @@ _ROLES: dict[str, str] = {name: name for name in AXES}  # axis name -> role; ent
 
 
 def name_axes(**names: str | Sequence[str]) -> None:
-    """Register other names of mesh axes, such as a trainer's `("fsdp", "tp")`, for this process.
+    """Register additional names for mesh axes, such as a trainer's `("fsdp", "tp")`, for this process.
 
     Repeating a call is harmless. Names are never removed, so compiled programs stay valid.
 
@@ -53,7 +54,7 @@ def name_axes(**names: str | Sequence[str]) -> None:
       **names: role (one of `AXES`) = the name of an axis, or several names that share the role, outermost first.
 
     Raises:
-      MarsError: the role does not exist, or the name already has another role.
+      MarsError: the role does not exist, or the name already has a different role.
 
     >>> name_axes(data="fsdp", model="tp")
     >>> axes_of("heads", 8, AbstractMesh((2, 4), ("fsdp", "tp")))
@@ -84,7 +85,7 @@ def check_named(mesh: AnyMesh) -> None:
 
 
 def names_of(role: str, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """Return the mesh's axes of a role that have more than one device, outermost first."""
+    """Return the mesh axes of a role that have more than one device, outermost first."""
     if mesh is None:
         return ()
     return tuple(name for name, size in mesh.shape.items() if size > 1 and _ROLES.get(name) == role)
@@ -104,7 +105,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
 
     Args:
       text: axes with their sizes, outermost first, such as "data=2,model=4".
-      devices: default: all of `jax.devices()`.
+      devices: devices to choose from; default: all of `jax.devices()`.
 
     Raises:
       MarsError: an axis does not exist, or the mesh needs more devices than available.
@@ -186,11 +187,11 @@ def on_gpu() -> bool:
 
 
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Map `function(params, *rows)` over the `data` axis of the mesh it is traced for.
+    """Map `function(params, *rows)` over the `data` axis of the mesh for which it is traced.
 
     All arrays of `rows` and of the result have B as their first dimension, which is sharded over `data`. Rows are
-    independent, so there is no communication along it, and a loop ends on each device when its own rows are done. XLA
-    partitions the other axes by the sharding of the weights. Without a mesh this is `function` itself.
+    independent, so `data` needs no communication, and a loop ends on each device when its own rows are done. XLA
+    partitions the other axes according to the sharding of the weights. Without a mesh this is `function` itself.
 
     Raises (when called):
       MarsError: B does not divide over `data`.
@@ -248,7 +249,7 @@ Axes = tuple[str | None, ...]
 def logical_axes(x: Any) -> Axes | None:
     """Return the logical axis (a key of `RULES`) of each dimension of a container's arrays; None if it declares none.
 
-    A cache whose arrays are sharded by more than their rows declares an attribute of this name.
+    A cache that shards its arrays by more than their rows declares an attribute of this name.
     """
     return getattr(x, "logical_axes", None)
 
@@ -306,7 +307,7 @@ def _hold(x: Array, axes: Axes) -> Array:
 def hold_heads(buffer: PyTree) -> PyTree:
     """Shard a layer's keys or values [B, S, K, ...] by heads, or replicate them if the heads do not divide.
 
-    Otherwise XLA shards indivisible heads over part of an axis, and moves the whole buffer between devices for it.
+    Without this, XLA shards indivisible heads over part of an axis, and moves the whole buffer between devices.
     """
     return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
@@ -314,7 +315,7 @@ def hold_heads(buffer: PyTree) -> PyTree:
 def hold_whole(x: Array) -> Array:
     """Replicate activations [B, N, E] over the devices of `model`.
 
-    Otherwise XLA may shard them by E because a later matmul is, and gather them again in every layer, or shard a
+    Without this, XLA may shard them by E to match a later matmul and gather them again in every layer, or shard a
     concatenation by exchanging its parts.
     """
     return _hold(x, (None,) * x.ndim)
@@ -361,24 +362,24 @@ def devices_of(logical: str, size: int) -> int:
 def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
     """Return the mesh axes that shard a logical axis of this size in the current trace; () if it is replicated.
 
-    It is None if nothing is mapped by hand: on one device, or if XLA partitions the rows.
+    Return None if nothing is mapped by hand: on one device, or if XLA partitions the rows.
     """
     mesh = _ready()
     return None if mesh is None else axes_of(logical, size, mesh)
 
 
 def alone(logical: str, size: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard a logical axis, if the mesh does not shard rows; () on any other mesh.
+    """Return the mesh axes that shard a logical axis if the mesh does not shard rows, otherwise ().
 
-    Only without row sharding may devices communicate in a loop that ends with its rows: on CPUs a transfer to one
-    device waits for all.
+    Devices may communicate in a loop that ends with its rows only if the rows are not sharded: on CPUs, a transfer to
+    one device waits for all devices.
     """
     mesh = _ready()
     return () if mesh is None or names_of("data", mesh) else axes_of(logical, size, mesh)
 
 
 def in_order(axes: Sequence[str]) -> bool:
-    """Return whether axes are in the order of the current mesh, in which `lax.ppermute` counts devices."""
+    """Return whether axes are in the order of the current mesh, in which `lax.ppermute` numbers devices."""
     mesh = _ready()
     return mesh is not None and tuple(axes) == tuple(name for name in mesh.axis_names if name in axes)
 

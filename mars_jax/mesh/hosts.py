@@ -21,9 +21,9 @@ from mars_jax.mesh.axes import PyTree
 from mars_jax.utils.errors import MarsError, first_line
 
 HEARTBEAT = 20
-"""Seconds without a heartbeat after which a process counts as dead, and the others exit."""
+"""Seconds without a heartbeat after which a process is considered dead, and the others exit."""
 START = 120
-"""Seconds to wait for the other processes at the start."""
+"""Seconds to wait for the other processes at startup."""
 
 
 def connect(
@@ -35,13 +35,13 @@ def connect(
     detects no other processes, if `num_processes` is 1, or if the processes are already connected.
 
     Args:
-      coordinator: "host:port" of process 0, which listens only on this address. Set JAX_COORDINATOR_BIND_ADDRESS to
-        listen on another one, for example if the other processes reach process 0 under a different name.
+      coordinator: "host:port" of process 0, which listens at this address only. Set JAX_COORDINATOR_BIND_ADDRESS to
+        listen on a different one, for example if the other processes reach process 0 under a different name.
       num_processes: number of processes in the run.
       process_id: index of this process.
 
     Raises:
-      MarsError: the arguments contradict each other, or the others do not answer within two minutes.
+      MarsError: the arguments contradict each other, or the other processes do not answer within two minutes.
     """
     arguments = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
     # Do not initialise a single Slurm task: JAX would use only one of its GPUs.
@@ -71,7 +71,7 @@ def connect(
             shutdown_timeout_seconds=HEARTBEAT,
         )
     except Exception as error:  # jaxlib's own errors from gRPC, in addition to ValueError and RuntimeError
-        # JAX detects no cluster, or is already in use and therefore by a single process.
+        # JAX detects no cluster, or is already in use and therefore runs as a single process.
         single_process_messages = (
             "coordinator_address should be defined",
             "must be called before any JAX calls",
@@ -89,7 +89,7 @@ def connect(
 def _can_listen(coordinator: str) -> bool:
     """Return whether this machine can listen on an address; True if it cannot be resolved, so that JAX reports it.
 
-    Checked in advance because jaxlib may crash if its server cannot start.
+    Check this in advance, because jaxlib may crash if its server cannot start.
     """
     host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
     try:
@@ -118,7 +118,7 @@ def check_devices() -> None:
     """Raise MarsError if JAX cannot start the devices in JAX_PLATFORMS. Call it after `connect`."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an AssertionError without a message: no plugin
+    except (RuntimeError, AssertionError) as error:  # an AssertionError without a message means no plugin
         reason = (
             first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
         )
@@ -130,7 +130,7 @@ def check_devices() -> None:
 
 
 def leave(code: int) -> None:
-    """Exit this process immediately if the run has several, so that the others detect it and exit too.
+    """Exit this process immediately if the run has several, so that the others notice and exit as well.
 
     A normal exit would wait for the others, which may be waiting for this process.
     """
@@ -182,7 +182,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Do `jax.device_put` for arrays that every process holds, also onto devices of several processes."""
+    """Apply `jax.device_put` to arrays that every process holds, including onto devices of several processes."""
 
     def one(x: Any, sharding: Any) -> jax.Array:
         if sharding.is_fully_addressable:
@@ -197,7 +197,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Do `jax.device_get`, also for arrays that are sharded over processes; all processes must then call it."""
+    """Apply `jax.device_get`, including to arrays sharded over processes; all processes must then call it."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:

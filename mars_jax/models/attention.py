@@ -43,22 +43,22 @@ TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
 """Minimum bytes of keys and values, and minimum slots, per iteration of the loop on accelerators. The overhead of an
 iteration costs as much as reading a few megabytes."""
 SCORE_BYTES, GPU_SCORE_BYTES = 8 << 20, 512 << 20
-"""Maximum bytes of scores per iteration on accelerators, so that they stay in fast memory, and on a GPU, where an
-iteration copies the slots that it reads, so that they fit in memory next to a model."""
+"""Maximum bytes of scores per iteration. The first limit keeps scores in an accelerator's fast memory. The second is
+for GPUs, where an iteration copies the slots that it reads: the copies must fit in memory next to a model."""
 FLASH_QUERIES, FLASH_SINGLE = 2048, 256
-"""Numbers of queries, over all rows and heads, above which cuDNN is faster than XLA on an H100 with 4,000 slots: with
-several nodes per row, and with one (docs/kernels.md)."""
+"""Query counts, over all rows and heads, above which cuDNN is faster than XLA on an H100 with 4,000 slots: for several
+nodes per row, and for a single node (docs/kernels.md)."""
 
 FORMS = ("auto", "xla", "pallas", "interpret")
-"""Values of a model's `attention`. "auto": the best for the batch, including the kernel on a TPU and cuDNN on a GPU;
+"""Values of a model's `attention`. "auto": the best for the batch, such as the kernel on a TPU or cuDNN on a GPU;
 "xla": XLA operations; "pallas": the kernel `kernels_pallas.tree_attention` on TPU, XLA operations elsewhere;
 "interpret": the kernel in Pallas' interpreter on any platform, for tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
-"""Minimum rows of a batch for which "auto" uses the kernel on a TPU, and maximum nodes per row if they have a mask; a
-prompt's chunk may have any length. Fewer rows use it if XLA would score them block by block; for rows that XLA scores
-at once the kernel is no faster (docs/kernels.md)."""
+"""Minimum batch rows for which "auto" uses the kernel on a TPU, and maximum nodes per row under a mask. A prompt's
+chunk has no mask and may have any length. Smaller batches use the kernel only if XLA would score them block by block;
+otherwise the kernel is no faster (docs/kernels.md)."""
 KERNEL_SLOTS = 128
-"""The kernel reads caches of a multiple of this many slots, for any dtype and number of heads."""
+"""The kernel requires a multiple of this many cache slots, for any dtype and number of heads."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -76,7 +76,7 @@ class Attend(Protocol):
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
-    """Return the attention of one of `FORMS` for N nodes over a cache of `slots` slots.
+    """Return the attention function of one of `FORMS` for N nodes over a cache of `slots` slots.
 
     The result is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
 
@@ -119,7 +119,7 @@ def _attend_by_flash(*given: Any, **options: Any) -> tuple[Array, Rows, Rows]:
 
 @functools.lru_cache
 def _by_kernel(form: str, window: int | None) -> Callable[..., tuple[Array, Rows, Rows]]:
-    """Return the same function for equal arguments, so that jit does not compile it again."""
+    """Return the same function object for equal arguments, so that jit does not recompile it."""
     return functools.partial(_attend_by_kernel, form, window)
 
 
@@ -140,7 +140,7 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
-    # The kernel divides rows over the cores of a chip. One row leaves a core idle, which is slower for a single query.
+    # The kernel divides rows over a chip's cores. A single row leaves one core idle, which slows down a single query.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few_rows:
@@ -196,7 +196,7 @@ def _kernel(
     ):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **options)
     # Int8 rows need scales, which are computed here and stored separately. XLA also writes the rows of a prompt's
-    # chunk: in the last layer it then drops the attention, whose result is unused.
+    # chunk, so that it can drop the last layer's attention, whose result is unused.
     if new is not None:
         k, v = (
             kv_cache.write_slots(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True)
@@ -291,7 +291,7 @@ def _flash(
 ) -> Array:
     """Compute `attend` with `jax.nn.dot_product_attention`.
 
-    If they fit, the queries of a group share a tile, so that keys and values are read once for all of them.
+    If the queries of a group fit in one tile, they share it, so that keys and values are read only once.
     """
     del live  # each row's length is computed from the mask
     batch, nodes, heads, group, dim = q.shape
@@ -315,7 +315,7 @@ def _flash(
 
 
 def wide_block(q: Array, k: Rows) -> int:
-    """Return the slots that an accelerator scores at a time, for q [B, N, K, G, D], k [B, S, K, D]: a power of two.
+    """Return how many slots an accelerator scores at a time, a power of two, for q [B, N, K, G, D], k [B, S, K, D].
 
     If a mesh divides the heads, only one device's heads count.
 
@@ -341,7 +341,7 @@ def in_turns(q: Array, k: Rows) -> bool:
 
 
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
-    """Return scores f32[B, K, N, G, S], in the order of the product's dimensions; -inf where the mask is False."""
+    """Return scores f32[B, K, N, G, S], in the product's dimension order; -inf where the mask is False."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     keys, of_slot = _parts(k)
     if of_slot is None:

@@ -15,18 +15,18 @@ from mars_jax.utils.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 ROPE_KINDS = ("none", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expert_size")
-"""Whole numbers of a model that may be 0."""
+"""Integer fields of a model that may be 0."""
 
 
 LEAST = 1e-15
-"""Lower bound of a rotary embedding's theta and factor; below it, frequencies exceed float32."""
+"""Lower bound of a rotary embedding's theta and factor: smaller values make frequencies overflow float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding, and how it stretches its frequencies beyond the trained length.
+    """Rotary position embedding, including the scaling of its frequencies beyond the trained length.
 
-    The names are those of transformers' `ROPE_INIT_FUNCTIONS`. A field's comment names the kinds that use it.
+    Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
     """
 
     theta: float = 10000.0
@@ -71,7 +71,7 @@ class ModelConfig:
     """Static configuration of a model.
 
     Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
-    `experts_per_token <= num_experts`. In a layer with window w a query at position p sees keys at positions above
+    `experts_per_token <= num_experts`. In a layer with window w, a query at position p sees keys at positions above
     p - w; a window of None hides no keys.
 
     Raises:
@@ -105,9 +105,9 @@ class ModelConfig:
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    # The weights of a token's experts sum to 1; if False, they are their probabilities among all experts.
+    # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
     normalize_experts: bool = True
-    dense_layers: tuple[int, ...] = ()  # layers with a single dense MLP although num_experts is not 0
+    dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
     scale_embeddings: bool = False  # multiply input embeddings by sqrt(hidden_size)
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     # Also normalise the outputs of attention and MLP before adding them to the residual stream.
@@ -140,7 +140,7 @@ class ModelConfig:
             raise MarsError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
             )
-        # Set derived defaults once; the frozen dataclass allows no plain assignment.
+        # Set derived defaults once; a frozen dataclass does not allow plain assignment.
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
@@ -173,7 +173,7 @@ class ModelConfig:
 
 
 def check_parts(layers: int, experts: int = 0) -> None:
-    """Raise MarsError if a model has more than `LAYERS` layers, or more than `EXPERTS` experts in all of them.
+    """Raise MarsError if a model has more than `LAYERS` layers, or more than `EXPERTS` experts in total.
 
     Args:
       layers: number of layers.

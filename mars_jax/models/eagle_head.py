@@ -1,12 +1,12 @@
-"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its features.
+"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its previous ones.
 
-Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, another tree), EAGLE-3 2503.01840. B batch, N tokens,
+Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, a different tree), EAGLE-3 2503.01840. B batch, N tokens,
 E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a
 transcription in PyTorch over transformers' Llama layers (tests/models/test_eagle.py).
 
 Entry t of a head, at position t, combines the target's feature of token t with the embedding of token t + 1. Its output
-predicts token t + 2, and replaces the feature of token t + 1 as long as the target has not processed that token. In a
-head of several layers only the first is EAGLE's layer; the others are plain transformer layers.
+predicts token t + 2, and replaces the feature of token t + 1 until the target has processed that token. In a head with
+several layers, only the first is EAGLE's layer; the others are plain transformer layers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EagleConfig(LayeredHead):
         )
 
     def passes(self, depth: int) -> int:
-        """Return one pass per level. The last level is not extended, but the accepted path is read once more."""
+        """Return `depth`: the last level is not extended, but the accepted path needs one more pass."""
         return depth
 
     @property
@@ -153,7 +153,7 @@ def forward(
     visible: Visible,
     cache: KVCache,
 ) -> tuple[Array, KVCache]:
-    """Run the head over N entries and write them to the cache from slot `visible.slot` on.
+    """Run the head over N entries and write them to the cache, starting at slot `visible.slot`.
 
     Args:
       config: config of the head.

@@ -23,11 +23,11 @@ from mars_jax.models.weights import Weight, build_rows, random_rows
 from mars_jax.utils.errors import MarsError
 
 Axes = Mapping[str, tuple[str | None, ...]]
-"""Logical axes of weights by the last name of their paths; see `models.shardings`."""
+"""Logical axes of weights, keyed by the last name in their paths; see `models.shardings`."""
 
 
 class HeadConfig:
-    """Static configuration of a head of a target; subclasses are frozen dataclasses."""
+    """Static configuration of a head for a target; subclasses are frozen dataclasses."""
 
     kind: ClassVar[str]  # the name of its drafter
     cached: ClassVar[bool] = False  # its factory accepts cache_dtype
@@ -45,7 +45,7 @@ class HeadConfig:
         raise NotImplementedError
 
     def passes(self, depth: int) -> int:
-        """Return the number of times that the weights are read for a draft of `depth` tokens in a row."""
+        """Return how many times the weights are read to draft `depth` consecutive tokens."""
         return 1
 
     @property
@@ -102,7 +102,7 @@ class LayeredHead(HeadConfig):
         )
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raise MarsError if the target has another vocabulary size or lacks an embedding that the head shares."""
+        """Raise MarsError if the target has a different vocabulary size or lacks an embedding that the head shares."""
         if target.vocab_size != self.vocab_size:
             raise MarsError(
                 f"the {self.title} is for a vocabulary of {self.vocab_size} tokens and the target has "
@@ -155,7 +155,7 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
 
 
 def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:
-    """Return the config of a head's layers: Llama layers with the attention heads and positions of the target's."""
+    """Return the config of a head's layers: Llama layers with the target's attention heads and positions."""
     same = (
         "vocab_size",
         "hidden_size",
@@ -173,7 +173,7 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
 
 
 def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Make random params, like `transformer.init_params`. A draft vocabulary smaller than V has the first tokens."""
+    """Make random params, like `transformer.init_params`. A draft vocabulary smaller than V holds the first tokens."""
     table = config.weights()
     params = build_rows(table, random_rows(table, key, dtype, scale))
     if isinstance(config, LayeredHead) and config.is_narrow:

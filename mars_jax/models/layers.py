@@ -31,7 +31,7 @@ ACTIVATIONS = {
 
 
 _BLOCK = 1 << 19
-"""Quantised weights that a CPU converts at a time: 2 MB as float32."""
+"""Number of quantised weights that a CPU converts at a time: 2 MB as float32."""
 _FEW = 8
 """Minimum rows for which devices exchange partial sums in bfloat16."""
 
@@ -44,21 +44,21 @@ def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
 
 
 def dense_cpu(x: Array, w: Array) -> Array:
-    """Multiply in the forms that XLA's CPU backend runs fastest (measured by scripts/bench_shapes.py of 5336526)."""
+    """Multiply in the forms that XLA's CPU backend runs fastest (scripts/bench_shapes.py at commit 5336526)."""
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
-        # One row would be a matrix-vector product, which falls back to scalar code: 10x slower. With AMX, one and two
-        # rows are summed in another order than more rows, and padding to four takes no longer.
+        # One row would be a matrix-vector product, which falls back to scalar code: 10x slower. With AMX, one or two
+        # rows are summed in a different order than three or more, and padding to four takes no longer.
         return _dense(jnp.pad(x, ((0, max(4 - rows, 0)), (0, 0))), w)[:rows]
     # Eigen's kernels process eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    # W @ x.T streams [out, in] weights twice as fast as x @ W.T; the barrier keeps XLA from turning it back.
+    # W @ x.T streams [out, in] weights twice as fast as x @ W.T; the barrier keeps XLA from undoing the swap.
     return lax.optimization_barrier(y)[:, :rows].T
 
 
 def _dense_int8(x: Array, values: Array) -> Array:
-    # A TPU would compute integer products with fewer than 8 rows outside its matrix units.
+    # A TPU would compute integer products with fewer than 8 rows outside of its matrix units.
     eights = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
     return _dense(eights, values.astype(x.dtype))[: x.shape[0]]
 
@@ -94,7 +94,7 @@ def _dense_int4(x: Array, w: Int4) -> Array:
 
 
 def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype: Any) -> Array:
-    """Run the kernel on each device's shard if it supports the shapes; devices add up partial sums of `dtype`."""
+    """Run the kernel on each device's shard if it supports the shapes; devices add up partial sums in `dtype`."""
     things = outputs or inputs
     axes = mesh.axes_here(*things) if things else None
     parts = mesh.devices_of(*things) if things else 1
@@ -145,7 +145,7 @@ def dense(
 ) -> Array:
     """Multiply x [..., in] by w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
-    If devices share the sums of 8 rows or more, each casts its partial sums before they are exchanged and added up.
+    If devices share the sums of at least 8 rows, each casts its partial sums before they are exchanged and added up.
     `outputs` or `inputs`, such as ("heads", 32), is the axis over which a mesh shards w; the int4 kernel on a TPU needs
     it.
 
@@ -210,7 +210,7 @@ def soft_cap(x: Array, cap: float) -> Array:
 def embed(table: Array | Int8, ids: Array) -> Array:
     """Return rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` are clipped."""
     if isinstance(table, Int8):
-        # For fewer than 8 ids XLA on a TPU uses slices, and copies the whole table into another layout at every step.
+        # For fewer than 8 ids, XLA on a TPU uses slices and copies the whole table to a different layout at every step.
         flat = ids.reshape(-1)
         eights = jnp.pad(flat, (0, -flat.size % 8))
         rows = Int8(_take(table.values, eights), _take(table.scale, eights), table.dtype).astype(table.dtype)

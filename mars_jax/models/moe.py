@@ -1,15 +1,15 @@
 """Mixture of experts: each token uses the few MLPs that a router chooses for it (arXiv 2401.04088).
 
-If experts are divided over devices, each device runs its experts on all tokens, and one sum joins the results. For the
-few tokens of a decode step that sends less than an exchange of rows.
+If experts are divided over devices, each device runs its experts on all tokens, and one sum combines the results. For
+the few tokens of a decode step, this transfers less data than exchanging rows.
 
-No expert has a capacity: every token gets all of its experts, so the result of a row does not depend on the batch.
-Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T tokens, C experts of each, R = T * C rows,
+Experts have no capacity limit: every token gets all of its experts, so a row's result does not depend on the batch.
+Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T tokens, C experts per token, R = T * C rows,
 X experts, E hidden size, M hidden units of an expert.
 
 Gathering each token's matrices would copy them, and running every expert on every token does X / C times the work.
 Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
-operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices into another
+operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices to a different
 layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8, which Megablox does not
 support, our own kernel. XLA's CPU backend expands the operation to all experts and all rows and transposes the weights
 first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All three read only the
@@ -35,7 +35,7 @@ from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
 from mars_jax.models.quantize import Int8
 
 _LARGEST = 32
-"""Maximum rows of a block on CPU: larger blocks make no product faster and have more padding."""
+"""Maximum rows of a block on CPU: larger blocks add padding and make no product faster."""
 _TILE = 128
 """Maximum rows of a tile on a TPU."""
 _WIDEST = 1024
@@ -43,7 +43,7 @@ _WIDEST = 1024
 
 
 def _blocks(x: Array, w: Array, sizes: Array) -> Array:
-    """Loop over blocks of rows, each of one expert. An expert without rows costs nothing."""
+    """Loop over blocks of rows, where each block belongs to one expert. An expert without rows costs nothing."""
     rows, experts = x.shape[0], w.shape[0]
     size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
     blocks = (sizes + size - 1) // size
@@ -53,7 +53,7 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     def body(i, y):
         expert = jnp.sum(ends <= i)
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
-        # XLA widens bfloat16 to slice it. The barrier ties w to i, so that this stays in the loop, on one matrix.
+        # XLA widens bfloat16 to slice it. The barrier ties w to i, so that XLA widens one matrix, inside the loop.
         tied, _ = lax.optimization_barrier((w, i))
         product = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert].astype(x.dtype))
         # The last block of an expert may overlap the rows of later experts, which later iterations overwrite.
@@ -83,7 +83,7 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
     Args:
       x: rows sorted by expert.
       w: one matrix per expert.
-      sizes: i32[X]; the first `sizes[0]` rows belong to expert 0, the next `sizes[1]` to expert 1; R in all.
+      sizes: i32[X]; the first `sizes[0]` rows belong to expert 0, the next `sizes[1]` to expert 1; they sum to R.
 
     >>> x, w = jnp.ones((3, 1)), jnp.asarray([[[1.0]], [[2.0]], [[3.0]]])
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
@@ -107,7 +107,7 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
       x: [B, N, E].
       activation: see `layers.ACTIVATIONS`.
       count: C.
-      normalize: the weights of a token's experts are scaled to the sum 1.
+      normalize: scale the weights of a token's experts to sum to 1.
 
     Returns:
       [B, N, E]; float32 between products.
@@ -147,8 +147,8 @@ def _mix(
     """Return f32[T, E]: the sum of the outputs of each token's experts, weighted by `share` f32[T, C].
 
     Args:
-      matrices: matrices of all experts if `first` is None, otherwise of the experts from number `first` on.
-      chosen: i32[T, C]; expert numbers. Experts without matrices here contribute nothing.
+      matrices: matrices of all experts if `first` is None, otherwise of this device's experts, which start at `first`.
+      chosen: i32[T, C]; expert numbers. Experts on other devices contribute nothing.
     """
     experts, count = matrices["expert_gate"].shape[0], chosen.shape[1]
     is_local = None

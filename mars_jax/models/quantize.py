@@ -1,8 +1,9 @@
-"""Weights in 8 bits, per output channel and symmetric, or in 4 bits, by groups of inputs with a scale and an offset.
+"""Weights in 8 bits, symmetric per output channel, or in 4 bits, in groups of inputs with a scale and an offset.
 
 A quantised matrix replaces the matrix in params: `layers.dense` accepts both kinds, `layers.embed` and
-`moe.dense_by_expert` only 8 bits. Products use the integers, which every float dtype in use represents exactly, and are
-scaled afterwards; sums stay float32. Oracle: the product of the dequantised matrix (tests/models/test_quantize.py).
+`moe.dense_by_expert` only 8 bits. Products are computed on the integers, which every float dtype in use represents
+exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised matrix
+(tests/models/test_quantize.py).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mars_jax.models.weights import Weight
 from mars_jax.utils.errors import MarsError
 
 GROUPS = (128, 64, 32)
-"""Sizes of 4-bit groups: the first that divides the inputs of a matrix is used. Larger groups take fewer bytes, and
-with groups of 128 a TPU's product takes no longer for 60 rows than for 8."""
+"""Sizes of 4-bit groups: a matrix uses the first one that divides its number of inputs. Larger groups take fewer bytes,
+and with groups of 128 a TPU multiplies 60 rows as fast as 8."""
 
 
 class Leaf(NamedTuple):
@@ -40,7 +41,7 @@ class Int8:
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
-    # Dtype of the matrix that it represents, and of rows looked up in it.
+    # Dtype of the represented matrix, and of rows looked up in it.
     dtype: Any = struct.field(pytree_node=False)
 
     @property
@@ -68,14 +69,14 @@ class Int8:
 class Int4:
     """A matrix [out, in] in 4 bits, in groups of G inputs. It can also hold GGUF's Q4_0, Q4_1 and Q4_K.
 
-    Inputs come first, which is the layout that a TPU multiplies: with outputs first it would move the weights at every
-    step.
+    Inputs come first because a TPU multiplies matrices in this layout. With outputs first, it would rearrange the
+    weights at every step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
     scale: Array  # f16[in / G, out]; in each group the matrix is values * scale + offset
     offset: Array  # f32[in / G, out]
-    # Dtype of the matrix that it represents.
+    # Dtype of the represented matrix.
     dtype: Any = struct.field(pytree_node=False)
 
     @property
@@ -94,7 +95,7 @@ class Int4:
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
         """Return the fields of a matrix of this shape, in order; groups are sharded if they divide evenly."""
         size = group or group_size(shape[1])
-        assert size is not None  # by `bits_of`
+        assert size is not None  # guaranteed by `bits_of`
         outputs, groups = shape[0], shape[1] // size
         out, inner = _axes(sharding, 2)
         if isinstance(sharding, NamedSharding):
@@ -118,7 +119,7 @@ def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
     """Return the mesh axes that shard each dimension of a matrix.
 
     Raises:
-      MarsError: the sharding does not name its axes.
+      MarsError: the sharding has no named axes.
     """
     if isinstance(sharding, NamedSharding):
         return (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
@@ -136,7 +137,7 @@ def _at(sharding: Sharding | None, spec: tuple[Any, ...]) -> Sharding | None:
 
 
 def quantize(w: Any, dtype: Any = None) -> Int8:
-    """Quantise a matrix [..., out, in] of numpy or JAX to 8 bits; `dtype` is the represented dtype, by default its own.
+    """Quantise a numpy or JAX matrix [..., out, in] to 8 bits; `dtype` is the represented dtype, by default w's.
 
     No weight changes by more than half of its channel's scale, which is the channel's largest weight over 127.
 
@@ -145,7 +146,7 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
     ([[127, -64], [0, 0]], 'float32')
     """
     xp = w.__array_namespace__()
-    with np.errstate(invalid="ignore"):  # callers find NaN and infinities in the scale
+    with np.errstate(invalid="ignore"):  # callers check the scale for NaN and infinities
         wide = w.astype("float32")
         scale = xp.max(xp.abs(wide), axis=-1) / 127
         values = xp.round(wide / xp.where(scale == 0, xp.ones_like(scale), scale)[..., None])
@@ -153,10 +154,10 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
 
 
 def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
-    """Quantise a numpy matrix [out, in] to 4 bits; `in` is a multiple of 32. The values are i8, see `Int4`.
+    """Quantise a numpy matrix [out, in] to 4 bits; `in` must be a multiple of 32. The values are i8, see `Int4`.
 
-    The least and the largest weight of a group are the ends of its 16 levels, so no weight changes by more than about
-    half a step; a step is a fifteenth of the group's range.
+    The minimum and maximum weight of a group become the ends of its 16 levels, so no weight changes by more than about
+    half a step, where a step is a fifteenth of the group's range.
 
     >>> made = quantize_4(np.arange(64, dtype=np.float32).reshape(2, 32))
     >>> made.values[0, :3, 0].tolist(), made.scale.shape, float(abs(made.astype("float32")[0, 5] - 5)) < 31 / 30
@@ -182,8 +183,8 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
     """Return the bits per number in which to store a weight if `bits` are requested; None: keep its dtype.
 
     Norms, biases and routers are never quantised: a router is small, and rounding can change its choice of experts. If
-    4 bits are requested, only the matrices of layers have 4 bits. Embeddings, experts, and matrices whose inputs do not
-    divide into groups of 32 have 8.
+    4 bits are requested, only matrices in layers use them. Embeddings, experts, and matrices whose inputs do not divide
+    into groups of 32 use 8.
     """
     if bits is None or row.init != "normal" or "router" in row.path:
         return None
@@ -204,5 +205,5 @@ def is_packed(sharding: Sharding | None) -> bool:
 
 
 def num_bytes(x: Any) -> int:
-    """Return the bytes of an array, or of an abstract one, on a device, where a byte holds two i4 numbers."""
+    """Return the bytes that a concrete or abstract array takes on a device, where a byte holds two i4 numbers."""
     return x.size // 2 if x.dtype == jnp.int4 else x.size * x.dtype.itemsize

@@ -1,13 +1,14 @@
-"""Ring communication for a prompt's rows on a mesh: devices pass rows on while they multiply the previous ones.
+"""Ring communication for a prompt's rows on a mesh: devices send rows while they multiply the previous ones.
 
-After a product with sharded inputs devices add up partial sums, and a TPU's matrix units wait for the result. For a
-prompt's chunk that takes half as long as the products. Here the rows between two such sums are divided over devices.
-Before a product every device passes its rows on and multiplies those that it receives; after it devices pass partial
-sums on, and every device adds its part. Half of the rows go in each direction, to use both directions of the links.
+After a product with sharded inputs, devices add up partial sums while a TPU's matrix units wait for the result. For a
+prompt's chunk the sums take half as long as the products. Here the rows are divided over devices between two such sums.
+Before a product, every device passes its rows on and multiplies the rows that it receives. After the product, devices
+pass partial sums on, and every device adds its part. Half of the rows travel in each direction, to use both directions
+of the links.
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
 (ASPLOS 2023), sections 3 and 5.
 
-P devices, n rows of each. Oracle: the same rows on one device (tests/models/test_ring.py).
+P devices, n rows per device. Oracle: the same rows on one device (tests/models/test_ring.py).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _INPUTS = ("o", "down")
 
 
 def starts(axes: Axes, n: int) -> list[tuple[Array, Array]]:
-    """Return the first rows, among all P n rows, of both halves of the piece that this device has in each step.
+    """Return the start of this device's piece in each step: the first row of each half, among all P n rows.
 
-    In step s the first half is that of the device s places before this one, the second half that of the device s places
-    after it.
+    In step s, the first half comes from the device s places before this one, and the second half from the device s
+    places after it.
     """
     size, me = lax.axis_size(axes), lax.axis_index(axes)
     return [((me - s) % size * n, (me + s) % size * n + n // 2) for s in range(size)]
@@ -48,11 +49,11 @@ def around(axes: Axes, x: Array) -> list[Array]:
 
 
 def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
-    """Return this device's rows [B, n, ...] of the sum over devices of pieces in the order of `starts`.
+    """Sum pieces, in the order of `starts`, over devices, and return this device's rows [B, n, ...] of the sum.
 
-    A part is called just before it is added, and sums are sent in its dtype.
+    Each part is called just before it is added. Sums are sent in the dtype of the parts.
     """
-    # A sum starts at a neighbour of the device that owns it, and the owner adds the last part.
+    # Each sum starts at a neighbour of the device that owns it, and the owner adds the last part.
     first, *remaining = (*parts[1:], parts[0])
     total = first()
     for part in remaining:
@@ -61,7 +62,7 @@ def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
 
 
 def _passed(axes: Axes, x: Array) -> Array:
-    """Return the first half of the rows of the device before this one, and the second half of the next one's."""
+    """Return the first half of the previous device's rows, and the second half of the next device's rows."""
     size, half = lax.axis_size(axes), x.shape[1] // 2
     ends = [
         lax.ppermute(part, axes, [(i, (i + by) % size) for i in range(size)])

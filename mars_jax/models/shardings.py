@@ -2,7 +2,7 @@
 
 Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and vocabulary are sharded, so that a layer
 needs one sum after attention and one after its MLP. Experts are sharded as whole experts first; a remaining axis
-`model` shards their hidden units. Rows of the batch are sharded over `data` and need no communication there.
+`model` shards their hidden units. Batch rows are sharded over `data`, which needs no communication.
 Oracle: the unsharded run (tests/mesh/test_shardings.py).
 """
 
@@ -71,7 +71,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 
 
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
-    """Return the `PartitionSpec` of an array of params. `row` is of `models.weights.leaves`, or of a head's table.
+    """Return the `PartitionSpec` of an array of params; `row` comes from `models.weights.leaves` or a head's table.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -98,10 +98,10 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 
 
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
-    """Return `NamedSharding`s with the structure of the params of a model or of any heads.
+    """Return `NamedSharding`s with the structure of the params of a model or head.
 
-    An array whose size is not divisible by its axis is replicated on every device, most often key-value heads; `whole`
-    lists these arrays.
+    An array whose size is not divisible by its axis is replicated on every device; `whole` lists these arrays. Most
+    often they are those of key-value heads.
 
     Raises:
       MarsError: the number of experts is not divisible by the axis `expert`, or an axis has no role (`name_axes`).
@@ -125,19 +125,19 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 
 
 def _table(config: AnyConfig) -> Iterable[Weight]:
-    """Return a row for each array of params."""
+    """Return the table row of every array of params."""
     return config.weights() if isinstance(config, HeadConfig) else weights.leaves(config)
 
 
 def abstract_params(
     config: AnyConfig, dtype: str, *, bits: int | None = None, shardings: PyTree = None
 ) -> PyTree:
-    """Return the params of a model or of any heads as `jax.ShapeDtypeStruct`s with their shardings.
+    """Return the params of a model or head as `jax.ShapeDtypeStruct`s with their shardings.
 
     Args:
-      config: of the model or the heads.
-      dtype: floating.
-      bits: of matrices; see `quantize.bits_of`.
+      config: config of the model or head.
+      dtype: floating-point dtype of the params.
+      bits: bits per weight of the matrices; see `quantize.bits_of`.
       shardings: tree of shardings with the structure of params; default: JAX's default device.
 
     >>> from mars_jax.models import ModelConfig

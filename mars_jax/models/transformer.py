@@ -27,11 +27,11 @@ from mars_jax.models.rope import Rope, angles, rotate
 from mars_jax.utils.errors import MarsError, short_repr
 
 RING_ROWS = 256
-"""Minimum rows per device for which a prompt's chunk goes around a ring. With fewer, loading the weights for each piece
-takes longer than sending it."""
+"""Minimum rows per device for which a prompt's chunk uses ring communication (`models.ring`). With fewer rows, loading
+the weights for each piece takes longer than sending it."""
 
 Sublayers = tuple[tuple[bool, bool], ...]
-"""For every layer, whether it has (attention, MLP)."""
+"""(has attention, has MLP) for every layer."""
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
@@ -49,7 +49,7 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
-    """Return the input of the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
+    """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
     x = embed(params["embed"], tokens)
     # The factor is rounded to the dtype first, as in the oracle.
     return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
@@ -110,8 +110,8 @@ def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
 def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
     """Run the `sublayers` of one layer on x [B, N, E] and its rows of the cache, which are None without attention.
 
-    Jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked layers would
-    compile even faster, but takes 1.4 to 2 times as long per token on CPU.
+    The function is jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked
+    layers would compile even faster, but takes 1.4 to 2 times as long per token on CPU.
     """
     norm = _norm(config)
     attends, has_mlp = sublayers
@@ -140,7 +140,7 @@ def _ring_layer(
     halves: list[list[Visible]],
     rows,
 ):
-    """Run `_layer` on x [B, n, E] of each device, with the rotations of pieces and the visibility of their halves."""
+    """Run `_layer` on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
     norm = _norm(config)
     attends, has_mlp = sublayers
     if attends:
@@ -182,7 +182,7 @@ def _ring_layer(
 
 
 def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) -> ring.Axes:
-    """Return the mesh axes that form a ring: for a prompt's chunk on a TPU whose layers divide evenly, else ()."""
+    """Return the mesh axes of a ring if this is a prompt's chunk on a TPU and its layers divide evenly, else ()."""
     causal = visible.seen is None and visible.seen_positions is None
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = all(
@@ -190,7 +190,7 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
         for axis_size in (("heads", config.num_heads), ("hidden", config.intermediate_size))
     )
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # Each device would add an output bias once more, and experts are sharded differently.
+    # An output bias would be added once per device, and experts are sharded differently.
     if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
@@ -239,7 +239,7 @@ def _ring_layers(
 
 
 def _ropes(config: ModelConfig) -> list[Rope]:
-    """Return the rotation of each layer."""
+    """Return the rotary embedding of each layer."""
     return [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
 
 
@@ -316,15 +316,15 @@ def language_model(
       cache_dtype: dtype of the key-value cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
       feature_layers: layers, 0-based, whose outputs (the residual stream after the layer, [B, N, E])
         `forward` returns as `features`, in this order.
-      prefill_chunk: prompt tokens per forward while a prompt is read; None: chosen for the backend.
-      attention: "xla", or "pallas": on TPU the kernel `kernels_pallas.tree_attention`, which reads only the used slots
-        of each row and needs no mask; on other platforms "xla". "auto" uses the kernel on a TPU if it compiles, for
-        steps of 8 rows or more and for caches that XLA would read in blocks, and "xla" otherwise. Unlike "auto",
-        "pallas" has no gradient, and its caches hold up to 127 more slots. The kernel has not run on a chip yet.
-        "interpret" is the kernel in Pallas' interpreter, for tests.
+      prefill_chunk: prompt tokens per forward pass during prefill; None: chosen for the backend.
+      attention: "xla" uses XLA operations. "pallas" uses the kernel `kernels_pallas.tree_attention` on TPU, which reads
+        only the used slots of each row and needs no mask; on other platforms it is the same as "xla". "auto" uses the
+        kernel on a TPU if it compiles, for steps of at least 8 rows and for caches that XLA would read in blocks, and
+        "xla" otherwise. Unlike "auto", "pallas" has no gradient, and its caches hold up to 127 more slots. The kernel
+        has not run on a chip yet. "interpret" runs the kernel in Pallas' interpreter, for tests.
 
     Raises:
-      MarsError: a feature layer that the model does not have, or an unknown attention.
+      MarsError: a feature layer does not exist, or `attention` is unknown.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> model, params = language_model(config), init_params(config, jax.random.key(0))
@@ -354,15 +354,15 @@ def _language_model(
     form: str,
     sublayer_mask: Sublayers,
 ) -> LanguageModel:
-    """Make `language_model`. Cached, so that equal models share functions and a jitted caller compiles once."""
+    """Build `language_model`; cached, so that equal models share functions and a jitted caller compiles once."""
     if wrong := [layer for layer in feature_layers if not 0 <= layer < config.num_layers]:
         raise MarsError(
             f"feature layer {wrong[0]} does not exist: the model has layers 0 to {config.num_layers - 1}."
         )
 
     def init_cache(batch: int, slots: int) -> KVCache:
-        # On a CPU, round up to whole blocks, which start at the same slots in a buffer of any length, so that sums have
-        # the same order. On a GPU aligned rows of scores are faster.
+        # On a CPU, round up to whole blocks. Blocks then start at the same slots in a buffer of any length, so sums
+        # keep their order. On a GPU, aligned rows of scores are faster.
         kernel = form != "xla"
         if form == "auto":
             # Few rows with short buffers never use the kernel.

@@ -1,4 +1,4 @@
-"""The table of a model's weights: the path of each in params, its checkpoint name and its shape.
+"""The table of a model's weights: path in params, checkpoint name and shape of each.
 
 Initialisation, loading, saving and the report of missing or mis-shaped tensors all use this table. Matrices are
 [out, in], as in the checkpoints: see `layers.dense`.
@@ -21,7 +21,7 @@ class Weight(NamedTuple):
     """One row of the table."""
 
     path: tuple[str | int, ...]  # ("layers", 3, "q") is params["layers"][3]["q"]; see `leaves` for experts
-    name: str  # of the tensor in a Hugging Face checkpoint
+    name: str  # tensor name in a Hugging Face checkpoint
     shape: tuple[int, ...]
     init: str  # "normal", "zeros" or "ones"
 
@@ -52,7 +52,7 @@ def _experts(config: ModelConfig) -> list[Weight]:
 
 
 def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
-    """Return the rows of one layer, with paths and names relative to the layer; `width`: size of attention's input."""
+    """Return the rows of one layer, with paths and names relative to the layer; `width`: attention's input size."""
     c = config
     width = width or c.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -84,7 +84,7 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
 
 
 def weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """Return the table of a config, in the order of the computation.
+    """Return the weight table of a config, in computation order.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> weights(config)[2].path, weights(config)[2].name, weights(config)[2].shape
@@ -102,11 +102,11 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
 
 
 def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
-    """Return the arrays of params with the rows of the table that each contains: itself, or its stacked experts.
+    """Map each array of params to the table rows that it contains: the row itself, or its stacked experts.
 
     Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
     `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. A
-    stack has the path and the shape of the array, and the name of its first row.
+    stack's row has the path and the shape of the array, and the name of its first row.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
@@ -155,7 +155,7 @@ def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) ->
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
-    """Build params for any table: dicts by name, and tuples if the keys are numbers."""
+    """Build params for any table: dicts for keys that are names, tuples for keys that are numbers."""
     params: dict[Any, Any] = {}
     for row in rows:
         *parents, last = row.path

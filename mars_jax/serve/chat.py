@@ -1,7 +1,7 @@
-"""A row that decodes one request after another, and conversations over it whose turns share one cache.
+"""A row that decodes one request after another, and conversations on top of it whose turns share one cache.
 
-Only prompt tokens that are not in the caches are read. B rows: one decodes, and the others fill a mesh. T token buffer.
-Oracle: each request decoded from a new state (tests/serve/test_running.py).
+Only prompt tokens that are not in the caches are read. B rows: one decodes, and the others only fill the mesh. T token
+buffer. Oracle: each request decoded from a new state (tests/serve/test_running.py).
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError, check_type
 
 WIDTH = 4096
-"""Initial size of the token buffer, limited by the model's context. A longer text compiles again; a larger initial size
-would cost memory."""
+"""Initial size of the token buffer, limited by the model's context. A longer row triggers another compilation; a larger
+initial size would cost memory."""
 
 
 class Running:
-    """A pair that decodes one request after another over one state.
+    """A pair that decodes one request after another, reusing one state.
 
-    If a prompt shares a prefix with the previous prompt and completion, only the tokens after it are read. Everything
-    but the width of the buffer is a value, so requests that fit the buffer share one compilation. For others it grows.
+    If a prompt shares a prefix with the previous prompt and completion, only the tokens after that prefix are read.
+    Only the width of the buffer is static, so requests that fit the buffer share one compilation. The buffer grows for
+    longer requests.
     """
 
     def __init__(self, session: Session):
@@ -57,7 +58,7 @@ class Running:
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
-        """Compile the programs of `stream` for such requests by decoding one token. Cheap if compiled already."""
+        """Compile the programs that `stream` uses for such requests, by decoding one token; cheap once compiled."""
         max_length = len(request.prompt_tokens) + request.max_new_tokens - 1
         one_token_request = dataclasses.replace(
             request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1
@@ -70,13 +71,13 @@ class Running:
     def stream(self, request: Request) -> Generator[Said | Finished, None, None]:
         """Read the new tokens of the prompt, and decode as the events are consumed.
 
-        Events come after every step, on accelerators after every fourth.
+        Events come after every step, or after every fourth step on accelerators.
 
-        If the caller stops iterating or closes the iterator, the text ends there, and the state keeps the tokens so
-        far. The next call takes over the state of an unfinished iterator.
+        If the caller stops iterating or closes the iterator, the completion ends there, and the state keeps the tokens
+        decoded so far. The next call takes over the state of an unfinished iterator.
 
         Raises:
-          MarsError: as `mars_jax.generate`.
+          MarsError: see `mars_jax.generate`.
         """
         began = time.perf_counter()
         prepared = self.session.prepared([request])
@@ -88,19 +89,19 @@ class Running:
         return self._queue.events()
 
     def _widen(self, most: int) -> None:
-        """Make room for a text of `most` tokens, or for the model's whole context if that is shorter."""
+        """Grow the buffer to hold `most` tokens, or the model's whole context if that is shorter."""
         context = self.session.target.config.max_positions
         if self._width < min(most, context):
             self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
             self._queue = None
 
     def _begun(self, made: Prepared, rows: int) -> DecodeState:
-        """Return the state that has read a request."""
+        """Return the state after reading a request's prompt."""
         prompts = made.prompts([0, *[None] * (rows - 1)])
         state = None if self._queue is None else self._queue.state
         self._queue = None  # the state's buffers are donated, even if an error follows
         with made.target.on_mesh():
-            # After a prompt of a single token, heads must draft without features of the text before it.
+            # After a single-token prompt, heads must draft without features of earlier tokens.
             single = len(made.requests[0].prompt_tokens) == 1
             if state is None or made.decoder != self._decoder or single:
                 state = _unread(made.decoder, made.params, prompts)
@@ -112,9 +113,9 @@ class Running:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Return the state of prompts cut to one token, without reading tokens.
+    """Return the initial state for prompts cut to one token, without running the models.
 
-    The length is a constant of the program, so the program contains no forward.
+    The length is a compile-time constant, so the program contains no forward pass.
     """
     lengths = np.ones(prompts.tokens.shape[0], np.int32)
     return decoder.init(params, dataclasses.replace(prompts, length=lengths))
@@ -125,15 +126,15 @@ Ask = Callable[[Sequence[Turn]], Request]
 
 
 class Chat:
-    """A conversation whose turns share a cache: only new tokens are read, and answers equal those of a fresh run.
+    """A conversation whose turns share a cache: only new tokens are read, and answers equal those of an uncached run.
 
     The chat template is applied to the whole conversation at each turn. Some templates change earlier turns, for
     example by removing an answer's thoughts; the models then read again from the first change.
 
     `messages` holds the turns, each with its `role` and `content`. Answers are stripped of surrounding white space. You
-    may change it between two turns; a turn during which it changes is not added.
+    may change the list between two turns. If it changes during a turn, that turn is not added.
 
-    Turn i of the user, counted from 0, draws with seed + i, so a repeated conversation gives the same answers.
+    User turn i, counted from 0, samples with seed + i, so a repeated conversation gives the same answers.
 
     >>> import mars_jax as mj
     >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
@@ -159,7 +160,7 @@ class Chat:
           target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`; one value per option.
 
         Raises:
-          MarsError: as `generate`.
+          MarsError: see `generate`.
         """
         session = Session.of(target, drafter, verify)
         prompt_options = {"system": system, "template_args": template_args, "ignore_eos": ignore_eos}
@@ -174,7 +175,7 @@ class Chat:
 
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
-        """Make a conversation over an existing `Running`, whose requests `ask` makes."""
+        """Make a conversation that uses an existing `Running` and builds its requests with `ask`."""
         chat = cls.__new__(cls)
         chat._begin(running, ask)
         return chat
@@ -187,14 +188,14 @@ class Chat:
 
     @property
     def read(self) -> int:
-        """Number of tokens read for the last turn; the others were in the cache."""
+        """Number of tokens read for the last turn; its other tokens were in the cache."""
         return self._running.read
 
     def say(self, text: str) -> Completion:
-        """Answer a turn of the user, and add both to the conversation.
+        """Answer a user turn, and add the turn and its answer to the conversation.
 
         Raises:
-          MarsError: the conversation is full, or as `generate`; the conversation is then unchanged.
+          MarsError: the conversation is full, or see `generate`. The conversation is then unchanged.
         """
         [finished] = (event for event in self.stream(text) if isinstance(event, Finished))
         return finished.completion
@@ -202,7 +203,7 @@ class Chat:
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
         """Answer as `say` does, and yield the answer as it is decoded.
 
-        If the iterator is closed early, the answer is the text so far; without any text the turn is dropped. The next
+        If the iterator is closed early, the answer is the text so far; if there is none, the turn is dropped. The next
         turn, `undo` and `clear` close the iterator.
         """
         self._close()
@@ -221,7 +222,7 @@ class Chat:
         return events
 
     def _close(self) -> None:
-        """Close the stream of the last turn if it has not been read to its end."""
+        """Close the stream of the last turn if it has not been consumed to its end."""
         events = None if self._last is None else self._last()
         if events is not None:
             events.close()
@@ -229,7 +230,7 @@ class Chat:
     def _answered(
         self, turns: list[Turn], events: Generator[Said | Finished, None, None]
     ) -> Generator[Said | Finished]:
-        """Yield the events of a turn, and add it with its answer to the conversation at its end."""
+        """Yield the events of a turn. At its end, add the turn and its answer to the conversation."""
         answer = ""
         try:
             with contextlib.closing(events):
@@ -265,6 +266,6 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Begin a new conversation. Tokens that it shares with the beginning of the old one are not read again."""
+        """Begin a new conversation. A beginning that it shares with the old one is not read again."""
         self._close()
         self.messages = []

@@ -31,48 +31,50 @@ def generate(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> Result:
-    """Continue prompts by speculative decoding, side by side in one device loop.
+    """Continue prompts by speculative decoding, batched in one device loop.
 
-    If there are more prompts than rows, a row that ends starts again with the next prompt. Prompts with the most new
-    tokens begin first; the tokens of a prompt do not depend on this order.
+    If there are more prompts than rows, a row that ends restarts with the next prompt. Prompts with the highest
+    `max_new_tokens` begin first; the tokens of a prompt do not depend on this order.
 
     Args:
-      target: from `mars_jax.load`.
-      drafter: from `mars_jax.drafters.load`; or its spec, such as "ngram", if no other setting is needed; or a
+      target: model from `mars_jax.load`.
+      drafter: drafter from `mars_jax.drafters.load`; or its spec, such as "ngram", if it needs no other setting; or a
         `Drafter` without weights.
       prompts: a string, a list of strings, or token ids; or conversations, each a list of turns with `role` and
         `content`, a string or a list of text parts in OpenAI's format.
       verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which only
-        changes the speed. Each of its numbers is one value for all prompts, or one per prompt.
-      batch_size: rows that decode side by side; default: as many as fit in memory, at most 128 for each device of the
-        mesh's axis `data`, 16 on a CPU.
-      chat: apply the chat template to each string, as a user turn. Answers in a chat also end at the tokenizer's end of
-        text and at its end of a turn, see `Pretrained.chat_stop_tokens`; for prompts given as token ids, `chat` only
+        changes the speed. Each of its numeric settings is one value for all prompts, or one per prompt.
+      batch_size: rows that decode in parallel; default: as many as fit in memory, at most 128 (16 on a CPU) for each
+        device along the mesh axis `data`.
+      chat: apply the chat template to each string, as a user turn. Chat answers also end at the tokenizer's end-of-text
+        and end-of-turn tokens, see `Pretrained.chat_stop_tokens`; for prompts given as token ids, `chat` only
         adds these stop tokens.
-      system: content of the first, system turn of conversations that do not begin with one.
+      system: content of a system turn to prepend to conversations that do not begin with one.
       template_args: variables of the chat template, such as `{"enable_thinking": False}`.
       ignore_eos: decode to `max_new_tokens` past any stop token.
-      samples: completions of each prompt, which follow each other in the result. A prompt is read once for all of
-        them, except on a mesh that divides rows. More than one needs a temperature above 0.
+      samples: completions per prompt, which are adjacent in the result. A prompt is read once for all of its samples,
+        except on a mesh that shards rows. More than one sample needs a temperature above 0.
       log_probs: also return log-probabilities, regret and kind of each new token, as `Completion.log_probs`.
-      **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
+      **options: fields of `Request`, each one value for all prompts or a sequence with one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
-        max_new_tokens (default 256), min_new_tokens (as in transformers: no stop token before; not with constraints),
-        stop_tokens (default: the model's), stop_strings (strings that end a completion; see `serve.text.RowText`),
-        logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
-        (as in transformers), presence_penalty and frequency_penalty (as OpenAI's); these change the target, so a
+        max_new_tokens (default 256), min_new_tokens (as in transformers: no stop token before that many tokens; not
+        with constraints), stop_tokens (default: the model's), stop_strings (strings that end a completion; see
+        `serve.text.RowText`), logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
+        (as in transformers), presence_penalty and frequency_penalty (as in OpenAI's API); these change the target, so a
         lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
-        completions of one prompt differ and every call repeats them. With one seed per prompt, its sample j adds j.
-        At temperature 0 a row takes the best token, and the filters and the seed have no effect.
-        Constraints on the text: regex, json_schema (an object, its JSON or a file), choice (a list of strings), or
-        allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
-        rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in
-        a lossy rule relaxes inside these spans only, with strict_in outside of them only; see `constraints.spans`.
+        that completions of one prompt differ and every call reproduces them. With one seed per prompt, the prompt's
+        sample j adds j.
+        At temperature 0, a row takes the best token, and filters and seed have no effect.
+        Constraints on the completion: regex, json_schema (an object, its JSON or a file), choice (a list of strings),
+        or allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
+        rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in, a
+        lossy rule relaxes only inside these spans; with strict_in, only outside of them; see `constraints.spans`.
 
     Raises:
       MarsError: a prompt is empty or does not fit the context, or a value is out of range.
 
-    If the target's logits for a prompt are not finite, it ends with the finish reason "failed"; the others continue.
+    If the target's logits for a prompt are not finite, that prompt ends with the finish reason "failed"; the others
+    continue.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
@@ -106,13 +108,13 @@ def generate_iter(
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
-      **options: its other arguments.
+      **options: other arguments of `generate`.
 
     Returns:
-      `Finished(index, completion)` of each prompt: its index in `prompts`, and its `Completion`.
+      `Finished(index, completion)` for each prompt: the prompt's index in `prompts`, and its `Completion`.
 
     Raises:
-      MarsError: as `generate`, at the call and not at the first completion.
+      MarsError: see `generate`; raised by the call, not by the first completion.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
@@ -133,20 +135,20 @@ def generate_stream(
     log_probs: bool = False,
     **options: Unpack[CallOptions],
 ) -> Iterator[Said | Finished]:
-    """Yield text as it is decoded, and each completion as it ends; rows refill as for `generate`.
+    """Yield text as it is decoded, and each completion as it ends; rows refill as in `generate`.
 
-    The host reads the tokens after every step, on accelerators after every fourth.
+    The host reads the tokens after every step, or after every fourth step on accelerators.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
-      **options: its other arguments.
+      **options: other arguments of `generate`.
 
     Returns:
-      `Said(index, text, pieces, tokens, log_probs)` for new text, where `pieces` are (kind, text) and joined they are
-      `text`; and `Finished(index, completion)` for each completion.
+      `Said(index, text, pieces, tokens, log_probs)` for new text, where `pieces` are (kind, text) pairs whose texts
+      concatenate to `text`; and `Finished(index, completion)` for each completion.
 
     Raises:
-      MarsError: as `generate`, at the call.
+      MarsError: see `generate`; raised by the call.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for event in mj.generate_stream(mj.load(), "ngram", texts):  # doctest: +SKIP
@@ -160,7 +162,7 @@ def generate_stream(
 def _asked(
     target: Pretrained, prompts: AnyPrompts, verify: Any, **options: Unpack[CallOptions]
 ) -> tuple[list[Request], Any]:
-    """Return the requests of a call, and the rule with its values per prompt repeated for each sample."""
+    """Return the requests of a call, and the rule with its per-prompt values repeated for each sample."""
     requests, samples = make_requests(target, prompts, **options), options.get("samples", 1)
     if samples != 1:
         of_prompt = [i // samples for i in range(len(requests))]

@@ -1,6 +1,6 @@
-"""Scores of given token sequences under the target: the likelihood of each token, and the margin there.
+"""Scores of given token sequences under the target: the likelihood and the margin at each token.
 
-R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same inputs, in
+R rows, L tokens per row, V vocabulary. Oracle: PyTorch transformers on the same inputs, in
 tests/integrations/test_harness.py.
 """
 
@@ -24,13 +24,13 @@ from mars_jax.serve.prepare import bucket
 from mars_jax.utils.errors import MarsError, check_count, short_repr
 
 ROWS = 4
-"""Rows of one forward."""
+"""Rows per forward pass."""
 POSITIONS = 128
-"""Positions of each row whose logits are in memory at once."""
+"""Positions per row whose logits are in memory at once."""
 
 
 class Scored(NamedTuple):
-    """Scores of one text. Entry t scores token t + 1, given the tokens before it."""
+    """Scores of one token sequence. Entry t scores token t + 1, given the tokens before it."""
 
     log_p: np.ndarray  # f32[L - 1]; natural logarithm
     best: np.ndarray  # i32[L - 1]; the target's top token
@@ -45,17 +45,18 @@ def score(
 ) -> list[Scored]:
     """Score texts under the target: the log-probability of every token but the first, given the tokens before it.
 
-    A forward takes rows of similar lengths. For a generated text the log-probabilities of its new tokens equal its
-    `TokenLogProbs.log_prob`, up to rounding.
+    Each forward pass processes rows of similar lengths. For a generated completion, the log-probabilities of its new
+    tokens equal its `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
-      target: the model; on a mesh rows are divided over `data`, and everything else as its weights are.
+      target: the model. On a mesh, rows are sharded over `data`, and everything else is sharded as its weights are.
       texts: strings, or token ids; each within the model's context.
-      rows: rows of one forward; on a mesh rounded up to a multiple of its axis `data`.
+      rows: rows per forward pass; on a mesh, rounded up to a multiple of its axis `data`.
 
     Returns:
-      For each text of L tokens `log_p` f32[L - 1], the natural logarithm of p of token t + 1; `best` and `second`
-      i32[L - 1], the target's two best tokens there; `z1` and `z2` f32[L - 1], their raw logits; and `tokens`, all L.
+      For each text of L tokens: `log_p` f32[L - 1], the natural logarithm of the probability of token t + 1; `best` and
+      `second` i32[L - 1], the target's two best tokens at that position; `z1` and `z2` f32[L - 1], their raw logits;
+      and `tokens`, all L.
 
     Raises:
       MarsError: a text is empty or longer than the context, or a token is outside the vocabulary.
@@ -101,7 +102,7 @@ def batches_by_length(
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
 
-    L depends only on a text's own length, so that its scores have the same bits in any batch.
+    L depends only on a text's own length, so that its scores are bit-identical in any batch.
     """
     widths = [max(len(text), min(bucket(len(text)), longest)) for text in texts]
     for width, alike in itertools.groupby(

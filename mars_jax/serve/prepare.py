@@ -1,4 +1,4 @@
-"""From requests to arrays: checks that requests fit a pair, its decoder and params, and the prompts of a batch.
+"""Conversion of requests to arrays: checks against a pair, the pair's decoder and params, and the prompts of a batch.
 
 B batch, T token buffer.
 """
@@ -46,7 +46,7 @@ from mars_jax.verify import exact
 
 
 class RequestGuides(NamedTuple):
-    """Tables with which a step follows the completions of requests; None if no request has a constraint or spans."""
+    """Tables that a step uses to track constraints and spans in completions; None if no request has any."""
 
     constraint: Compiled | None = None
     span: Compiled | None = None
@@ -79,10 +79,10 @@ class RequestGuides(NamedTuple):
 
 
 def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
-    """Return the tables of the requests' constraints and spans, built once for equal ones.
+    """Build the tables of the requests' constraints and spans; equal ones share a table.
 
     Raises:
-      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or as `Constraint.table`.
+      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or see `Constraint.table`.
     """
     constraints = [r.constraint for r in requests if r.constraint is not None]
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
@@ -117,14 +117,14 @@ def _vocabulary(target: Pretrained, text: bool) -> Vocabulary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Requests that one program decodes. Their shapes are the same for any choice of requests."""
+    """Requests that one program decodes. Array shapes are the same for any choice among the requests."""
 
     target: Pretrained
     requests: Sequence[Request]
     decoder: Decoder
     params: Params
     drafter: drafters.LoadedDrafter
-    loaded_rule: LoadedRule  # each of its numbers is one value for all requests, or one per request
+    loaded_rule: LoadedRule  # each numeric setting is one value for all requests, or one per request
     width: int  # T
     guides: RequestGuides
 
@@ -134,11 +134,11 @@ class Prepared:
         return any(request.temperature != 0 for request in self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> Prompts:
-        """Return the prompts of some requests, as `Decoder.init` takes them. On a mesh divide them over `data`.
+        """Return the prompts of some requests for `Decoder.init`, sharded over `data` on a mesh.
 
         Args:
-          entries: for each row the number of its request, or None for a row that only fills the batch. Such a row
-            starts at its limit, so it is done before the first step.
+          entries: the request index of each row, or None for a row that only fills the batch. Such a row starts at its
+            limit, so it is done before the first step.
         """
         requests = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
@@ -198,7 +198,7 @@ _FILL = Request(prompt_tokens=(0,), max_new_tokens=0)
 
 
 AnyRule = Rule | LoadedRule
-"""A rule as `mars_jax.generate` takes it: without weights, or loaded with them."""
+"""A rule in a form that `mars_jax.generate` accepts: without weights, or loaded with them."""
 
 
 def loaded_rule(verify: AnyRule | None) -> LoadedRule:
@@ -219,9 +219,9 @@ def prepared(
 ) -> Prepared:
     """Return the decoder of a pair, its params, and the checked requests.
 
-    The width of the token buffer is a bucket, so prompts and limits of similar lengths share one compilation.
-    Everything else that differs between requests is a value. Each number of the rule is one value for all requests, or
-    one per request.
+    The width of the token buffer is rounded up to a bucket, so that prompts and limits of similar lengths share one
+    compilation. All other differences between requests are array values. Each numeric setting of the rule is one value
+    for all requests, or one per request.
 
     Raises:
       MarsError: a request does not fit the target, the drafter or the rule.
@@ -282,9 +282,9 @@ def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
-    """Raise MarsError if requests control where rules relax, but the rule is lossless.
+    """Raise MarsError if requests restrict where the rule may relax, but the rule is lossless.
 
-    Check only requests of users: a measurement may decode the same requests by a lossless and by a lossy rule.
+    Call this only for users' requests: a measurement may decode the same requests by a lossless and by a lossy rule.
     """
     checked = loaded_rule(verify).rule
     if not checked.lossless:
@@ -301,7 +301,7 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
 
 def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:
-    """Return T of a batch: the bucket of its longest prompt with completion."""
+    """Return T for a batch: the bucket of its longest prompt plus completion."""
     longest = max(len(r.prompt_tokens) + r.max_new_tokens for r in requests)
     return bucket(min(longest, target.config.max_positions))
 

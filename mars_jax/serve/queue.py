@@ -35,12 +35,12 @@ WAIT = 32
 
 
 SAVED = 2048
-"""Minimum number of saved prompt tokens that pays for compiling the program that continues from a shared prefix."""
+"""Minimum number of saved prompt tokens that justifies compiling the program that continues from a shared prefix."""
 
 
 BETWEEN = 4
-"""Steps between two reads of the text of rows with stop strings, on an accelerator. A CPU reads after every step, which
-costs less than a superfluous step."""
+"""Steps between two reads of new text on an accelerator, for streaming and stop strings. A CPU reads after every step,
+which costs less than a superfluous step."""
 
 
 class Finished(NamedTuple):
@@ -53,9 +53,9 @@ class Finished(NamedTuple):
 class Said(NamedTuple):
     """New tokens of a request, and their text."""
 
-    index: int  # of the prompt
+    index: int  # index of the prompt
     text: str  # may lag behind `tokens` inside a multi-byte character
-    pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text) by token; joined they are `text`
+    pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text) per token; the texts concatenate to `text`
     tokens: tuple[int, ...]
     log_probs: TokenLogProbs  # one entry per token
 
@@ -63,7 +63,7 @@ class Said(NamedTuple):
 class Queue:
     """Iterator that decodes requests in a few rows and yields each completion as it ends. It can be used once.
 
-    `forwards` counts the target's forwards. Each covers all rows.
+    `forwards` counts the target's forward passes, each over all rows.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Queue:
           rows: B, rounded up to a multiple of the mesh's axis `data`.
           order: indices of requests in the order in which they begin; default: the order of `prepared.requests`.
           log_probs: record log-probabilities of each token.
-          shared: the tokens that consecutive requests share and that are read once; default: `shares_of`, NOTHING on a
-            mesh that divides rows.
-          telling: `events` also yields new tokens, which the host reads after every step, on accelerators after every
-            fourth.
-          state: rows that have read the first requests; default: new ones.
-          began: with `state`, when reading began, for `Completion.seconds`.
+          shared: the tokens that consecutive requests share and that are read only once; default: `shares_of`, which is
+            NOTHING on a mesh that shards rows.
+          telling: `events` also yields new tokens, which the host reads after every step, or after every fourth step on
+            accelerators.
+          state: rows that have read the first requests; default: new rows.
+          began: with `state`, the time at which reading began, for `Completion.seconds`.
           compiling: continue from the last prompt even if it shares too little to save time; see `warm_up`.
         """
         self.state = state
-        """The rows, between two events; None while the device works on them."""
+        """The rows, between two events; None while the device is working on them."""
         self._telling, self._log_probs = telling, log_probs
         self._began_reading, self._compiling = began, compiling
         self.forwards = 0
@@ -105,7 +105,7 @@ class Queue:
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
-        # Iterator of a drafter that makes its own steps.
+        # The iterator of a drafter that runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * batch  # request by row
         self._began = [0.0] * batch
@@ -115,7 +115,7 @@ class Queue:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion; if not `early`, those of the last rows together, after all have ended."""
+        """Yield each completion. If not `early`, yield those of the last rows together, after all have ended."""
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
@@ -123,8 +123,8 @@ class Queue:
         state, stats = self._first()
         ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
         while self._going():
-            # The device decodes while the host detokenizes the rows that ended before. With stop strings it only runs a
-            # few steps.
+            # The device decodes while the host detokenizes the rows that ended before. With stop strings, it runs only
+            # a few steps at a time.
             state, stats, steps = self._advanced(state, stats, early)
             yield from self._completed(ended)
             snapshot = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
@@ -153,9 +153,9 @@ class Queue:
     def warm_up(self) -> None:
         """Compile the programs of this queue by decoding one token of its first requests, cut to a few tokens.
 
-        This costs little if they are compiled already. The queue can still be used once.
+        This is cheap if they are already compiled. The queue can still be used once afterwards.
         """
-        # With shared beginnings, give neighbours prompts of different lengths, so that one continues from another.
+        # With shared beginnings, give adjacent requests prompts of different lengths: one then continues from another.
         continues = self._shares is Shares.BEGINNINGS
         # Shapes depend on all requests.
         requests = [
@@ -184,7 +184,7 @@ class Queue:
     def _advanced(
         self, state: DecodeState, stats: DecodeStats, early: bool
     ) -> tuple[DecodeState, DecodeStats, Array]:
-        """Decode until some rows have ended, or for a few steps. Return the number of steps as well."""
+        """Decode until some rows have ended, or for a few steps. Also return the number of steps."""
         self.state = None  # its buffers are donated
         prepared = self._prepared
         with prepared.target.on_mesh():
@@ -197,9 +197,9 @@ class Queue:
             return refill.advance(prepared.decoder, prepared.params, state, stats, ended, self._most(state))
 
     def draft_with(self, params: PyTree) -> None:
-        """Continue with new weights of the drafter, of the same shapes and dtypes, without compiling again.
+        """Continue with new drafter weights of the same shapes and dtypes, without recompiling.
 
-        Running rows keep the draft's cache of the old weights. This lowers acceptance but not exactness.
+        Running rows keep the draft caches of the old weights, which lowers acceptance but keeps exactness.
         """
         all_params = self._prepared.params
         draft = (
@@ -221,7 +221,7 @@ class Queue:
         return index
 
     def _most(self, state: DecodeState) -> int:
-        """Return the number of steps between two reads of the text."""
+        """Return the number of steps between two reads of new text."""
         if all(text is None for text in self._texts):
             return 2**30
         return 1 if decode.look_ahead(state) == 0 else BETWEEN
@@ -270,12 +270,12 @@ class Queue:
         return self._refilled(state, stats) if self._shares else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """Start free rows with the next requests, one row per part of a mesh at a time.
+        """Start free rows with the next requests, one row per `data` shard at a time.
 
-        One row at a time means that a prompt is read in the same shape whenever it begins. One prompt is enough to keep
-        a device busy: chunks of prefill have hundreds of tokens (`prefill.chunk_of`).
+        This way a prompt is read in the same shape whenever it begins. One prompt keeps a device busy, because prefill
+        chunks have hundreds of tokens (`prefill.chunk_of`).
         """
-        if self._prepared.drafter.steps is not None:  # such rows do not refill
+        if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
             if self._going() or not self._waiting:
                 return state, stats
             self._steps = self.state = None
@@ -322,7 +322,7 @@ class Queue:
         return state, stats
 
     def _reading(self, index: int) -> Reading:
-        """Return a row that has read a request's prompt, if possible from a prefix shared with the last one."""
+        """Return a row that has read a request's prompt, continuing from a prefix of the last prompt if possible."""
         prompt, prepared, previous = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
         if previous is not None and previous.prompt == prompt:
             return previous
@@ -330,7 +330,7 @@ class Queue:
         goes_on = self._shares is Shares.BEGINNINGS and len(prompt) > 1
         if previous is not None and not self._compiling:
             goes_on &= forwards_saved(previous.prompt, prompt, self._chunk) > 0
-        # Broken weights may leave NaN in slots after the text, which would corrupt the next prompt.
+        # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
         if previous is not None and previous.sound is not None and goes_on and bool(fetch(previous.sound)):
             with prepared.target.on_mesh():
                 state, _ = decode.extend(
@@ -357,7 +357,7 @@ class Reading(NamedTuple):
 
     prompt: tuple[int, ...]
     state: DecodeState
-    sound: Array | None  # bool[]; its caches are finite; None if no prompt continues from this row
+    sound: Array | None  # bool[]; True if its caches are finite; None if no prompt continues from this row
 
 
 @jax.jit
@@ -378,11 +378,11 @@ class Shares(enum.IntEnum):
 
 
 def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
-    """Return which tokens are read once for requests in an order: NOTHING on a mesh that divides rows, and for a
-    drafter with its own steps.
+    """Return which shared tokens are read once for requests in this order: NOTHING on a mesh that shards rows, and for
+    a drafter with its own steps.
 
-    Beginnings are shared if this saves half of the forwards of prefill and `SAVED` tokens, because it has costs: rows
-    read their prompts one after the other, and there is one more program to compile.
+    Beginnings are shared only if this saves half of the prefill forward passes and `SAVED` tokens, because sharing has
+    costs: rows read their prompts one after the other, and there is one more program to compile.
     """
     if of_mesh(made.target, 1) > 1 or made.drafter.steps is not None:
         return Shares.NOTHING
@@ -395,7 +395,7 @@ def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
 
 
 def chunk_of_decoder(made: Prepared) -> int:
-    """Return the number of tokens of a forward that reads a prompt."""
+    """Return the number of prompt tokens per forward pass of prefill."""
     with made.target.on_mesh():
         # The tokens after a shared beginning are read in chunks of at most this length (`Decoder.extend`).
         usual = min(chunk_of(made.width), WIDE_CHUNK)
@@ -403,7 +403,7 @@ def chunk_of_decoder(made: Prepared) -> int:
 
 
 def forwards_saved(before: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the number of forwards saved for a prompt if its common prefix with the prompt `before` is read already.
+    """Return the number of forward passes saved for a prompt whose common prefix with `before` is already read.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
@@ -427,7 +427,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """Return the indices of the requests, most new tokens first: a long one begun last would run in a batch by itself.
+    """Return request indices by decreasing `max_new_tokens`: a long request that begins last would run by itself.
 
     Requests with equal limits are sorted by their prompts if this order shares at least `SAVED` tokens.
 

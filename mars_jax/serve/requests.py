@@ -1,4 +1,4 @@
-"""Requests, each a prompt with its settings, the options that make them, and completions with their metrics.
+"""Requests (a prompt with its settings), the options that create them, and completions with their metrics.
 
 Oracle: the fields of `Request` and the docstring of `generate` (tests/serve/test_options.py).
 """
@@ -95,7 +95,7 @@ _CONSTRAINTS = {
     "choice": constraints.choice,
     "allowed_tokens": constraints.tokens,
 }
-"""Options that constrain a text, and functions from their values to constraints."""
+"""Options that constrain a completion, with functions that turn their values into constraints."""
 _SEQUENCES = ("stop_tokens", "banned_tokens", "stop_strings", "choice", "allowed_tokens")
 """Options whose value for one prompt is a sequence."""
 
@@ -105,7 +105,7 @@ class Request(RequestSettings):
     """One prompt with its settings. `make_requests` increments the seed, so that requests draw differently."""
 
     prompt: str | None = None  # None if the prompt is a conversation or token ids
-    messages: tuple[Turn, ...] | None = None  # the conversation; None if the prompt is no conversation
+    messages: tuple[Turn, ...] | None = None  # the conversation; None if the prompt is not a conversation
     prompt_tokens: tuple[int, ...]  # token ids, at least one
     id: Any = None  # the user's id, unchanged
     stop_tokens: tuple[int, ...] = ()  # token ids that end the completion
@@ -113,7 +113,7 @@ class Request(RequestSettings):
     logit_bias: tuple[
         tuple[int, float], ...
     ] = ()  # (token id, number to add to its logit); -inf bans a token
-    constraint: Constraint | None = None  # on the completion
+    constraint: Constraint | None = None  # constraint on the completion
     relax_in: tuple[
         str, ...
     ] = ()  # spans to which a lossy rule's relaxation is limited; see `constraints.spans`
@@ -149,8 +149,8 @@ KINDS = ("exact", "relaxed", "corrected", "trusted")
 class Completion:
     """The completion of one prompt.
 
-    `seconds` is the wall time of its row, from its prefill until the host has read its end. `metrics` count all decoded
-    tokens, including tokens after a stop string.
+    `seconds` is the wall time of the row, from its prefill until the host reads that it has ended. `metrics` counts all
+    decoded tokens, including tokens after a stop string.
     """
 
     request: Request  # the request that was completed
@@ -173,7 +173,7 @@ class Result:
     completions: list[Completion]  # in the order of the prompts
     metrics: Metrics  # totals over all prompts
     seconds: float  # wall time of the call
-    forwards: int  # of the target, each over all rows of a batch
+    forwards: int  # forward passes of the target, each over all rows of a batch
 
     @property
     def text(self) -> list[str]:
@@ -199,9 +199,9 @@ def make_requests(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> list[Request]:
-    """Tokenize prompts and assign each its options; see `generate`. The samples of a prompt follow each other.
+    """Tokenize prompts and assign each its options; see `generate`. The samples of a prompt are adjacent.
 
-    All values from users are checked here.
+    All values from users are validated here.
     """
     check_pretrained(target)
     for name, value in {"chat": chat, "ignore_eos": ignore_eos}.items():
@@ -273,7 +273,7 @@ def _check_names(names: Iterable[str]) -> None:
 def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[Request]:
     """Repeat each request for its samples, and increment the seeds.
 
-    One seed for all prompts increases over all requests; the seed of one prompt increases over its samples.
+    A single seed is incremented over all requests; a seed per prompt is incremented over the samples of its prompt.
     """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
@@ -321,10 +321,10 @@ def _with_bans(target: Pretrained, options: dict[str, Any], count: int) -> dict[
 
 
 def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return options of `count` prompts in which `constraint` replaces all options that constrain a text.
+    """Return options of `count` prompts in which `constraint` replaces all options that constrain a completion.
 
     Raises:
-      MarsError: a prompt has two constraints, or as the functions of `constraints`.
+      MarsError: a prompt has two constraints, or see the functions of `constraints`.
     """
     other_options = {
         name: value
@@ -393,10 +393,10 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _checked(target: Pretrained, name: str, value: Any) -> Any:
-    """Return the value of an option for one prompt, in the type of the field of `Request`.
+    """Return the value of an option for one prompt, converted to the type of the `Request` field.
 
     Raises:
-      MarsError: the value has another type or is out of range.
+      MarsError: the value has the wrong type or is out of range.
     """
     if name in REQUEST:
         return REQUEST[name].from_json(value.item() if isinstance(value, np.generic | jax.Array) else value)
@@ -414,7 +414,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """Return the stop strings of an option with one string or several. Empty strings are an error."""
+    """Return the stop strings of an option that holds one string or several. Empty strings are an error."""
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
         raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
@@ -424,7 +424,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def check_request(target: Pretrained, request: Request) -> None:
-    """Raise MarsError if a request leaves no room for a token."""
+    """Raise MarsError if a request leaves no room for a new token."""
     context = target.config.max_positions
     if len(request.prompt_tokens) >= context:
         raise MarsError(

@@ -1,10 +1,10 @@
 """Rows of a run on disk: JSON lines that one process appends to, and the settings that determine them.
 
-`FILE.settings.json` records the settings and the fingerprints of the weights. Each row has a digest of both, so that a
-row of another run is refused, even in a file that was joined from the rows of several machines.
+`FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a digest of both, so
+that a row from a different run is refused, even in a file that combines rows from several machines.
 
-A row is one line, written under a lock that ends with the process, and followed by fsync. A killed process therefore
-leaves whole lines and at most one torn line at the end.
+A row is one line, written under a lock that is released when the process ends, and followed by fsync. A killed process
+therefore leaves whole lines and at most one torn line at the end.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class RowFile:
         """Lock the file, and compare its settings if it has rows, before any model is loaded.
 
         Args:
-          path: of the file, which need not exist.
+          path: path of the file, which need not exist.
           settings: everything that determines the rows, except for the fingerprints of `start`.
           flag: the flag that names the file, for messages.
-          settings_path: of the recorded settings, by default `FILE.settings.json`.
+          settings_path: path of the recorded settings; default: `FILE.settings.json`.
           resume: whether the file may have rows.
 
         Raises:
-          MarsError: another process writes to the file, it cannot be opened, or it belongs to another run.
+          MarsError: another process writes to the file, it cannot be opened, or it belongs to a different run.
         """
         self.path, self.fingerprint = Path(path), ""
         self.rows: list[Row] = []
@@ -100,13 +100,13 @@ class RowFile:
             raise
 
     def start(self, fingerprints: Mapping[str, str] | None = None) -> None:
-        """Compare the fingerprints, and read the rows on file.
+        """Compare the fingerprints, and read the existing rows.
 
         Args:
-          fingerprints: of the weights, by component.
+          fingerprints: fingerprints of the weights, by component.
 
         Raises:
-          MarsError: the file belongs to a run with other weights, or is not a file of rows. It is then closed.
+          MarsError: the file belongs to a run with different weights, or is not a file of rows. It is then closed.
         """
         try:
             self._read(fingerprints)
@@ -137,7 +137,7 @@ class RowFile:
         self._intact = sum(len(line) + 1 for line in lines)
 
     def begin(self) -> None:
-        """Record the settings, and cut off a torn line. The first `append` does so too."""
+        """Record the settings, and cut off a torn line. The first `append` does this as well."""
         self._begun = True
         if self._lock is None:
             return
@@ -171,7 +171,7 @@ class RowFile:
         )
 
     def batch(self, keys: Sequence[Mapping[str, Any]], make: Callable[[], Sequence[Row]]) -> list[Row]:
-        """Return the rows of some keys. If one is not on file, make all of them, and append the missing ones.
+        """Return the rows for some keys. If any is not on file, make all of them, and append the missing ones.
 
         Args:
           keys: fields that identify a row, the same fields in every call.
@@ -189,7 +189,7 @@ class RowFile:
         return [self._by_key[key] for key in key_values]
 
     def stop(self) -> int:
-        """Close the file when a signal ends the process, so that no row is written later. Return the number of rows."""
+        """Close the file when a signal ends the process, so that no more rows are written. Return the row count."""
         self._writing.acquire()
         self.close()
         return len(self.rows)
@@ -209,8 +209,8 @@ class Lock:
     def __init__(self, path: str | os.PathLike[str], *, flags: int = os.O_RDONLY):
         """
         Args:
-          path: of the file or directory.
-          flags: of `os.open`.
+          path: path of the file or directory.
+          flags: flags for `os.open`.
 
         Raises:
           MarsError: another process has locked it, or it cannot be opened.
@@ -233,12 +233,12 @@ class Lock:
             # The file system has no locks.
             return
         if not os.path.exists(path) or not os.path.samestat(os.fstat(self.descriptor), os.stat(path)):
-            # Its owner deleted it between the two calls.
+            # The lock's owner deleted the file between the two calls.
             os.close(self.descriptor)
             raise busy
 
     def write(self, data: bytes) -> None:
-        """Write all of the bytes, and return when they are on disk."""
+        """Write all bytes, and return once they are on disk."""
         remaining = memoryview(data)
         while remaining:
             remaining = remaining[os.write(self.descriptor, remaining) :]
@@ -252,14 +252,14 @@ class Lock:
 def compare_settings(
     path: Path, settings: Mapping[str, Any], owner: Path, flag: str, *, but: str | None = None
 ) -> bool:
-    """Compare settings with those on file. Return whether there is a file.
+    """Compare settings with the recorded ones. Return whether a record exists.
 
     Args:
-      path: of the recorded settings.
-      settings: of this run, as JSON values.
+      path: path of the recorded settings.
+      settings: settings of this run, as JSON values.
       owner: file or directory of the run, for messages.
       flag: the flag that names the owner.
-      but: a setting that is not known yet.
+      but: a setting whose value is not known yet.
 
     Raises:
       MarsError: a setting differs, or the file is damaged.
@@ -284,7 +284,7 @@ def compare_settings(
 
 
 def difference(name: str, recorded: Any, current: Any) -> str | None:
-    """Describe a setting that differs, or return None.
+    """Describe the difference if a setting differs, otherwise return None.
 
     >>> difference("seed", 0, 1), difference("theta", None, 0.9), difference("seed", 1, 1)
     ('seed 0, not 1', 'theta at its default, not 0.9', None)
@@ -363,7 +363,7 @@ ROWS = 16
 
 
 def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
-    """Return a hash of the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
+    """Hash the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
 
     The hash does not depend on the mesh. In a run of several processes, all of them must call this function.
 
@@ -389,7 +389,7 @@ def _config(checkpoint: Path) -> bytes:
 
 
 def _some_rows(weight: Any) -> Any:
-    """Return rows that are evenly spaced over all axes but the last, including axes such as that of experts."""
+    """Return rows that are evenly spaced over all axes but the last, including a leading axis of experts."""
     if weight.ndim < 2 or not weight.size:
         return weight
     outer = weight.shape[:-1]

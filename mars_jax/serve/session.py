@@ -34,17 +34,17 @@ from mars_jax.utils.limits import BATCH_ROWS
 from mars_jax.verify import exact
 
 MOST, MOST_ON_CPU = 128, 16
-"""Maximum rows of a batch. A CPU is saturated by a few: the time of a step then grows in proportion to the rows."""
+"""Maximum rows of a batch. A few rows saturate a CPU: with more, the time of a step grows in proportion to the rows."""
 SHARE, SHARE_OF_HOST = 0.85, 0.25
-"""Fraction of a device's memory, and of a host's, for weights, rows and a step's arrays. Other programs use the host's
-memory too."""
+"""Fraction of a device's memory, and of a host's, to use for weights, rows and a step's arrays. Other programs share
+the host's memory."""
 
 
 def default_rows(prepared: Prepared) -> int:
     """Return the number of rows to decode side by side: as many as fit in memory, at most one per request.
 
-    The number depends only on the machine and not on other contents of its memory. If the size of the memory is
-    unknown, use the maximum, `MOST` or `MOST_ON_CPU`.
+    The number depends only on the machine, not on what else is in its memory. If the memory size is unknown, use the
+    maximum, `MOST` or `MOST_ON_CPU`.
     """
     target = prepared.target
     leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
@@ -60,9 +60,10 @@ def default_rows(prepared: Prepared) -> int:
 
 
 def row_bytes(prepared: Prepared) -> int:
-    """Return the bytes of a row on each device that holds it.
+    """Return the number of bytes that a row occupies on each device that holds it.
 
-    They are its state, plus the larger of four copies of a step's logits and a layer's activations for a prompt chunk.
+    This is the row's state, plus the larger of four copies of a step's logits and a layer's activations for a prompt
+    chunk.
     """
     parts = of_mesh(prepared.target, 1)
     prompts = prepared.prompts([None] * parts)
@@ -82,7 +83,7 @@ def row_bytes(prepared: Prepared) -> int:
 def _part(x: Any, place: Any) -> int:
     """Return the bytes of an array, or of the part that a device holds."""
     shape = x.shape if place is None else place.shard_shape(x.shape)
-    # A key is two words.
+    # A random key is two 32-bit words.
     size = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
     return math.prod(shape) * size
 
@@ -104,11 +105,11 @@ class Session:
 
     target: Pretrained
     drafter: drafters.LoadedDrafter
-    # Each number is one value for all requests, or one per request.
+    # Each numeric setting of the rule is one value for all requests, or one per request.
     loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
-    batch_size: int = 1  # rows side by side; 0: as many as fit in memory
+    batch_size: int = 1  # rows decoded in parallel; 0: as many as fit in memory
     log_probs: bool = False  # record log-probabilities of each token
-    _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # names of drafters
+    _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # drafters already warned about
 
     @classmethod
     def of(
@@ -126,7 +127,7 @@ class Session:
           target, drafter, verify, batch_size, log_probs: as for `mars_jax.generate`.
 
         Raises:
-          MarsError: as `drafters.load`, or batch_size is out of range.
+          MarsError: see `drafters.load`; or batch_size is out of range.
         """
         if batch_size is not None:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
@@ -147,7 +148,7 @@ class Session:
         return self.loaded_rule.rule.name
 
     def using(self, rule: LoadedRule) -> Session:
-        """Return a session of the same pair with another rule."""
+        """Return a session of the same pair with a different rule."""
         return dataclasses.replace(self, loaded_rule=rule)
 
     @functools.cached_property
@@ -157,7 +158,7 @@ class Session:
         return dataclasses.replace(self, drafter=drafter, loaded_rule=LoadedRule(exact()))
 
     def _check_length(self, requests: Sequence[Request]) -> None:
-        """Warn, once per session, if a text may become longer than the drafter was trained for."""
+        """Warn, once per session, if a sequence may become longer than the drafter was trained for."""
         longest = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
         longest, trained = min(longest, self.target.config.max_positions), self.drafter.max_positions
         name = self.drafter.drafter.name
@@ -177,11 +178,11 @@ class Session:
     def queue(
         self, requests: Sequence[Request], *, order: Sequence[int] | None = None, telling: bool = False
     ) -> Queue:
-        """Return an iterator that decodes the requests through `batch_size` rows, each as soon as a row is free.
+        """Return an iterator that decodes requests in `batch_size` rows, starting each as soon as a row is free.
 
         Args:
           requests: any number of them.
-          order: indices of the requests to decode, first to begin first; default: all, in their order.
+          order: indices of the requests to decode, in the order in which they begin; default: all, in their order.
           telling: whether `Queue.events` also yields new tokens.
 
         Raises:
@@ -193,14 +194,14 @@ class Session:
 
     @activity.doing("compiling")
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Compile the programs of `decode` by decoding a token, so that its time excludes compilation."""
+        """Compile the programs that `decode` uses, by decoding one token, so that timings exclude compilation."""
         self.queue(requests, order=longest_first(requests)).warm_up()
 
     def decode(self, requests: Sequence[Request]) -> Result:
-        """Decode all the requests, those of the most new tokens first.
+        """Decode all requests, in decreasing order of `max_new_tokens`.
 
         Raises:
-          MarsError: as `queue`.
+          MarsError: see `queue`.
         """
         began = time.perf_counter()
         queue = self.queue(requests, order=longest_first(requests))
@@ -214,12 +215,12 @@ class Session:
         )
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
-        """Decode the requests as `queue` does, and yield the tokens of each row as they are decided."""
+        """Decode the requests as `queue` does, and yield each row's tokens as they are decoded."""
         return self.queue(requests, telling=True).events()
 
 
 def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
-    """Return the rule with the values of the requests `rows` out of `count` requests."""
+    """Return the rule with its per-request values restricted to the requests `rows` out of `count`."""
     if isinstance(verify, LoadedRule):
         return verify._replace(rule=take_rows(verify.rule, rows, count))
     return None if verify is None else take_rows(verify, rows, count)
@@ -242,10 +243,10 @@ def prepare(
     *,
     verify: AnyRule | None = None,
 ) -> tuple[Decoder, Params, DecodeState]:
-    """Return the decoder, its params, and the state after prefill of one batch, for a loop of the caller's own.
+    """Return the decoder, its params, and the state after prefill of one batch, for use in the caller's own loop.
 
-    If the draft length adapts to its cost, measure that cost first. On the target's mesh the rows are divided over
-    `data`, and their number is rounded up to a multiple of it.
+    If the draft length adapts to its cost, measure that cost first. On the target's mesh, the rows are sharded over
+    `data`, and their number is rounded up to a multiple of that axis.
 
     Args:
       target, drafter, requests, verify: as for `prepared`.

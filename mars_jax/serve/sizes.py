@@ -1,6 +1,6 @@
-"""Measured costs of a step with each draft length, measured on the device before the first batch of a shape.
+"""Costs of a step with each draft length, measured on the device before the first batch of a shape.
 
-Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json of commit 5336526).
+Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 
 STEPS, ROUNDS = 4, 3
-"""Steps of each size in a round. The fastest round counts: other load on the machine only adds time."""
+"""Steps of each size per round, and rounds. The fastest round counts: other load on the machine only adds time."""
 
 _MEASURED: dict[Any, tuple[float, ...]] = {}
 """Costs measured by this process, keyed by everything that they depend on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
-    """Return the prepared requests with measured costs of the draft's sizes; unchanged if none are needed.
+    """Add measured costs of the draft's sizes to prepared requests; return them unchanged if no costs are needed.
 
     Args:
       prepared: the requests and their decoder.
@@ -38,7 +38,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     """
     if not needs_costs(prepared.drafter):
         return prepared
-    # Everything that is compiled into the step but is not part of its shapes.
+    # These properties are compiled into the step but are not part of its shapes.
     has_edits = any(request.edits for request in prepared.requests)
     kinds = (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits)
     weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params.target))
@@ -58,7 +58,7 @@ def _with_drafter(prepared: Prepared, drafter: Any) -> Prepared:
 
 
 def _measure(prepared: Prepared, batch: int, *, log_probs: bool) -> list[float]:
-    """Return the seconds of a step of each size, over short prompts."""
+    """Return the seconds per step for each size, over short prompts."""
     requests = [
         dataclasses.replace(
             request,
@@ -82,7 +82,7 @@ def _measure(prepared: Prepared, batch: int, *, log_probs: bool) -> list[float]:
 
 
 def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) -> float:
-    """Return the mean seconds of a few steps."""
+    """Return the mean seconds per step over a few steps."""
     decoder, params = prepared.decoder, prepared.params
     state = prepared.start(entries)
     record = prepared.width if log_probs else None

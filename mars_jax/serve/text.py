@@ -1,4 +1,4 @@
-"""Text of a row as its tokens arrive, and its completion, cut out of the batch's arrays. B batch, T token buffer."""
+"""Text of a row as its tokens arrive, and the row's completion, cut from batch arrays. B batch, T token buffer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
 
 LONGEST_PERIOD, LOOP_TOKENS = 90, 12
-"""Longest phrase of a loop, and its fewest tokens."""
+"""Maximum length of a loop's phrase, and minimum length of a loop, in tokens."""
 
 
 class RowText:
-    """Text of the tokens of one request, piece by piece, up to the first stop string.
+    """Text of one request's tokens, piece by piece, up to the first stop string.
 
-    The text ends before the stop string, as OpenAI's does. The tokens end with the one that completes it, as those of
-    transformers do. Only new text is searched, not the end of the prompt. Text that may begin a stop string is held
-    back until the next tokens decide. Joined, the pieces are the text of all tokens.
+    The text ends before the stop string, as in OpenAI's API. The tokens end with the one that completes it, as in
+    transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may begin
+    a stop string is held back until the next tokens decide. The pieces concatenate to the text of all tokens.
     """
 
     def __init__(self, target: Pretrained, request: Request):
@@ -30,7 +30,7 @@ class RowText:
         self.stopped = False
 
     def feed(self, token: int, *, last: bool = False) -> str:
-        """Return the text that a token completes; `last` releases the text held back. "" after a stop string."""
+        """Return the text that a token completes, or "" after a stop string; `last` releases the text held back."""
         self.count += not self.stopped
         return self._text([token], last)
 
@@ -63,7 +63,7 @@ class RowText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Count the characters at the end of a text that may be the beginning of a stop string.
+    """Count the characters at the end of `text` that may be the beginning of a stop string.
 
     >>> _begun("the en", "end"), _begun("the end", "end")
     (2, 0)
@@ -82,19 +82,19 @@ def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> To
 def complete(
     target: Pretrained, request: Request, row: int, final: tuple, stats: DecodeStats, seconds: float
 ) -> Completion:
-    """Return the completion of one row: its new tokens, cut out of the batch's final state, and its finish reason.
+    """Return the completion of one row: its new tokens, cut from the batch's final state, and its finish reason.
 
     Args:
-      target, request: of the row.
+      target, request: target and request of the row.
       row: index of the row in the batch.
       final: (tokens i32[B, T], length i32[B], failed bool[B]), on the host.
       stats: counters of the batch, on the host.
-      seconds: for `Completion.seconds`.
+      seconds: value of `Completion.seconds`.
     """
     tokens, length, failed = final
     first = len(request.prompt_tokens)
     decoded = tokens[row, first : length[row]].tolist()
-    # Detokenize as the stream does, so that a character cut in two gives the same text in both.
+    # Detokenize as the stream does, so that a character split over tokens gives the same text in both.
     text = RowText(target, request)
     pieces = text.feed_all(decoded, last=True)
     new_tokens = decoded[: len(pieces)]
@@ -123,8 +123,8 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
 
     Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
     allows phrases of up to 90 tokens. Here the repeated tail must also have at least 12 tokens, so that "!!!" or "ha ha
-    ha" is not a loop. A completion cut off inside the phrase ends in a rotation of the phrase, which counts as well. A
-    final stop token is ignored.
+    ha" is not a loop. A completion that is cut off inside the phrase ends in a rotation of the phrase, which also
+    counts. A final stop token is ignored.
 
     Source: 1904.09751. Raises: nothing.
 

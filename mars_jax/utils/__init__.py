@@ -1,1 +1,1 @@
-"""Helpers of all packages: errors, limits, settings, paths, code of users. Only `compilations` imports jax."""
+"""Helpers for all packages: errors, limits, settings, paths, users' code. Only `compilations` imports jax."""

@@ -32,7 +32,7 @@ def doing(name: str) -> Iterator[Activity]:
 
 
 def describe() -> str:
-    """Describe the running activities, outermost first, each name once; one without a detail shows its run time.
+    """Describe the running activities, outermost first, each name once; those without a detail show their run time.
 
     >>> with doing("prompts") as prompts, doing("compiling"), doing("compiling"):
     ...     prompts.detail = "3 of 9"

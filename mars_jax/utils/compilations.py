@@ -1,4 +1,4 @@
-"""Persistent cache of compiled programs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
+"""Persistent cache of compiled programs. Oracle: a second process's folder (tests/core/test_compilations.py)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _JAX_MIN_SECONDS = 1.0
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     """Cache compiled programs in a folder, so that later processes load them; for notebooks and jobs.
 
-    The commands of this package enable it themselves. It applies to all compilations after the call.
+    The package's commands enable the cache themselves. It applies to all compilations after the call.
 
     Args:
-      path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, as
-        by JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
+      path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, for
+        example by JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
 
     Returns:
       The folder.
 
     Raises:
-      MarsError: no folder is named, and the user has no home.
+      MarsError: no folder is given, and the user has no home.
 
     >>> enable_compilation_cache("/tmp/compiled")  # doctest: +SKIP
     '/tmp/compiled'

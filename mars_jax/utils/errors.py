@@ -14,14 +14,14 @@ LONGEST = 20_000
 
 
 class MarsError(Exception):
-    """Bad input, described in one sentence that names the argument, its value and the fix.
+    """Bad input, described in one sentence that contains the argument, its value and the fix.
 
     It does not derive from ValueError, so code that rewords the ValueErrors of other libraries passes it on unchanged.
     """
 
     def __str__(self) -> str:
         text = super().__str__()
-        if len(text) > LONGEST:  # a quoted value may have megabytes
+        if len(text) > LONGEST:  # a quoted value may be megabytes long
             text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
         return printable(text)  # messages quote untrusted files, templates and paths
 
@@ -39,7 +39,7 @@ def warn(sentence: str) -> None:
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""errno values of a failed write: full, over quota, too large, read-only."""
+"""errno values of a failed write: disk full, over quota, file too large, read-only."""
 
 
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
@@ -49,8 +49,8 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
     searched: a bug in the code that handles a full disk must keep its traceback.
 
     Args:
-      error: of any library.
-      path: for the message if the error names no file.
+      error: an error from any library.
+      path: path for the message if the error contains no file name.
 
     >>> print(unwritable(ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"), "out"))
     cannot write to 'out': No space left on device; make room, or choose another path.
@@ -112,7 +112,7 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise MarsError unless `value` is True or False, of Python, NumPy or JAX."""
+    """Raise MarsError unless `value` is a bool of Python, NumPy or JAX."""
     is_array = getattr(value, "dtype", None) == "bool" and not value.shape
     if not isinstance(value, bool) and not is_array:
         raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")
@@ -150,7 +150,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, since a terminal would execute escape sequences in untrusted names.
+    """Escape unprintable characters, since a terminal would execute escape sequences in untrusted text.
 
     >>> printable("lm_head\\x1b[2J")
     'lm_head\\\\x1b[2J'

@@ -1,6 +1,6 @@
-"""Paths and files that users name: validity, `~`, folders kept between runs, and reading of regular files.
+"""Paths and files given by users: validity, `~`, folders kept between runs, and reading of regular files.
 
-A pipe or a device is refused, since reading it may never end.
+A pipe or a device is rejected, since reading it may never end.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def kept(variable: str, *usual: str) -> Path | None:
-    """Return the folder in an environment variable, or else the usual one below the user's home.
+    """Return the folder in an environment variable, or else the default folder below the user's home.
 
-    It is None if the home is unknown, as in a container whose user has no name and no HOME.
+    Return None if the home is unknown, for example in a container whose user has no name and no HOME.
 
     >>> kept("HOME", ".cache") == Path.home()
     True
@@ -85,7 +85,7 @@ def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]
     """Open a regular file, or a link to one.
 
     Args:
-      path: of the file.
+      path: path of the file.
       most: maximum size in bytes.
 
     Raises:

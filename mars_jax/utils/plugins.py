@@ -1,6 +1,6 @@
 """Plugins: modules that register rules and drafters when they are imported.
 
-An entry point of the group `mars_jax.plugins` names each; `contrib` is one of them.
+Each plugin is an entry point in the group `mars_jax.plugins`; `contrib` is one of them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mars_jax.utils.errors import MarsError, did_you_mean, short_repr
 from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
 
 LARGEST_INT = 2**31 - 1
-"""Settings are stored as int32 and float32 on the device."""
+"""Maximum of integer settings. The device stores integers as int32 and other numbers as float32."""
 LARGEST_FLOAT = 3e38
 
 
@@ -31,8 +31,8 @@ class Range:
     """
 
     words: str  # description
-    low: float = -math.inf  # least number
-    high: float = math.inf  # greatest number
+    low: float = -math.inf  # minimum
+    high: float = math.inf  # maximum
     above: bool = False  # excludes `low` itself
     inf: bool = False  # includes math.inf, even if it exceeds `high`
     grid: tuple[float, ...] = ()  # values worth trying, from strict to loose
@@ -47,9 +47,9 @@ class Range:
 class Setting:
     """One setting of a request or of a rule.
 
-    `ranges` is one range, or one for each value of the choice `by`: the threshold of mars has another unit for each
+    `ranges` is one range, or one for each value of the choice `by`: mars' threshold has a different unit for each
     margin. Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the
-    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one for each.
+    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Setting:
     by: str | None = None
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> description
     per_row: bool = False  # rows of a prompts file may set it
-    flag: bool = False  # has a command-line flag; other settings are passed by --rule-option
+    flag: bool = False  # has a command-line flag; other settings are passed with --rule-option
     metavar: str = "X"
     word: str | None = None  # describes the default, if the number is not self-explanatory
 
     def range(self, **chosen: Any) -> Range:
-        """Return the range under the structural choices of a rule."""
+        """Return the range for the given structural choices."""
         return self.ranges if isinstance(self.ranges, Range) else self.ranges[chosen[self.by or ""]]
 
     def expected(self, **chosen: Any) -> str:
@@ -124,7 +124,7 @@ class Setting:
         """Parse the value of a command-line flag.
 
         Raises:
-          MarsError: the text is not of the setting's type, or out of range.
+          MarsError: the text does not have the setting's type, or is out of range.
 
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
@@ -148,7 +148,7 @@ class Setting:
         """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
 
         Raises:
-          MarsError: the value has another type, or is out of range.
+          MarsError: the value has the wrong type, or is out of range.
 
         >>> Setting(name="temperature", kind=float, help="").from_json(1)
         1.0
@@ -185,7 +185,7 @@ class Setting:
 
 
 def _each(value: Any) -> list[Any]:
-    """Flatten an array, a list or a single number into a list of numbers; a traced value gives an empty list."""
+    """Flatten an array, a list or a single number into a list of numbers; a traced value yields an empty list."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
@@ -219,7 +219,7 @@ def setting(
 
     Args:
       help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
-      kw_only: whether the constructor takes the field only by name.
+      kw_only: whether the constructor accepts the field only as a keyword argument.
 
     Example:
       >>> @dataclasses.dataclass
@@ -247,7 +247,7 @@ def setting(
 
 @functools.cache
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the settings that the fields of a class declare, by name: its own before the inherited ones."""
+    """Return the settings that a class's fields declare, by name: its own settings before inherited ones."""
     fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
     names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     return {
@@ -278,7 +278,7 @@ class RequestSettings:
         metavar="N",
         help="sample among the N best tokens (default: off)",
     )
-    # sample among the best tokens with this much probability; 1 is off
+    # sample among the best tokens up to this total probability; 1 is off
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
@@ -324,7 +324,7 @@ class RequestSettings:
         metavar="N",
         help="most tokens per prompt (default: 256)",
     )
-    # stop tokens are banned before; stop strings are not
+    # stop tokens are banned before this length; stop strings are not
     min_new_tokens: int = setting(
         kind=int,
         default=0,
@@ -339,7 +339,7 @@ class RequestSettings:
         per_row=True,
         help="switch the rule's relaxation off",
     )
-    # as `Controls.draft_stop`
+    # see `Controls.draft_stop`
     draft_stop: float = setting(
         default=math.inf,
         ranges=Range("a number of at least 0 (inf is off)", 0),

@@ -1,4 +1,4 @@
-"""Functions in files of the user, such as rules, and one-sentence reports of their exceptions. Does not import jax."""
+"""Functions in users' files, such as rules, and one-sentence reports of their exceptions. Does not import jax."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_user_module(name: str) -> bool:
 
 
 def frames_in(modules: Collection[str], error: BaseException) -> list[tuple[types.CodeType, int]]:
-    """Return (code, line) of the traceback's frames in some modules, the deepest one last."""
+    """Return (code, line) pairs for the traceback's frames in some modules, the deepest one last."""
     return [
         (frame.f_code, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -53,7 +53,7 @@ def failure(
 ) -> str | None:
     """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the deepest of the frames from `frames_in`.
 
-    If there is no frame, name the definition of `code`; without `code` return None.
+    If there are no frames, report where `code` is defined; without `code`, return None.
     """
     if frames:
         deepest, line = frames[-1]
@@ -72,7 +72,7 @@ def reason(error: BaseException) -> str:
 
 
 def location_of(code: Callable[..., Any]) -> str:
-    """Return "FILE, line N" for where a function or a class is defined, or its name if it has no source file."""
+    """Return "FILE, line N" of the definition of a function or class, or its name if it has no source file."""
     try:
         return f"{inspect.getsourcefile(code)}, line {inspect.getsourcelines(code)[1]}"
     except (OSError, TypeError):
@@ -96,10 +96,10 @@ def described(value: Any) -> str:
 
 
 def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
-    """Return the function named by FILE.py:NAME or package.module:NAME. A file is executed; messages call it `kind`.
+    """Return the function given as FILE.py:NAME, which is executed, or package.module:NAME; `kind` is for messages.
 
     Raises:
-      MarsError: no such file, module or name; not callable; or the file raises an error.
+      MarsError: the file, module or name does not exist, its value is not callable, or the file raises an error.
     """
     where, _, name = spec.rpartition(":")
     module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
@@ -124,7 +124,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
         raise MarsError(
             f"the file of a {kind} '{path}' cannot be read ({error.strerror}): check the path."
         ) from None
-    # Key modules by content, so that an edited file is executed again and an unedited one gives the same classes.
+    # Key modules by content, so that an edited file is executed again and an unedited one yields the same classes.
     digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
     name = f"mars_jax_own_{Path(path).stem}_{digest}"
     if name in sys.modules:
@@ -146,7 +146,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
 
 
 def _import_failure(error: BaseException, module: str, name: str) -> str:
-    """Return the error of a failed import with its file and line."""
+    """Describe the error of a failed import, with its file and line."""
     if isinstance(error, SyntaxError):  # raised before any line ran
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
     frames = frames_in({module}, error)

@@ -28,14 +28,14 @@ class Choices(NamedTuple):
     draft: DraftSpec
     rule: RuleChoice
     streams: bool
-    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes cost most
+    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes are most expensive
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     """Resolve the defaults that depend on other flags.
 
     Raises:
-      MarsError: a flag does not apply to the choices of the others. The message has the cure.
+      MarsError: a flag does not apply in combination with the others. The message contains the fix.
     """
     draft, rule, present = parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
     present.refuse_alone()
@@ -59,7 +59,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
 
 
 def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) -> str:
-    """Return --draft-size, or without it "usual" for a default draft that may be resized, else "fixed"."""
+    """Return --draft-size. Without it, return "usual" for a default draft that may be resized, otherwise "fixed"."""
     if args.draft_size is not None:
         return args.draft_size
     shaped = args.tree is not None or args.refine is not None or args.draft_device is not None
@@ -117,7 +117,7 @@ def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequ
         present.refuse(["--refine"], f"to the rule {rule.name}, {depends}: {cure}")
     for name, setting in rule.options.items():
         required = setting.default is None and not setting.optional and name not in rule.settings
-        # A setting that every row has needs no flag.
+        # A setting that every row provides needs no flag.
         if required and not (rows and all(name in row.numbers for row in rows)):
             flag = flag_of(name) if setting.flag else f"--rule-option {name}=VALUE"
             raise MarsError(f"--verify {rule.definition.name} needs a {flag}: give {setting.expected()}.")
@@ -141,7 +141,7 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
 
 
 def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
-    """Check that a run with a calibrated threshold has the settings of the calibration."""
+    """Check that a run with a calibrated threshold uses the settings of the calibration."""
     if args.theta_file is None:
         return
     args.theta_file.check({name: value for name, value in vars(args).items() if name != "temperature"})

@@ -277,7 +277,7 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
 
 
 def _devices(text: str) -> tuple[int, ...]:
-    """Return the device numbers of a text N,N,..."""
+    """Parse device numbers from N,N,..."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise MarsError(
@@ -287,7 +287,7 @@ def _devices(text: str) -> tuple[int, ...]:
 
 
 def _check_constraints(args: argparse.Namespace) -> None:
-    """Check constraints and spans before a model is loaded. Replace the path of a JSON schema by the schema."""
+    """Check constraints and spans before a model is loaded. Replace the path of a JSON schema with the schema."""
     from mars_jax import constraints
     from mars_jax.constraints.spans import checked_spans
 
@@ -299,7 +299,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
 
 
 def _template_args(given: Sequence[str]) -> dict[str, Any]:
-    """Return the VALUE of each NAME=VALUE by name. Values that are not JSON are strings."""
+    """Parse NAME=VALUE strings into a dict. Values that are not JSON stay strings."""
     by_name: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -317,7 +317,7 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the values of the flags, with the chosen rule as `rule`. `check_flags` checks their combinations.
+    """Return the parsed flags, with the chosen rule as `rule`. `check_flags` checks their combinations.
 
     Raises:
       MarsError: a flag is unknown, or a value is invalid.
@@ -336,7 +336,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.tree = parse_tree(args.tree)
     args.part = None if args.part is None else part_of(args.part)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
-    # The default rule is mars for the embedded pair, and if a setting of a rule is given, otherwise exact.
+    # The default rule is mars for the embedded pair and if a rule setting is given; otherwise it is exact.
     shows = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
     args.draft_is_default = args.draft is None and not shows

@@ -100,7 +100,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
 
 
 def _stop(file: Any, total: int) -> str:
-    """Close the file when a signal ends the process. Return a text with its number of rows and how to continue."""
+    """Close the file when a signal ends the process. Return a note on the number of rows and how to continue."""
     count = file.stop()
     if count == total:
         return f" with all {total} rows in '{file.path}': nothing is left to do."

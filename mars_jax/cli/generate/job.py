@@ -1,4 +1,4 @@
-"""The requests and the session of a command, made from its flags. Cheap checks come first."""
+"""The requests and the session of a command, created from its flags. Cheap checks come first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT = 3
 
 
 class JobCompletions:
-    """Iterable of the completions of a job, in the order in which its requests were queued.
+    """Iterable over the completions of a job, in the order in which its requests were queued.
 
     `seconds` is the time spent waiting for the device.
     """
@@ -50,7 +50,7 @@ class JobCompletions:
         self._queue.warm_up()
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield the completions. If the whole first batch fails, raise MarsError: others would fail too."""
+        """Yield the completions. If the whole first batch fails, raise MarsError: later ones would fail too."""
         waiting, any_succeeded = [], False
         for completion in self._in_order():
             self._job.finished.append(completion)
@@ -90,7 +90,7 @@ class Job:
     drafts: bool  # False for --draft none
     simulated: bool = False  # the text is meaningless
     run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # recorded in every row
-    numbers: Sequence[Mapping[str, Any]] = ()  # settings of the rule, by prompt
+    numbers: Sequence[Mapping[str, Any]] = ()  # rule settings per prompt
     finished: list[Completion] = dataclasses.field(default_factory=list)
     refining: Any = None  # `Refining` of --refine
 
@@ -100,12 +100,12 @@ class Job:
         return dict(self.run) | {"settings": self.run["settings"] | rule_settings}
 
     def decode(self, order: Sequence[int] | None = None) -> JobCompletions:
-        """Compile, and decode the requests, or only those with the indices `order`."""
+        """Compile, then decode all requests, or only those with the indices in `order`."""
         with busy("compiling"):
             return JobCompletions(self, range(len(self.requests)) if order is None else order)
 
     def stream(self) -> Iterator[Said | Finished]:
-        """Compile, and decode the requests step by step."""
+        """Compile, then decode the requests step by step."""
         queue = self.session.queue(self.requests, telling=True)
         with busy("compiling"):
             queue.warm_up()
@@ -243,13 +243,13 @@ def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], most: int) -> None
 def make_job_requests(
     target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]
 ) -> list[Request]:
-    """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it has its own.
+    """Tokenize all prompts. Row i of the whole run has the id i and the seed --seed + i, unless it sets its own.
 
-    This happens before weights are loaded, so that a prompt that is too long is reported in the first seconds and not
+    This happens before weights are loaded, so that a prompt that is too long is reported within seconds rather than
     after hours of work.
 
     Raises:
-      MarsError: the model cannot take a prompt. The message names its line.
+      MarsError: the model cannot process a prompt. The message contains its line.
     """
     names = [
         *REQUEST,
@@ -265,7 +265,7 @@ def make_job_requests(
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if row_constraints := [name for name in CONSTRAINTS if name in row.settings]:
-            # The constraint of a row replaces that of the flags.
+            # A row's constraint replaces the one from the flags.
             settings |= {name: None for name in CONSTRAINTS if name not in row_constraints}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
             settings["relax_constrained"] = True
@@ -288,7 +288,7 @@ def _tokens(
     """Yield the token ids of each prompt. Each chunk is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt cannot be tokenized; the message names its line.
+      MarsError: a prompt cannot be tokenized; the message contains its line.
     """
     options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
     with activity.doing("tokenizing") as running:
@@ -298,7 +298,7 @@ def _tokens(
             try:
                 encoded = iter(target.encode_many(texts, **options) if texts else ())
             except MarsError:
-                encoded = None  # encode one at a time, to name the prompt at fault
+                encoded = None  # encode one at a time, to find the prompt at fault
             for row in chunk:
                 if row.tokens is not None:
                     yield row.tokens

@@ -14,7 +14,7 @@ HISTORY_LINES = 1000
 
 
 def history_file() -> Path | None:
-    """Return the path of the history, in the user's folder for state; None for a user without a home.
+    """Return the path of the history, in the user's state folder; None for a user without a home.
 
     >>> history_file().parts[-2:]
     ('mars_jax', 'history')
@@ -25,13 +25,13 @@ def history_file() -> Path | None:
 
 @contextlib.contextmanager
 def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]]:
-    """Yield a function that shows a prompt and returns the user's line; it raises `EOFError` at the end of the input.
+    """Yield a function that shows a prompt and returns the user's line; it raises `EOFError` at the end of input.
 
     Only the user can read the history file. If it cannot be written, the history lasts for the session.
 
     Args:
       out: the terminal.
-      words: completions of the tab key at the beginning of a line.
+      words: completions that the tab key offers at the beginning of a line.
     """
     readline.set_completer_delims(" \t\n")
     readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
@@ -61,7 +61,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
 
 
 def _completion(line: str, words: Sequence[str], state: int) -> str | None:
-    """Return the word number `state` of those that begin with the line.
+    """Return number `state` of the words that begin with the line.
 
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'

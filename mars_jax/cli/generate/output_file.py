@@ -24,16 +24,16 @@ from mars_jax.utils.settings import REQUEST
 from mars_jax.verify import is_own, source_digest
 
 _ELSEWHERE = {
-    # The digest of the prompts covers them.
+    # The digest of the prompts covers these flags.
     "prompts", "prompts_file",
     "output", "resume", "json", "stream", "compare", "part",
-    # It only allows adaptive draft length, which changes no token.
+    # This flag only allows adaptive draft length, which changes no token.
     "draft_is_default",
     # A row's tokens do not depend on its batch or on the number of devices.
     "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
-    # It controls whether checksums are compared, not which weights are loaded.
+    # This flag controls whether checksums are compared, not which weights are loaded.
     "no_check",
-    # The settings of the rule record them.
+    # The rule's settings record these flags.
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
 """Flags that do not change rows. All others are recorded, including flags that are added later."""
@@ -73,7 +73,7 @@ def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = No
     """Return the row of a finished prompt; docs/rows.md has its schema.
 
     Args:
-      completion: of the prompt.
+      completion: completion of the prompt.
       rule: name of the rule in reports.
       run: settings that distinguish the row from those of other runs, from `Job.run_of`.
     """
@@ -109,10 +109,10 @@ def sampling(request: Request) -> dict[str, Any]:
 
 
 def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
-    """Return the numbers of the requests that have no row on file. The rows may be in any order.
+    """Return the numbers of the requests without a row on file. The rows may be in any order.
 
     Raises:
-      MarsError: the file repeats a row, or holds a row of another part of the run.
+      MarsError: the file repeats a row, or contains a row of a different part of the run.
     """
     numbers: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
@@ -135,7 +135,7 @@ def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
     """Return the fingerprint of every component that has weights. All processes of a mesh must call it.
 
     Args:
-      session: with the weights.
+      session: the session, with its weights.
       draft: spec of the drafter.
     """
     target, drafter, rule = session.target, session.drafter, session.loaded_rule

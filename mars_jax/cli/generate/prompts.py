@@ -21,7 +21,7 @@ from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice, not_in, rules
 
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
-"""Keys of constraints."""
+"""Keys that set a constraint."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
 """Paths of inherited open files; shells replace <(...) by /dev/fd/63."""
@@ -35,7 +35,7 @@ _KEYS = (
 class PromptRow:
     """One prompt, as text, messages or token ids, with its own settings."""
 
-    where: str  # origin for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
+    where: str  # origin for messages: "prompts.jsonl, line 3", or "" for a prompt from the command line
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None  # a conversation
     tokens: tuple[int, ...] | None = None
@@ -45,7 +45,7 @@ class PromptRow:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Values by the keys of a file."""
+        """Values by their keys in a prompts file."""
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
     def error(self, message: object) -> MarsError:
@@ -54,7 +54,7 @@ class PromptRow:
 
 
 def from_texts(texts: list[str]) -> list[PromptRow]:
-    """Return the prompts of the command line.
+    """Return prompts from the command line as rows.
 
     Raises:
       MarsError: a prompt is empty, or not Unicode.
@@ -66,14 +66,14 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
     Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". The columns of a
-    *.parquet file, and the known columns of a dataset, correspond to the keys of such a line; null means a missing key.
+    *.parquet file, and the known columns of a dataset, correspond to the keys of a JSON line; null means a missing key.
 
     Args:
-      path: of the file, or its URL, or a dataset of the hub as OWNER/NAME[:CONFIG[:SPLIT]], or a folder of one.
+      path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or a dataset's folder.
       rule: the rule, whose settings rows may override.
 
     Raises:
-      MarsError: the file does not exist or has no prompts, or a line is not a prompt.
+      MarsError: the file does not exist or contains no prompts, or a line is not a prompt.
     """
     name = "stdin" if path == "-" else path
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
@@ -211,7 +211,7 @@ def _numbers(rule: RuleChoice) -> dict[str, Any]:
 
 
 def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> PromptRow:
-    """Return the prompt of a JSON object; `row` has its origin."""
+    """Return the prompt of a JSON object; `row` holds its origin."""
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()

@@ -1,7 +1,7 @@
 """Interactive mode of `generate`, for a terminal without prompts: read lines, and stream an answer to each.
 
-With --chat the lines are turns of one conversation, otherwise each is a separate prompt. One running row decodes all of
-them (`serve.chat.Running`), so that only the new tokens of a line are prefilled.
+With --chat, the lines are turns of one conversation; otherwise each line is a separate prompt. A single running row
+decodes all of them (`serve.chat.Running`), so that only the new tokens of a line are prefilled.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _CHOSEN = {
         "--head-embed",
     ),
 }
-"""Flags that a command replaces. Its NAME becomes the value of the first one."""
+"""Flags that each interactive command replaces. The command's NAME becomes the value of the first flag."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
-"""Row for compilation and for checks of flags before the first prompt."""
+"""Row for compiling and for checking flags before the first prompt."""
 
 
 def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
@@ -69,7 +69,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
       out: the terminal.
 
     Raises:
-      MarsError: as `open_job`.
+      MarsError: see `open_job`.
     """
     choices = check_flags(args, _ROW)
     keep_compilations()
@@ -91,7 +91,7 @@ class Talk:
 
     def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
-            reconfigure(errors="replace")  # a character outside the locale must not break off an answer
+            reconfigure(errors="replace")  # a character outside the locale must not interrupt an answer
         self._argv, self._args, self._job = argv, args, job
         self._choices = check_flags(args, _ROW)
         self._out, self._screen = console(out), console(sys.stderr)
@@ -103,7 +103,7 @@ class Talk:
         self._count = 0  # of answers
 
     def compile(self) -> None:
-        """Compile the step of the pair before the first answer."""
+        """Compile the pair's step before the first answer."""
         with busy("compiling"):
             self.running.compile(self._job.requests[0])
 
@@ -111,7 +111,7 @@ class Talk:
         return f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
 
     def greet(self) -> None:
-        """Print the pair, and how to leave."""
+        """Print the pair, and the key that ends the session."""
         self._tell(f"{self._pair()}; /help lists commands, Ctrl-D leaves", "dim")
         self._legend()
 
@@ -230,7 +230,7 @@ class Talk:
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
-        """Parse the flags again with this one added, so that errors are those of the flag."""
+        """Parse the flags again with this one added, so that errors are the same as for the flag."""
         options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
         names = [*SAMPLING, *options]
         if len(words) != 2:
@@ -250,7 +250,7 @@ class Talk:
         self._argv, self._args, self._choices = argv, args, choices
 
     def _choose(self, name: str, words: list[str]) -> None:
-        """Open the job again with another rule or draft, reusing the loaded target."""
+        """Open the job again with a different rule or draft, reusing the loaded target."""
         flags, names = _CHOSEN[name], rules() if name == "/rule" else definitions()
         if not words or words[0].startswith("-"):
             raise MarsError(
@@ -263,7 +263,7 @@ class Talk:
                 )
         argv = without(self._argv, flags)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
-            argv += ["--verify", self._choices.rule.spec]  # keep the rule: drafts have other defaults
+            argv += ["--verify", self._choices.rule.spec]  # keep the rule: its default depends on the draft
         argv += [flags[0], *words]
         args, choices = _parsed(argv)
         if args.prompts != self._args.prompts:

@@ -23,13 +23,13 @@ _MEANING = {
     "trusted": "drafted, taken without a test",
     "corrected": "the target's own",
 }
-# Text of a model or a file must not control the terminal. Show its control characters as replacement characters.
+# Text from a model or a file must not control the terminal. Show its control characters as replacement characters.
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error, which rich would handle by exiting."""
+        """Raise the error instead of exiting, as rich would."""
         raise BrokenPipeError
 
 
@@ -54,7 +54,7 @@ class TextPrinter:
         self._last = ""
 
     def prompt(self, text: str, *, chat: bool) -> None:
-        """Print a prompt. Its continuation follows directly, or in a chat on a new line."""
+        """Print a prompt. Its continuation follows directly, or on a new line in a chat."""
         self._write(("\n" if self._last else "") + text + ("\n" if chat else ""), "dim")
 
     def piece(self, kind: str, text: str) -> None:
@@ -80,7 +80,7 @@ class TextPrinter:
 
 
 def legend(width: int | None = None, *, trusts: bool = False) -> Text:
-    """Return an explanation of the colours in one line, or in one line each if they do not fit into `width` columns.
+    """Return an explanation of the colours on one line, or on one line each if they do not fit into `width` columns.
 
     Args:
       width: columns of the terminal.

@@ -24,11 +24,11 @@ from mars_jax.serve.text import ends_in_loop
 from mars_jax.utils.errors import say
 
 REPEATS = 5
-"""Timed runs of each row of the comparison; the table shows their median."""
+"""Timed runs per row of the comparison; the table shows their median."""
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decoded, one prompt after another. Later prompts of a batch wait for the earlier ones."""
+    """Print text as it is decoded, one prompt after another. Later prompts of a batch wait until earlier ones end."""
     printer, completions = TextPrinter(console(out), colours=job.drafts), []
     events, current = job.stream(), None
     began = time.perf_counter()
@@ -68,7 +68,7 @@ def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
 
 
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print each completion when it and those before it are done."""
+    """Print each completion as soon as it and all earlier ones are done."""
     printer, completions = TextPrinter(console(out), colours=False), []
     decoding = job.decode()
     with progress("prompts", bar=False) as show:
@@ -92,7 +92,7 @@ def _each(decoding: JobCompletions, show: Show, count: int, first: int = 0) -> I
 
 
 def print_json(job: Job, out: IO[str]) -> None:
-    """Print each row when it and those before it are done."""
+    """Print each row as soon as it and all earlier ones are done."""
     decoding = job.decode()
     with progress("prompts", bar=False) as show:
         for index, completion in enumerate(_each(decoding, show, len(job.requests))):
@@ -100,7 +100,7 @@ def print_json(job: Job, out: IO[str]) -> None:
 
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
-    """Decode the rows that the file lacks and append them, with a progress bar. Print them too if `json`."""
+    """Decode the rows that the file lacks and append them, with a progress bar. If `json`, also print them."""
     missing, total_rows = missing_rows(file, job.requests), len(job.requests)
     if not missing:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
@@ -119,12 +119,12 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 
 
 def compare_ways(job: Job, show: Show) -> dict[str, Any]:
-    """Decode all requests `REPEATS` times in each way, in turns, so that slow phases of the machine affect all ways.
+    """Decode all requests `REPEATS` times in each way, in turn, so that slow phases of the machine affect all ways.
 
-    Compilation happens before, and is not timed. `show(done, total, "")` is called after every run.
+    Compilation happens beforehand and is not timed. `show(done, total, "")` is called after every run.
 
     Raises:
-      MarsError: as `Session.decode`.
+      MarsError: see `Session.decode`.
     """
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))

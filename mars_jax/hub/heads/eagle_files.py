@@ -1,8 +1,8 @@
 """EAGLE heads as published on the Hugging Face hub <-> (EagleConfig, params).
 
-Layouts: those of SafeAILab/EAGLE, SpecForge and NVIDIA, `midlayer.*` or `layers.0.*`, and of speculators. Their
-config.json files have different fields, and copy fields of the target that have no meaning in a head. The config is
-therefore inferred from the tensors if possible. Oracle: heads written by PyTorch (tests/hub/test_heads.py).
+Layouts: SafeAILab/EAGLE, SpecForge and NVIDIA (`midlayer.*` or `layers.0.*`), and speculators. Their config.json files
+use different fields, and copy fields of the target that have no meaning in a head. The config is therefore inferred
+from the tensors where possible. Oracle: heads written by PyTorch (tests/hub/test_heads.py).
 V vocabulary, W draft vocabulary.
 """
 
@@ -48,12 +48,12 @@ def load_eagle(
 ) -> tuple[EagleConfig, PyTree]:
     """Load an EAGLE-1, -2 or -3 head of a target, tensor by tensor.
 
-    If the head's embedding (EAGLE-1: or unembedding) is a copy of the target's, the two models share one array. Issue a
-    MarsWarning if the head's embedding differs from the target's.
+    If the head's embedding (EAGLE-1: or unembedding) is a copy of the target's, the two models share one array. If the
+    head's embedding differs from the target's, issue a MarsWarning.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
-      target_config: of the model that the head was trained for.
+      target_config: config of the model that the head was trained for.
       target_params: params of that model.
       dtype: "float32" or "bfloat16"; None keeps the head's dtype (float16 becomes bfloat16). "int8" rounds matrices to
         8 bits per weight and keeps everything else in the head's dtype.
@@ -132,12 +132,12 @@ def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) ->
 def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json from the layout of the speculators library to EAGLE's layout.
 
-    Layer numbers stay as they are: speculators numbers the target's hidden states, and state i is the input of layer i;
-    EAGLE's layout numbers the layers by their outputs, one less (vllm-project/speculators, `Eagle3SpeculatorConfig` and
-    `resolve_target_layer_ids`; vLLM, `aux_hidden_state_layers`).
+    Layer numbers are copied unchanged. speculators numbers the target's hidden states, where state i is the input of
+    layer i; EAGLE's layout numbers the layers by their outputs, one less (vllm-project/speculators,
+    `Eagle3SpeculatorConfig` and `resolve_target_layer_ids`; vLLM, `aux_hidden_state_layers`).
 
     Raises:
-      MarsError: the config is for another kind of drafter, or is incomplete.
+      MarsError: the config is for a different kind of drafter, or is incomplete.
     """
     kind = data.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
@@ -155,7 +155,7 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
-    """Return the value of an EAGLE key, from the top level of config.json or from its `eagle_config`."""
+    """Return the value of an EAGLE key at the top level of config.json or in its `eagle_config`."""
     return value_or_default(data, key, (data.get("eagle_config") or {}).get(key))
 
 
@@ -167,7 +167,7 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     """
     named = data.get("architectures") or [""]
     named = named if isinstance(named, str) else named[0]
-    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If the name is only EAGLE, model_type decides.
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If only EAGLE remains, model_type decides.
     architecture = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
     data = data | {"architectures": [architecture] if architecture.endswith("ForCausalLM") else None}
     layer = from_json(data)
@@ -180,7 +180,7 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     def held(name: str) -> bool:
         return f"layers.0.{name}" in shapes
 
-    # Use the tensors, not the flags: heads copy the target's flags but are trained without biases.
+    # Trust the tensors, not the flags: heads copy the target's flags but are trained without biases.
     return dataclasses.replace(
         layer,
         qkv_bias=held("self_attn.q_proj.bias"),
@@ -214,8 +214,8 @@ def to_head_json(
     """Return the contents of config.json: layout "eagle" for SGLang, "speculators" for vLLM.
 
     Args:
-      config, dtype: of the head.
-      layout: of `LAYOUTS`.
+      config, dtype: config and dtype of the head.
+      layout: one of `LAYOUTS`.
       verifier: name of the target, for the layout "speculators".
 
     Raises:

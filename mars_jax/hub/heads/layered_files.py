@@ -35,15 +35,15 @@ Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors of a head, by canonical name."""
 FromJson = Callable[[dict[str, Any], Shapes, ModelConfig], Head]
-"""Makes a head's config from the contents of config.json, the shapes of the tensors, and the target's config."""
+"""Function that makes a head's config from the contents of config.json, the tensor shapes, and the target's config."""
 
 _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
 _MAPS = ("d2t", "t2d")
-"""Tensors that map a draft vocabulary to the target's: `d2t` as offsets of ids, `t2d` as a mask over the target's."""
+"""Tensors that map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens."""
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that the speculators library trains with. Some exports contain them."""
+"""Copies of the target's weights that the speculators library uses in training. Some exports contain them."""
 
 
 def canonical(name: str) -> str:
@@ -72,7 +72,7 @@ def shared_fields(
     """Return the config fields that all heads share.
 
     Raises:
-      MarsError: the head is for another target, or it has a smaller draft vocabulary and no d2t.
+      MarsError: the head is for a different target, or it has a smaller draft vocabulary and no d2t.
     """
     if layer.vocab_size != target.vocab_size:
         raise MarsError(
@@ -111,14 +111,14 @@ def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) -> tuple[int, ...]:
-    """Return the checked numbers of the target's layers whose outputs a head reads.
+    """Check and return the numbers of the target's layers whose outputs a head reads.
 
     Args:
-      title: of the head, for messages.
-      key: of config.json, for messages.
+      title: the head's name, for messages.
+      key: key in config.json, for messages.
       layers: the value of `key`.
       count: number of the target's layers.
-      states: `layers` contains numbers of hidden states. State i + 1 is the output of layer i.
+      states: whether `layers` numbers hidden states, where state i + 1 is the output of layer i.
     """
     if not isinstance(layers, list) or any(type(i) is not int for i in layers):
         raise MarsError(f"{key} is {layers!r}: give a list of whole numbers.")
@@ -136,13 +136,13 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
 
 
 def speculators(kind: str, tokens: int, verifier: str | None, architecture: str | None) -> dict[str, Any]:
-    """Return the config.json fields that all heads have in the layout of speculators.
+    """Return the config.json fields that all heads share in the speculators layout.
 
     Args:
-      kind: the algorithm.
+      kind: name of the algorithm.
       tokens: number of drafted tokens.
       verifier: name of the target.
-      architecture: of the target.
+      architecture: architecture of the target.
     """
     proposal = {
         "proposal_type": "greedy",
@@ -175,7 +175,7 @@ def load_head(
 
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `hub.load_eagle`.
-      from_json: makes the config.
+      from_json: function that makes the config.
       shares: returns whether a head may share its target's unembedding.
     """
     check_dtype(dtype)
