@@ -80,7 +80,7 @@ def dispatch(
         choices = {on: with_gradient_of(xla, form) for on, form in choices.items()}
     if platform is not None:
         return choices[platform](*operands)
-    # Platforms without an entry get the default: a CPU, and any other.
+    # Platforms without an entry, such as a CPU, get the default.
     choices |= dict.fromkeys(GPUS, partitioned)
     # `whole_or_partitioned` has no gradient.
     default = xla if differentiable else whole_or_partitioned(xla, partitioned)
@@ -157,8 +157,8 @@ def runs_here(platform: str) -> bool:
     """Return whether this process has started JAX on a device of the platform.
 
     Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another
-    process. This uses a private part of jax, because there is no public equivalent. If a later jax lacks it, this
-    function starts the default backend, as the first array would.
+    process. This uses a private part of jax, because there is no public equivalent. If a later version of jax
+    lacks it, this function starts the default backend, as creating the first array would.
     """
     started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
     return started() and jax.default_backend() == platform

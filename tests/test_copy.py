@@ -115,7 +115,7 @@ def copy(tmp_path_factory):
     (package / "contrib/rules/within.py").write_text(RULE)
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
-    insert(package / "utils/settings.py", SETTING, before="    # sample among this many best tokens")
+    insert(package / "utils/settings.py", SETTING, before="    # sample only from this many")
     insert(package / "serve/requests.py", "    heat: Each[float]\n", before="    top_k: Each[int]")
     insert(package / "serve/generation.py", "        heat,\n", before="        top_k, top_p, min_p")
     prepared = package / "serve/prepare.py"

@@ -54,7 +54,7 @@ def _stats_by_chunks(rows: Array) -> MarginStats:
         return _stats(rows, logsumexp=True)
 
     def step(i: Array, partial_stats: MarginStats) -> MarginStats:
-        # The last chunk has full size, so it overlaps the one before and recomputes some rows with the same result.
+        # The last chunk is full-size too, so it overlaps the one before and recomputes some rows with the same result.
         start = jnp.minimum(i * size, count - size)
         part = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp=True)
         return jax.tree.map(

@@ -125,7 +125,7 @@ class Decoder:
         self._check_state(read)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
-        # Map -1 one past the end, where scatter drops it.
+        # Map -1 to the index past the end, which scatter drops.
         return self._put(
             state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
         )

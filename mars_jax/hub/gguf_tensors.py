@@ -73,7 +73,7 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    # Keep wider matrices only if the file also has 4-bit ones. In any other file, all matrices may be rounded to 4.
+    # Keep wider matrices only if the file also has 4-bit ones. In other files all matrices may be rounded to 4 bits.
     mixed = any(file_tensor.kind.name in _KINDS for file_tensor in file.tensors.values())
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)

@@ -134,7 +134,7 @@ def from_linen(
 
 
 class _Merge:
-    """Function from params to a callable, hashable so that `_bridged` can be cached: equal for equal structures."""
+    """Function from params to a callable. Hashable, so that `_bridged` is cached; equal if the structures are."""
 
     def __init__(self, structure: Any, opened: Callable[[PyTree], Any]):
         self.structure, self.opened = structure, opened

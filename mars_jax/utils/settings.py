@@ -270,7 +270,7 @@ class RequestSettings:
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
         help="0 is greedy (default: 0)",
     )
-    # sample among this many best tokens; 0 is off
+    # sample only from this many of the most probable tokens; 0 is off
     top_k: int = setting(
         kind=int,
         default=0,

@@ -69,7 +69,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         take, child, run, spent = override(walk)
         start = jnp.where(take, child, walk.start)
         stop, token = stretch(start)
-        # Edge d begins at depth d, the depth of the previous stop.
+        # The relaxed edge begins at the previous stop, and edge d begins at depth d.
         is_edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, walk.stop)[:, None]
         return _WalkState(
             start=start,

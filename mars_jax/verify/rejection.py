@@ -146,7 +146,7 @@ class _Ratios:
         def at_drafted(logits: Array, norm: Array) -> Array:
             picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
             # Row i of the logits predicts node i + 1, and the last row predicts no node, so use `norm[:, :-1]`, f32[B,
-            # K]. Clamp at log 1, since a q rounded above 1 could reject a certain token.
+            # K]. Clamp at log 1: if q were rounded above 1, a token with probability 1 could be rejected.
             return jnp.minimum(picked - norm[:, :-1], 0.0)
 
         # For a deterministic draft, q is 1 at the drafted token, so log p is log(p / q).

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     operation: str
     shape: str
     dtype: str
-    call: Callable[..., Any]  # takes (*operands, **options of a form)
+    call: Callable[..., Any]  # called as call(*operands, **options)
     operands: Any
     tolerance: float = 1e-5  # tolerance of `_SUMS`, relative to the maximum absolute value
     expected: Any = None  # None: use the operation's own reference

@@ -61,7 +61,7 @@ class LowMarginSampling(verify.Lossy):
         free = tree.depths >= self.strict_edges(evidence)[:, None]
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
-        # `share` is the probability of the runner-up among the two best tokens.
+        # `share` is the runner-up's share of the probability of the two best tokens.
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
         second = node_uniforms(evidence.keys, evidence.positions) < share
         y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
