@@ -140,20 +140,6 @@ def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch
     assert memory.row_bytes(dataclasses.replace(made, target=wide)) > 2 * 4 * length * width
 
 
-@pytest.mark.slow
-def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
-    """The embedding of one token is NaN, and the prompt that contains it is the first in its row."""
-    ids = [target.encode(text) for text in WORDS[:3]]
-    bad = next(i for i in range(50, 400) if not any(i in row for row in ids))
-    prompts, limits = [[bad, bad], *ids], [9, 8, 7, 6]
-    found = mj.generate(
-        without_token(target, bad), "none", prompts, batch_size=1, max_new_tokens=limits
-    ).completions
-    assert [c.finish_reason for c in found] == ["failed", "length", "length", "length"]
-    whole = mj.generate(target, "none", ids, max_new_tokens=limits[1:])
-    assert [c.tokens for c in found[1:]] == whole.tokens
-
-
 def test_eight_samples_of_a_long_prompt_read_it_about_once():
     """Count the tokens of the target's forwards: at most 1.3 times one reading of a prompt of 512."""
     model, read = fake.hash_model(vocab_size=11, agree=0.9), []

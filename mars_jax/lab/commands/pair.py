@@ -86,11 +86,8 @@ def make_parser(
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
-    group.add_argument(
-        "--problems",
-        metavar="N",
-        help=f"take the first N of each task (default: all; arithmetic {arithmetic})",
-    )
+    problems = f"first N of each task (default: all; arithmetic {arithmetic})"
+    group.add_argument("--problems", metavar="N", help=problems)
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
