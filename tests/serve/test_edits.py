@@ -76,20 +76,6 @@ def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9 and max_new_tokens 8"),
-        ({"min_new_tokens": 2, "regex": "a+"}, "min_new_tokens does not apply with a constraint"),
-        ({"min_new_tokens": -1}, "min_new_tokens is -1: expected a whole number of at least 0"),
-    ],
-)
-def test_a_minimum_that_cannot_be_is_refused(options, message):
-    target = mj.load("tiny/draft", dtype="float32")
-    with pytest.raises(mj.MarsError, match=message):
-        mj.generate(target, "none", TEXT, **options)
-
-
 def test_batches_with_9_to_16_biases_share_their_shapes():
     target, shapes = mj.load("tiny/draft"), []
     for count in (9, 16):

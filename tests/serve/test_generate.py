@@ -140,6 +140,12 @@ def test_unseeded_samples_differ_and_every_call_repeats_them():
         ([[1]], {"logit_bias": {97: 1.0}}, r"logit_bias has 97: 1\.0: expected one of the"),
         ([[1]], {"logit_bias": [{}, {}]}, "logit_bias has 2 values for 1 prompts"),
         ([[1]], {"stop_tokens": [3], "ignore_eos": True}, "contradict each other"),
+        ([[1]], {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9 and max_new_tokens 8"),
+        (
+            [[1]],
+            {"min_new_tokens": 2, "allowed_tokens": [1]},
+            "min_new_tokens does not apply with a constraint",
+        ),
         ([[1]], {"theta": 0.5}, r"theta is a setting of the rule: give it there, as in verify=mars\(theta="),
         ([[1]], {"strict": True}, "strict does not apply to the rule exact, which is lossless"),
         ([[1]], {"draft_stop": 0.5}, "draft_stop does not apply to the drafter 'none"),
