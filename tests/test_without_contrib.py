@@ -1,4 +1,4 @@
-"""The library alone: where `mars_jax.contrib` cannot be imported, its rules, its drafters and the README work."""
+"""The library's rules and drafters and the README's Python work where `mars_jax.contrib` cannot be imported."""
 
 import subprocess
 import sys
@@ -32,6 +32,8 @@ try:
     mj.verify.load("fly", target)
 except ModuleNotFoundError as error:
     assert "mars_jax.contrib" in str(error)
+else:
+    raise AssertionError("a rule of contrib was found")
 print("done")
 """
 
