@@ -78,6 +78,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture
+def standard_promotion():
+    """Allow standard dtype promotion: optax mixes its integer step counter with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def pytest_configure(config):
     # JAX writes cache entries in place. A worker that reads half an entry compiles the program itself.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning")

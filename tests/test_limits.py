@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.verify import choose, rules
 
 TARGET = Path(str(assets.path("tiny/target")))
+pytestmark = pytest.mark.timeout(120)
 LONG_NAMES = {
     "a long name": "x" * 300,
     "a long name in a path": f"nowhere/{'x' * 300}/y",
@@ -74,18 +74,8 @@ def path_arguments():
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(tmp_path, monkeypatch):
-    """Run in an empty folder, and fail after two minutes."""
+def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def stop(*_):
-        raise KeyboardInterrupt  # no handler mistakes it for an unreadable file
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import pytest
 
@@ -20,18 +19,7 @@ FLAGS = {
     "documents": ("calibrate", "--task", "stories={}", "--output", "{folder}/theta.json"),
     "data": ("distill", "eagle3", "--data", "{}", "--output", "{folder}/made"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting():
-    def ended(*_):
-        raise KeyboardInterrupt  # not mistaken for a read error by any handler
-
-    before = signal.signal(signal.SIGALRM, ended)
-    signal.alarm(5)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.timeout(5, func_only=True)
 
 
 DEEP = {

@@ -59,18 +59,7 @@ def torch_head(config: DFlashConfig, target):
 
     c = config.layer
     with transformers_oracle.third_party():
-        described = Qwen3Config(
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            rms_norm_eps=c.norm_eps,
-            attention_bias=c.qkv_bias,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-            attn_implementation="eager",
-        )
+        described = Qwen3Config(**transformers_oracle.layer_settings(c))
     size = c.hidden_size
     embed, unembed = (torch.tensor(np.asarray(target[name])) for name in ("embed", "unembed"))
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from mars_jax.core.types import Visible
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.models import ModelConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -47,6 +48,30 @@ def randomize(model):
             noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.copy_(noise + 1 if "norm" in name else noise)
     return model.eval()
+
+
+def layer_settings(config: ModelConfig) -> dict:
+    """Return the settings with which transformers' Llama and Qwen3 layers are those of a config."""
+    rope = {"rope_type": "default", "rope_theta": config.rope.theta}
+    if config.rope.kind == "llama3":
+        rope |= {"rope_type": "llama3", "factor": config.rope.factor}
+        rope |= {"original_max_position_embeddings": config.rope.original_max_positions}
+        rope |= {
+            "low_freq_factor": config.rope.low_freq_factor,
+            "high_freq_factor": config.rope.high_freq_factor,
+        }
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": config.qkv_bias,
+        "rope_parameters": rope,
+        "attn_implementation": "eager",
+    }
 
 
 def save_torch(model, directory) -> None:

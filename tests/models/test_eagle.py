@@ -67,32 +67,17 @@ def torch_head(config: EagleConfig, target):
     from transformers.models.llama import modeling_llama as llama
 
     c = config.layer
-    rope = {"rope_type": "default", "rope_theta": c.rope.theta}
-    if c.rope.kind == "llama3":
-        rope = {"rope_type": "llama3", "rope_theta": c.rope.theta, "factor": c.rope.factor}
-        rope |= {"original_max_position_embeddings": c.rope.original_max_positions}
-        rope |= {"low_freq_factor": c.rope.low_freq_factor, "high_freq_factor": c.rope.high_freq_factor}
+    settings = transformers_oracle.layer_settings(c) | {"mlp_bias": c.mlp_bias}
     with transformers_oracle.third_party():
-        described = LlamaConfig(
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            rms_norm_eps=c.norm_eps,
-            attention_bias=c.qkv_bias,
-            mlp_bias=c.mlp_bias,
-            rope_parameters=rope,
-            attn_implementation="eager",
-        )
-    hidden, features = c.hidden_size, len(config.feature_layers)
+        described = LlamaConfig(**settings)
+    hidden, width, features = c.hidden_size, config.target_hidden_size, len(config.feature_layers)
     embed, unembed = (torch.tensor(np.asarray(target[name])) for name in ("embed", "unembed"))
 
     if c.qk_norm:
         from transformers import Qwen3Config
         from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-        described = Qwen3Config(**described.to_dict() | {"attn_implementation": "eager"})
+        described = Qwen3Config(**settings)
 
     class Layer(nn.Module):
         """Layer of EAGLE-3: a Llama layer whose attention reads the embedding and the feature."""
@@ -124,7 +109,7 @@ def torch_head(config: EagleConfig, target):
             if config.own_unembed:
                 self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
             if config.version == 3:
-                self.fc = nn.Linear(features * config.target_hidden_size, hidden, bias=config.fc_bias)
+                self.fc = nn.Linear(features * width, hidden, bias=config.fc_bias)
                 if c.num_layers == 1:
                     self.midlayer = Layer()
                 else:
@@ -132,11 +117,9 @@ def torch_head(config: EagleConfig, target):
                     self.layers = nn.ModuleList([Layer(), *plain])
                 self.norm = llama.LlamaRMSNorm(hidden, c.norm_eps)
                 if config.input_norm:
-                    self.input_norm = llama.LlamaRMSNorm(features * config.target_hidden_size, c.norm_eps)
+                    self.input_norm = llama.LlamaRMSNorm(features * width, c.norm_eps)
                 if config.fc_norm:
-                    norms = (
-                        llama.LlamaRMSNorm(config.target_hidden_size, c.norm_eps) for _ in range(features)
-                    )
+                    norms = (llama.LlamaRMSNorm(width, c.norm_eps) for _ in range(features))
                     self.fc_norm = nn.ModuleList(norms)
             else:
                 self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
@@ -163,12 +146,10 @@ def torch_head(config: EagleConfig, target):
                 "position_embeddings": self.rotary(word, torch.arange(n)[None]),
             }
             if config.version == 3:
-                if c.num_layers == 1:
-                    h = self.midlayer(word, feature, **attention)
-                else:
-                    h = self.layers[0](word, feature, **attention)
-                    for layer in self.layers[1:]:
-                        h = layer(h, **attention)
+                first, *others = [self.midlayer] if c.num_layers == 1 else self.layers
+                h = first(word, feature, **attention)
+                for layer in others:
+                    h = layer(h, **attention)
                 normed = self.norm(h)
                 following = normed if config.norm_output else h
             else:

@@ -19,14 +19,8 @@ from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.mesh.axes import parse_mesh
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 SIZES = ("--tokens", 512, "--step-tokens", 128, "--length", 32, "--learning-rate", 0.01)
-
-
-@pytest.fixture(autouse=True)
-def _as_optax_needs_it():
-    """Allow standard dtype promotion: optax mixes its integer step counter with floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture

@@ -13,14 +13,8 @@ from mars_jax.contrib.teaching import Training
 from mars_jax.lab.training.loop import fit
 from mars_jax.utils.errors import MarsError
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _as_optax_needs_it():
-    """Allow standard dtype promotion: optax mixes its integer step counter with floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss(params, batch, teacher):
