@@ -1,0 +1,6 @@
+"""Aliases of types that several packages use."""
+
+from typing import Any
+
+JsonObject = dict[str, Any]
+"""A parsed JSON object."""
