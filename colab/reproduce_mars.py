@@ -94,7 +94,7 @@ print("recipe:", RECIPE)
 # minutes on two cores, and about an hour for an 8B pair; the first line says how much memory it takes.
 #
 # Programs that a model writes for HumanEval are not run here. They are in `samples-*.jsonl` below `OUTPUT`.
-# docs/commands.md shows how to score them in a container; after that, this cell fills in the scores.
+# docs/benchmark.md shows how to score them in a container; after that, this cell fills in the scores.
 
 # %%
 flags = ["--recipe", RECIPE, "--problems", str(PROBLEMS), "--temperatures", "1", "--controls", "all", *mesh]

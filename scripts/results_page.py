@@ -3,9 +3,9 @@
     python -m scripts.results_page            # after a measurement was repeated
     python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-Each page has a folder here: `page.md.jinja` contains the prose, and `figures()` of `tables.py` returns its numbers. A
-sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it, the page
-is not written until the sentence is changed.
+Each page has a template in a folder here, which contains its prose. `figures()` of `tables.py` in that folder returns
+its numbers. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures
+contradict it, the page is not written until the sentence is changed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ import jinja2
 from scripts import common
 
 PAGES = {
-    "docs/rules-compared.md": "rules_compared",
-    "docs/when-it-pays.md": "when_it_pays",
-    "docs/smollm2.md": "smollm2",
-    "docs/tpu.md": "tpu",
-    "docs/kernels.md": "kernels",
-    "scripts/results/README.md": "checks",
+    "docs/rules-compared.md": "rules_compared/page.md.jinja",
+    "docs/rules-compared-figures.md": "rules_compared/figures.md.jinja",
+    "docs/when-it-pays.md": "when_it_pays/page.md.jinja",
+    "docs/when-it-pays-figures.md": "when_it_pays/figures.md.jinja",
+    "docs/smollm2.md": "smollm2/page.md.jinja",
+    "docs/tpu.md": "tpu/page.md.jinja",
+    "docs/kernels.md": "kernels/page.md.jinja",
+    "scripts/results/README.md": "checks/page.md.jinja",
 }
-"""The pages and their folders. If a page has the marks below, only the part between them is generated."""
+"""The pages and their templates. If a page has the marks below, only the part between them is generated."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
 END = "<!-- end of figures -->\n"
 
@@ -94,7 +96,7 @@ def _fill(block: str) -> str:
     return block[:start] + "\n".join(lines) + block[end:]
 
 
-def render(folder: str) -> str:
+def render(template: str) -> str:
     """Return the text of a page with its figures."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -105,8 +107,8 @@ def render(folder: str) -> str:
         autoescape=False,  # Markdown, from our own files
     )
     environment.globals |= {"claim": claim, "table": table, "made": common.made}
-    figures = importlib.import_module(f"scripts.{folder}.tables").figures()
-    return wrapped(environment.get_template(f"{folder}/page.md.jinja").render(figures))
+    figures = importlib.import_module(f"scripts.{Path(template).parent}.tables").figures()
+    return wrapped(environment.get_template(template).render(figures))
 
 
 def page(found: str, figures: str) -> str:
@@ -131,10 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(argv)
     drift = []
-    for name, folder in PAGES.items():
+    for name, template in PAGES.items():
         path = chosen.root / name
         found = path.read_text(encoding="utf-8") if path.exists() else ""
-        wanted = page(found, render(folder))
+        wanted = page(found, render(template))
         drift += difflib.unified_diff(
             found.splitlines(), wanted.splitlines(), name, "scripts/results", lineterm="", n=0
         )

@@ -141,7 +141,8 @@ def test_flags_that_documents_name_exist():
     settings = {name for row in rules().values() for name, s in row.settings.items() if s.flag}
     settings |= {*REQUEST, *BATCH}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
-    for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):
+    for page in ("README.md", "docs/commands.md", "docs/generate.md", "docs/benchmark.md"):
+        path = ROOT / page
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))) - foreign
         for flag in sorted(named):
             # It is a setting, or the source has the flag or its opposite.
@@ -152,7 +153,9 @@ def test_flags_that_documents_name_exist():
 
 def test_every_command_has_its_section():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == sorted(COMMANDS)
+    of_sections = re.findall(r"^## (\w+)$", page, re.MULTILINE)
+    of_pages = re.findall(r"^\| \[`\w+`\]\((\w+)\.md\)", page, re.MULTILINE)
+    assert sorted(of_sections + of_pages) == sorted(COMMANDS)
 
 
 def test_the_tables_of_the_readme_agree_with_those_of_the_package():

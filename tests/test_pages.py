@@ -78,7 +78,9 @@ def test_the_jobs_of_schedulers_are_commands_that_there_are():
 def test_the_figures_that_a_page_repeats_are_those_of_the_results(page):
     """Compare figures with two or three decimals."""
     card = DOCS.parent / "mars_jax" / "assets" / "tiny" / "README.md"
-    results = "".join(path.read_text() for path in (DOCS / "results.md", DOCS / "rules-compared.md", card))
+    results = "".join(
+        path.read_text() for path in (*DOCS.glob("rules-compared*.md"), DOCS / "results.md", card)
+    )
     text = re.sub(r"^```.*?^```$", "", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     settings = r"(?:theta|mass)=[\d.]+"  # settings, not measurements
     figures = set(re.findall(r"(?<![\d.])[+-]?\d+\.\d{2,3}(?![\d.])", re.sub(settings, "", text)))

@@ -20,7 +20,7 @@ from mars_jax.utils.errors import MarsError
 
 UNSCORED = (
     "Programs are not run here. To score them, run HumanEval's evaluator on the samples-*.jsonl files, as in "
-    "docs/commands.md, and then the same command again."
+    "docs/benchmark.md, and then the same command again."
 )
 _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
 """End markers of a completed function: the stop sequences of Chen et al. 2107.03374, or the end of a code fence."""
