@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import base64
 import functools
 import importlib
-import json
 import os
 import posixpath
 import re
@@ -396,24 +394,12 @@ def fenced(docstring: str) -> str:
 
 
 def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
-    """Return a notebook as Markdown with its text, code and stored outputs, and its pictures by path."""
-    cells = json.loads((ROOT / "colab" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-    parts, pictures = [], {}
-    for cell in cells:
-        source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        for output in cell.get("outputs", []):
-            data = {kind: "".join(lines) for kind, lines in output.get("data", {}).items()}
-            if picture := data.get("image/png"):
-                path = f"notebooks/{name}-{len(pictures) + 1}.png"
-                pictures[path] = base64.b64decode(picture)
-                parts.append(f"![what the cell above draws]({posixpath.basename(path)})")
-            elif shown := data.get("text/markdown", data.get("text/html")):
-                parts.append(shown)
-            else:
-                said = re.sub(r"\x1b\[[\d;]*m", "", "".join(output.get("text", data.get("text/plain", ""))))
-                parts.append(f"```text\n{said.rstrip()}\n```")
-    return "\n\n".join(parts) + "\n", pictures
+    """Return a notebook with its stored outputs as Markdown, and its pictures by file name."""
+    nbformat, nbconvert = (importlib.import_module(module) for module in ("nbformat", "nbconvert"))
+    notebook = nbformat.read(ROOT / "colab" / f"{name}.ipynb", as_version=4)
+    notebook.metadata["language_info"] = {"name": "python"}
+    text, resources = nbconvert.MarkdownExporter().from_notebook_node(notebook, {"unique_key": name})
+    return text, resources["outputs"]
 
 
 def write(folder: Path) -> None:
@@ -425,15 +411,14 @@ def write(folder: Path) -> None:
     of_docs = {f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}
     for source, page in (of_docs | FROM_ROOT).items():
         pages[page] = on_site((ROOT / source).read_text(encoding="utf-8"), source, address)
-    drawn: dict[str, bytes] = {}
+    (folder / "api").mkdir()
+    (folder / "notebooks").mkdir()
     for path in (ROOT / "colab").glob("*.ipynb"):
-        text, own = notebook_page(path.stem)
-        pages[f"notebooks/{path.stem}.md"], drawn = text, drawn | own
+        pages[f"notebooks/{path.stem}.md"], pictures = notebook_page(path.stem)
+        for picture, data in pictures.items():
+            (folder / "notebooks" / picture).write_bytes(data)
     for page, text in pages.items():
-        (folder / page).parent.mkdir(exist_ok=True)
         (folder / page).write_text(text, encoding="utf-8")
-    for picture, data in drawn.items():
-        (folder / picture).write_bytes(data)
 
 
 if __name__ == "__main__":
