@@ -14,16 +14,16 @@
 # %% [markdown]
 # # Distill a head
 #
-# An EAGLE-3 head reads its target's features and drafts from them. Here one is trained for a target on texts that the
-# target writes itself, by training-time test ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840)), and then it
-# drafts. With so few tokens the head stays weak; more make it better.
+# An EAGLE-3 head reads features of its target and drafts from them. This notebook trains a head on text that the
+# target generates, with training-time test ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840)), and then decodes
+# with it. With so few tokens the head stays weak; more tokens improve it.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -60,10 +60,11 @@ WRITE = os.environ.get("WRITE", "256")
 print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
 
 # %% [markdown]
-# ## Texts
+# ## Training text
 #
-# The target continues the first 16 tokens of each document (`--write`): a head learns best what its target says. The
-# documents here are beginnings; give your own file for another target, parted by lines of `<|endoftext|>`.
+# The target continues the first 16 tokens of each document (`--write`), because a head learns best from its target's
+# output. These documents are openings of stories. For another target, use a file of your own, with documents
+# separated by lines of `<|endoftext|>`.
 
 # %%
 who = ["Lily", "Tim", "Sue", "Tom", "Ben", "Mia", "Sam", "Anna"]
@@ -84,8 +85,8 @@ _ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding=
 # %% [markdown]
 # ## Train
 #
-# In a process of its own, on the CPU or on the accelerator, so that its memory is free afterwards. Killed and started
-# again, it goes on where its last checkpoint was. Expect 5 minutes on two cores.
+# Training runs in a separate process, on the CPU or on the accelerator, so that its memory is free afterwards. If it
+# is killed, run the cell again: it continues from the last checkpoint. Expect 5 minutes on two cores.
 
 # %%
 flags = ["eagle3", "--target", TARGET, "--data", "beginnings.txt", "--write", WRITE, "--tokens", TOKENS]
@@ -107,10 +108,10 @@ print(
 )
 
 # %% [markdown]
-# ## Draft with it
+# ## Draft with the head
 #
-# Text under `exact` is the target's own. tau is tokens per forward of the target; the prompts were not trained on.
-# Expect half a minute.
+# Under `exact` the output is the target's own. tau is the number of tokens per forward pass of the target. These
+# prompts were not in the training data. Expect half a minute.
 
 # %%
 target = mj.load(TARGET, dtype="float32")
@@ -126,5 +127,5 @@ for spec in ["ngram", "eagle:head"] + (["eagle:tiny/eagle3"] if TARGET == "tiny/
     print(f"{spec:18} tau {result.metrics.tau:.2f}, {same} of {len(prompts)} texts those without a draft")
 
 # %% [markdown]
-# The head is written in the published layout, which SGLang and vLLM read as well (`--layout`). For a target of billions
-# of parameters write its features first (`mars-jax distill features`), so that an epoch costs the head alone.
+# The head is stored in the published layout, which SGLang and vLLM also read (`--layout`). For a target with billions
+# of parameters, store its features first with `mars-jax distill features`, so that an epoch runs only the head.

@@ -14,16 +14,16 @@
 # %% [markdown]
 # # Meshes: one program on many devices
 #
-# Rows of a batch are divided over one axis of a mesh, and heads, hidden units and vocabulary over another. Tokens are
-# those of one device. A TPU v5e-8 has eight devices; where there is one CPU, JAX makes eight of it, so that everything
-# here runs anywhere.
+# One axis of a mesh divides the rows of a batch; another divides heads, hidden units and the vocabulary. The tokens
+# are the same as on one device. A TPU v5e-8 has eight devices. On a machine with only a CPU, JAX simulates eight
+# devices, so this notebook runs anywhere.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -59,8 +59,8 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {count} x {jax.devices
 # %% [markdown]
 # ## Rows over `data`, the model over `model`
 #
-# Weights stream tensor by tensor to the devices that hold them. What does not divide is whole on every device, and
-# `whole` says what that is. Expect a minute.
+# Weights are streamed tensor by tensor to their devices. An array that cannot be divided is replicated on every
+# device; `whole` lists these arrays. Expect a minute.
 
 # %%
 prompts = ["Once upon a time", "One day, a cat", "Tim and Sue went", "The old dog"]
@@ -84,10 +84,10 @@ for prompt, text in zip(prompts, divided.text, strict=True):
 print(f"{same} of {len(prompts)} texts are those of one device")
 
 # %% [markdown]
-# ## A trainer's own axes
+# ## A trainer's axes
 #
-# Axes of other names are given their role once. A trainer's weights are divided over all axes; `place` lays them out
-# for decoding once an update, and no step gathers them. Expect half a minute.
+# If a mesh has axes of other names, name their roles once. A trainer divides its weights over all axes. `place`
+# arranges them for decoding once per update, so no step gathers them. Expect half a minute.
 
 # %%
 import numpy as np
@@ -114,8 +114,9 @@ print(f"{same} of {len(prompts)} texts are those of one device")
 # %% [markdown]
 # ## Several hosts
 #
-# Every process runs the same command; on Cloud TPU and Slurm they find each other, elsewhere by `--coordinator`:
+# Every process runs the same command. On Cloud TPU and Slurm the processes find each other; elsewhere, use
+# `--coordinator`:
 #
 #     python -m mars_jax.generate --mesh data=2,model=4 --coordinator HOST:PORT --num-processes 2 --process-id 0 ...
 #
-# `benchmark`, `calibrate` and `lm_eval` take the same flags, and the first process writes.
+# `benchmark`, `calibrate` and `lm_eval` accept the same flags. Only the first process writes output.

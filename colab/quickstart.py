@@ -14,18 +14,18 @@
 # %% [markdown]
 # # mars-jax: speculative decoding with margin-aware verification
 #
-# A cheap draft proposes several tokens, the target checks them all in one forward pass, and MARS
-# ([arXiv 2601.15498](https://arxiv.org/abs/2601.15498)) keeps the target's runner-up too where its two best tokens are
-# nearly tied. This notebook runs on a CPU or a TPU: it decodes with a small family of models that comes with the
-# package, loads a Hugging Face target with its EAGLE-3 head if you switch that on, sweeps the threshold theta, and
-# plots speed against quality.
+# A cheap draft proposes several tokens, and the target verifies all of them in one forward pass. MARS ([arXiv
+# 2601.15498](https://arxiv.org/abs/2601.15498)) also accepts the target's runner-up if the target's two best tokens
+# are nearly tied. This notebook runs on a CPU or a TPU. It decodes with small models that are part of the package,
+# optionally loads a Hugging Face target with its EAGLE-3 head, sweeps the threshold theta, and plots speed against
+# quality.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -67,9 +67,9 @@ print(
 # %% [markdown]
 # ## Decode
 #
-# `tiny/target` (12M parameters) and `tiny/draft` (1M) are inside the package. The rule is `mars` at theta 0.9: a
-# drafted token is kept if it is the target's best, or its second best with a logit of more than 0.9 times the best.
-# The first call compiles. Expect 20 seconds.
+# `tiny/target` (12M parameters) and `tiny/draft` (1M) are part of the package. The rule is `mars` with theta 0.9: a
+# drafted token is accepted if it is the target's best token, or if it is the second best and its logit is more than
+# 0.9 times the best one. The first call compiles. Expect 20 seconds.
 
 # %%
 target = mj.load("tiny/target", dtype="float32")
@@ -85,9 +85,9 @@ print(
 print(f"regret {m.regret_per_token:.3f} nats per token")
 
 # %% [markdown]
-# The same step by step. Drafted tokens that the target would have said are plain, <span
-# style="color:#b58900">relaxed</span> ones were kept only thanks to the margin, and <span
-# style="color:#268bd2">corrected</span> ones are the target's own.
+# The same text, streamed. Drafted tokens that equal the target's choice are plain, <span
+# style="color:#b58900">relaxed</span> tokens were accepted only because of the margin, and <span
+# style="color:#268bd2">corrected</span> tokens were chosen by the target.
 
 # %%
 COLOURS = {"exact": "inherit", "relaxed": "#b58900", "corrected": "#268bd2"}
@@ -101,7 +101,7 @@ pieces = [
 display(HTML((f"<b>{begun}</b>" + "".join(pieces)).replace("\n", "<br>")))
 
 # %% [markdown]
-# It solves word problems through its chat template; the result stands after `####`.
+# The model solves word problems through its chat template. The result follows `####`.
 
 # %%
 [question] = read_arithmetic("eval", 1)[0].turns
@@ -111,8 +111,8 @@ print(mj.generate(target, drafter, [question], verify=mars, chat=True, max_new_t
 # %% [markdown]
 # ## A target from Hugging Face with its EAGLE-3 head
 #
-# Off by default: it downloads 17 GB, asks for a token of an account that has accepted the model's licence, and needs
-# an accelerator of at least 24 GB. With it on, everything below runs on this pair.
+# This part is off by default. It downloads 17 GB, needs a token of an account that has accepted the model's licence,
+# and needs an accelerator with at least 24 GB. If you turn it on, the rest of the notebook uses this pair.
 
 # %%
 RUN_LARGE = False  # @param {type:"boolean"}
@@ -130,11 +130,12 @@ if RUN_LARGE:
 # %% [markdown]
 # ## Sweep theta
 #
-# Every threshold gets the same word problems and seeds at temperature 1. `exact` is the strict rule, which keeps the
-# target's own distribution; `autoregressive` is the target alone. Thresholds are values, so only the first of each
-# rule compiles. Three rounds are timed in turn, and each speed is their median with the lowest and the highest. Regret
-# is what relaxing costs: nats between the target's best logit and the token's. Large targets are asked to end as the
-# small one does. Expect 2 minutes.
+# Each threshold decodes the same word problems with the same seeds at temperature 1. `exact` is the strict rule,
+# which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are values, so
+# each kind of rule compiles only once. The arms are timed in three interleaved rounds; a speed is the median of the
+# rounds, with the lowest and the highest. Regret is the cost of relaxing: the difference in nats between the target's
+# best logit and the logit of the emitted token. Large targets are asked to end their answers in the same format as
+# the small one. Expect 2 minutes.
 
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -188,10 +189,10 @@ for name, (low, middle, high) in speeds.items():
 # %% [markdown]
 # ## Speed against quality
 #
-# What a looser theta buys (tau), what it is worth on this machine (speed, with the range of the rounds), and what it
-# costs (problems right). Where ranges overlap, neither is shown to be faster. With so few problems the last panel is
-# noisy: `mars-jax benchmark` runs the same comparison with controls and intervals, and `mars-jax calibrate` picks a
-# theta whose loss stays below a bound with a stated confidence.
+# The panels show the gain of a lower theta (tau), the speed on this machine (with the range of the rounds), and the
+# cost (share of problems solved). If two ranges overlap, the speeds do not differ measurably. With so few problems
+# the last panel is noisy. `mars-jax benchmark` runs the same comparison with controls and intervals, and `mars-jax
+# calibrate` chooses a theta whose loss stays below a bound with a stated confidence.
 
 # %%
 caption = f"{PROBLEMS} word problems at temperature 1; three rounds on {jax.devices()[0].device_kind}"

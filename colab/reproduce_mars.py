@@ -14,17 +14,18 @@
 # %% [markdown]
 # # Reproduce MARS
 #
-# MARS (arXiv 2601.15498) keeps the target's second token where the target hardly prefers its first one. This notebook
-# measures what that is worth on the largest published pair that this machine holds: speed and tau beside the strict
-# rule, the curve of theta, the margins at which drafts are refused, and every rule at its own best draft length.
-# Without an accelerator it takes the pair that comes with the package, about 15 minutes on two cores.
+# MARS (arXiv 2601.15498) accepts the target's second best token if the target barely prefers its best one. This
+# notebook measures the effect on the largest published pair that fits this machine: speed and tau compared with the
+# strict rule, results for several values of theta, the margins at which drafts are rejected, and every rule at its
+# own best draft length. Without an accelerator it uses the pair in the package and takes about 15 minutes on two
+# cores.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -47,9 +48,9 @@ if importlib.util.find_spec("mars_jax") is None:
 # %% [markdown]
 # ## The recipe
 #
-# A recipe is the flags of a pair: target, head, question sets, temperatures. The largest one whose weights fit is
-# taken. Only configs are downloaded here. Set an `HF_TOKEN` in the runtime's secrets for checkpoints that ask for one.
-# Expect half a minute.
+# A recipe contains the settings for a pair: target, head, question sets and temperatures. This cell chooses the
+# largest recipe whose weights fit, and downloads only configs. If a checkpoint requires a token, set `HF_TOKEN` in
+# the secrets of the runtime. Expect half a minute.
 
 # %%
 import json
@@ -88,13 +89,14 @@ print("recipe:", RECIPE)
 # %% [markdown]
 # ## Measure
 #
-# First as the paper's table was, at temperature 1: the target alone, the strict rule, MARS at several thetas, and its
-# controls. Then every rule at the draft length that is best for it, lossless rules too, since a longer draft is another
-# way to get more tokens per step (arXiv 2607.08690). If the runtime is lost, this cell goes on where it was. Expect 10
-# minutes on two cores, and about an hour for an 8B pair; the first line says how much memory it takes.
+# The first run follows the paper's table, at temperature 1: the target without a draft, the strict rule, MARS at
+# several thetas, and its controls. The second run measures every rule at its best draft length, including lossless
+# rules, because a longer draft also gives more tokens per step (arXiv 2607.08690). If the runtime is lost, run this
+# cell again to continue. Expect 10 minutes on two cores, and about an hour for an 8B pair. The first line of output
+# states the required memory.
 #
-# Programs that a model writes for HumanEval are not run here. They are in `samples-*.jsonl` below `OUTPUT`.
-# docs/benchmark.md shows how to score them in a container; after that, this cell fills in the scores.
+# Programs that a model writes for HumanEval are not run here. They are stored in `samples-*.jsonl` below `OUTPUT`.
+# docs/benchmark.md shows how to score them in a container. Run this cell again afterwards to add the scores.
 
 # %%
 flags = ["--recipe", RECIPE, "--problems", str(PROBLEMS), "--temperatures", "1", "--controls", "all", *mesh]
@@ -104,10 +106,10 @@ if RECIPE != "embedded":
 assert main([*flags, "--output", str(OUTPUT)]) == 0
 
 # %% [markdown]
-# ## Beside the paper
+# ## Comparison with the paper
 #
-# Speed is over the target alone, and tau counts the token that the target adds to every step. The paper measured on
-# H100s; means are over its six question sets, and here over those that were taken.
+# Speed is relative to the target without a draft, and tau includes the token that the target adds in every step. The
+# paper measured on H100s. Its means are over six question sets; the means here are over the sets that were measured.
 
 # %%
 display(Markdown((OUTPUT / "recipe.md").read_text()))
@@ -115,7 +117,7 @@ display(Markdown((OUTPUT / "recipe.md").read_text()))
 # %% [markdown]
 # ## Theta
 #
-# A lower theta accepts more. Whiskers are 95% intervals over the problems.
+# A lower theta accepts more tokens. Whiskers are 95% intervals over the problems.
 
 # %%
 display(Image(OUTPUT / "paper" / "tau_theta.png"))
@@ -130,8 +132,8 @@ for table in summary["tables"]:
 # %% [markdown]
 # ## Every rule at its own length
 #
-# A lossy rule pays where its speed over the best lossless one is above 1 by more than its interval, at a score that has
-# not moved by more than its own.
+# A lossy rule pays if its speed relative to the best lossless rule is significantly above 1 and its score does not
+# change significantly.
 
 # %%
 display(Markdown((OUTPUT / "tuned" / "table.md").read_text()))
@@ -139,8 +141,8 @@ display(Markdown((OUTPUT / "tuned" / "table.md").read_text()))
 # %% [markdown]
 # ## Check this device
 #
-# Every kernel against its reference, and what a step takes. `check.json` has no names of hosts or users: send it back
-# with a report. Expect 5 minutes.
+# This cell compares every kernel with its reference and measures the time of a step. `check.json` contains no host or
+# user names: attach it to reports. Expect 5 minutes.
 
 # %%
 if os.environ.get("CHECK", "1") == "1":

@@ -14,16 +14,17 @@
 # %% [markdown]
 # # Rollouts: GRPO with speculative decoding
 #
-# A policy is trained with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)) on samples that a small draft
-# speeds up. Under `exact` the samples follow the policy's own law whatever the draft, so a draft that grows stale costs
-# speed and nothing else; then it is refreshed from its own failures. The models come with the package.
+# This notebook trains a policy with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)), and a small draft
+# speeds up its samples. Under `exact` the samples follow the policy's distribution for any draft, so a draft that no
+# longer fits the policy only costs speed. It can then be trained on its own rejected tokens. The models are part of
+# the package.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -67,8 +68,8 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].devi
 # %% [markdown]
 # ## Policy, draft, reward
 #
-# The reward is for stories in which somebody speaks: a quarter for each quotation mark, up to four. Twelve updates
-# bring its mean from about 0.1 to 0.7 or more.
+# The reward favours stories with dialogue: a quarter for each quotation mark, up to four. Twelve updates raise its
+# mean from about 0.1 to at least 0.7.
 
 # %%
 policy = mj.load("tiny/target", dtype="float32")
@@ -103,7 +104,7 @@ def rollout(policy, draft, seed):
 # %% [markdown]
 # ## One update
 #
-# The behaviour policy's log-probabilities, `temperature_log_prob`, come with the samples: log softmax(z / T) over the
+# The samples include the behaviour policy's log-probabilities, `temperature_log_prob`: log softmax(z / T) over the
 # whole vocabulary. Shapes are fixed, so nothing compiles after the first update. Expect 2 minutes for twelve updates.
 
 # %%
@@ -175,9 +176,9 @@ for step in range(UPDATES):
 # %% [markdown]
 # ## Refresh the draft
 #
-# As the policy moves, its draft falls behind, and tau with it. The draft learns from the last four rollouts, at the
-# places where it was rejected. Held-out text guards against forgetting: where the expected tau there falls by more than
-# 3%, the draft goes back to what it was. Expect a minute.
+# As the policy changes, tau falls because the draft no longer matches it. The draft is trained on the last four
+# rollouts, at the positions where it was rejected. Held-out text protects against forgetting: if the expected tau on
+# that text falls by more than 3%, the update is reverted. Expect a minute.
 
 # %%
 held_out = [
@@ -205,8 +206,8 @@ assert stale.tokens == renewed.tokens  # the draft is not what is said
 print(f"tau with the stale draft {stale.metrics.tau:.2f}, refreshed {renewed.metrics.tau:.2f}")
 
 # %% [markdown]
-# The left panel is the reason to train, and the right one the price: tau falls while the policy learns, and comes back
-# with the draft. No sample depended on that.
+# The left panel shows the benefit of training, and the right one its cost: tau falls while the policy learns, and
+# recovers when the draft is refreshed. The samples do not depend on the draft.
 
 # %%
 caption = f"tiny/target drafted by tiny/draft, {len(prompts)} prompts, {SAMPLES} samples of each"
@@ -219,7 +220,7 @@ with picture([Path("rollouts.png")], columns=2, panel=(4.6, 3.2), caption=captio
 display(Image("rollouts.png"))
 
 # %% [markdown]
-# What the policy said before and after, of one prompt:
+# The policy's answers to one prompt, before and after training:
 
 # %%
 for when, one in (("before", said[0]), ("after", renewed.completions[0])):

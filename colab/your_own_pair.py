@@ -14,16 +14,16 @@
 # %% [markdown]
 # # Your own pair
 #
-# A target and a draft from the Hugging Face hub on a TPU: first what they take and how long a step is, from their
-# configs alone; then the pair itself, beside the target without a draft. Where there is no TPU the pair that comes with
-# the package stands in.
+# This notebook decodes with a target and a draft from the Hugging Face hub on a TPU. It first estimates the memory
+# and the time of a step from the configs, and then compares the pair with the target without a draft. On a machine
+# without a TPU it uses the pair in the package.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -46,8 +46,8 @@ if importlib.util.find_spec("mars_jax") is None:
 # %% [markdown]
 # ## The pair
 #
-# Both speak one vocabulary. A target with an EAGLE-3 head is faster still: `DRAFT = "eagle:OWNER/HEAD"`. Set an
-# `HF_TOKEN` in the runtime's secrets for checkpoints that ask for one.
+# Both models must have the same vocabulary. A target with an EAGLE-3 head is faster still: `DRAFT =
+# "eagle:OWNER/HEAD"`. If a checkpoint requires a token, set `HF_TOKEN` in the secrets of the runtime.
 
 # %%
 import os
@@ -64,9 +64,9 @@ NEW = int(os.environ.get("NEW_TOKENS", "192"))
 # %% [markdown]
 # ## Plan first
 #
-# `mars-jax plan` compiles the decode loop for the slice ahead of time, without weights and without the TPU: what each
-# chip holds, how long a step takes at its published bandwidth, and whether the pair fits. It runs in a process of its
-# own, before this one takes the TPU. It needs libtpu. Expect a minute.
+# `mars-jax plan` compiles the decode loop for the slice ahead of time, without weights and without a TPU. It reports
+# the memory of each chip, the time of a step at the published bandwidth, and whether the pair fits. It runs in a
+# separate process before this one takes the TPU, and needs libtpu. Expect a minute.
 
 # %%
 if importlib.util.find_spec("libtpu") is None:
@@ -84,8 +84,8 @@ else:
 # %% [markdown]
 # ## Load and decode
 #
-# Three rounds are timed in turn after one that compiles: a speed is their median, with the lowest and the highest.
-# Regret is what relaxing costs. Expect a minute.
+# One round compiles, and then three interleaved rounds are timed. A speed is the median of the three, with the lowest
+# and the highest. Regret is the cost of relaxing. Expect a minute.
 
 # %%
 import time
@@ -142,8 +142,7 @@ found = timed(ways)
 show(found)
 
 # %% [markdown]
-# A draft is worth what it makes faster on this machine, so that is what the picture shows: speed, and the range of the
-# rounds.
+# The value of a draft is its speedup on this machine, so the plot shows speed with the range of the rounds.
 
 # %%
 caption = f"{TARGET} drafted by {DRAFT}, {len(prompts)} rows, {jax.devices()[0].device_kind}, three rounds"
@@ -164,19 +163,19 @@ same = sum(a == b for a, b in zip(found["exact"][0].tokens, found["no draft"][0]
 print(f"{same} of {len(prompts)} texts of exact are those without a draft")
 
 # %% [markdown]
-# In bfloat16 two programs may round a tie of two tokens to either; in float32 (`mj.load(TARGET, dtype="float32")`) all
-# texts are the same.
+# In bfloat16 two programs may round a near-tie of two tokens differently. In float32 (`mj.load(TARGET,
+# dtype="float32")`) all completions are the same.
 #
 # ## Adaptive length
 #
-# A draft pays in small batches, and in large ones it may not. `draft_size="auto"` measures what a step costs with the
-# whole chain, with half of it and without, and takes in each step what gives most tokens a second. Texts stay the same.
-# Expect a minute.
+# A draft may pay in small batches and not in large ones. `draft_size="auto"` measures the cost of a step with the
+# whole chain, with half of it and without a draft. Each step then uses the size with the most tokens per second. The
+# output stays the same. Expect a minute.
 
 # %%
 auto = mj.drafters.load(DRAFT, target, draft_size="auto")
 show(timed({"auto": (auto, mj.verify.exact())}))
 
 # %% [markdown]
-# On the command line: `python -m mars_jax.generate --target PATH --draft model:SMALL "..."`, and
-# `mars-jax benchmark` for figures with controls and intervals.
+# On the command line: `python -m mars_jax.generate --target PATH --draft model:SMALL "..."`, or `mars-jax benchmark`
+# for figures with controls and intervals.

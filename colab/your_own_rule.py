@@ -14,16 +14,16 @@
 # %% [markdown]
 # # A rule of your own
 #
-# A rule decides which drafted tokens are kept. This notebook writes one in fifteen lines, compares it with `exact` and
-# `mars` on the same prompts and seeds, and plots what it accepts against what that costs. The models come with the
+# A rule decides which drafted tokens are accepted. This notebook defines a rule in fifteen lines, compares it with
+# `exact` and `mars` on the same prompts and seeds, and plots tau against its cost. The models are part of the
 # package.
 #
 # ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
@@ -58,11 +58,11 @@ NEW = int(os.environ.get("NEW_TOKENS", "64"))
 print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
 
 # %% [markdown]
-# ## Write it
+# ## Define the rule
 #
-# A rule may take the runner-up where the target is unsure: here, where the entropy of its distribution is above
-# a bound. The base class sees to strict rows, stop tokens and padding. The bound is a field: another one compiles
-# nothing, and each prompt may have its own. Expect 20 seconds.
+# This rule accepts the runner-up if the target is unsure, that is, if the entropy of its distribution is above a
+# bound. The base class handles strict rows, stop tokens and padding. The bound is a field: a different value needs no
+# compilation, and each prompt may have its own. Expect 20 seconds.
 
 # %%
 from typing import Any
@@ -101,8 +101,8 @@ print(
 # %% [markdown]
 # ## Compare it
 #
-# At a bound of infinity the rule is `exact`, bit for bit. Regret is what a token costs: nats between the target's best
-# logit and the token's. Expect 40 seconds.
+# With a bound of infinity the rule equals `exact` bit for bit. Regret is the cost of a token: the difference in nats
+# between the target's best logit and the logit of the token. Expect 40 seconds.
 
 # %%
 exact = run(mj.verify.exact())
@@ -123,8 +123,9 @@ for name, settings in rules.items():
         )
 
 # %% [markdown]
-# A rule is better where its curve is lower: it buys the same tau for less regret. The numbers are the bounds and the
-# thetas. Four prompts show what the curves are, and not which is lower: `mars-jax benchmark` has intervals.
+# A rule is better if its curve is lower: it reaches the same tau with less regret. The numbers next to the points are
+# the bounds and the thetas. Four prompts show the shape of the curves, but not which is lower: `mars-jax benchmark`
+# computes intervals.
 
 # %%
 looks = {"exact": look("exact"), "entropy": OTHER, "mars": look("mars")}
@@ -139,5 +140,5 @@ with picture([Path("rules.png")], panel=(6, 3.8), caption=caption) as ((axis,),)
 display(Image("rules.png"))
 
 # %% [markdown]
-# In a file `gates.py` with a factory of the rule, every command takes it: `python -m mars_jax.generate --verify
-# gates.py:unsure`, and `mars-jax benchmark` measures it with controls and intervals.
+# If a file `gates.py` contains a function that returns the rule, every command accepts it: `python -m
+# mars_jax.generate --verify gates.py:unsure`, and `mars-jax benchmark` measures it with controls and intervals.

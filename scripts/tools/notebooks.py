@@ -24,10 +24,10 @@ from scripts.tools import site_pages
 COLAB = common.ROOT / "colab"
 INSTALL = """# ## Install
 #
-# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
-# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
-# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
-# was loaded already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
+# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
+# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# loaded, restart the session. Expect a minute.
 
 # %%
 import glob
