@@ -62,10 +62,10 @@ def slice_of(name: str) -> str:
     if not dash or generation not in CHIPS:
         return name
     dims = CHIPS[generation].dims
-    cores = dims - 1
+    # Slices of three dimensions are counted in cores, two per chip, and those of two dimensions in chips.
+    cores, unit = (2, "cores, two a chip") if dims == 3 else (1, "chips")
     shapes = {str(chips * cores): shape for chips, shape in SHAPES[dims].items()}
     if size not in shapes:
-        unit = "cores, two a chip" if cores == 2 else "chips"
         raise MarsError(
             f"the topology is {name!r}: {kind} comes in {', '.join(shapes)} {unit}; name one of these, or a shape "
             f"such as {generation}:{SHAPES[dims][4]}."

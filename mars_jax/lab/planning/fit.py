@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import Params, PyTree
@@ -21,6 +20,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.shardings import AnyConfig
 from mars_jax.models.weights import weights
+from mars_jax.utils.types import JsonObject
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,18 @@ class Plan:
     # Arrays that every device stores unsharded, and the reason if there is no estimate.
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return dataclasses.asdict(self)
 
 
-def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callable[[str, str], Any]) -> Plan:
+def make_plan(
+    pair: Programs, autoregressive: Programs, topology: Topology, dump: Callable[[str, str], object]
+) -> Plan:
     """Compile the decode loop for a slice and estimate its step.
 
     Args:
       pair: from `pair_programs.programs`, for the slice's devices.
-      alone: the same target without a draft.
+      autoregressive: the same target without a draft.
       topology: from `topology(name)`.
       dump: called with a file name and the text of the program, before and after XLA compiles it.
     """
@@ -77,7 +79,7 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
         report = {"collectives": {}, "seconds": 0.0}
         used_bytes, fits = error.used, False
     work, time = planned_time(pair, topology)
-    _, alone_time = planned_time(alone, topology)
+    _, autoregressive_time = planned_time(autoregressive, topology)
     notes = shardings.whole(pair.target, pair.mesh)
     if time.missing:
         notes.append(f"no estimate: {time.missing}; the times are lower bounds")
@@ -92,11 +94,11 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
         cache_bytes=local_bytes(pair.state()),
         read_bytes=work.bytes.total,
         floor_seconds=time.floor_seconds,
-        autoregressive_floor_seconds=alone_time.floor_seconds,
+        autoregressive_floor_seconds=autoregressive_time.floor_seconds,
         collectives=report["collectives"],
         compile_seconds=report["seconds"],
         step=_range(time),
-        autoregressive_step=_range(alone_time),
+        autoregressive_step=_range(autoregressive_time),
         notes=tuple(notes),
     )
 
@@ -125,8 +127,10 @@ def count_work(pair: Programs) -> Work:
     target, drafter, draft = pair.target, pair.drafter, pair.draft
     state = pair.state()
     cache, draft_cache = local_bytes(state.cache), local_bytes(state.draft)
+    # Devices that share the layers of a row; the `data` axis divides only rows.
     devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows = pair.batch * devices // pair.mesh.size
+    # The table of overheads has one row for all chains and one for all trees.
     draft_layers, kind = 0, draft.kind
     if isinstance(draft.config, ModelConfig):
         draft_layers, kind = draft.config.num_layers, "eagle"

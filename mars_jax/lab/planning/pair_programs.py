@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from mars_jax import drafters
 from mars_jax.core.controls import make_controls
@@ -45,7 +45,7 @@ def draft_of(
     config: AnyConfig | str,
     *,
     num_draft_tokens: int | None = None,
-    tree: Any = None,
+    tree: Sequence[int] | Dynamic | None = None,
     dtype: str = "bfloat16",
     mixture: bool = False,
 ) -> PlannedDraft:
@@ -72,7 +72,9 @@ def draft_of(
         make: Any = row.cls
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
-        options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
+        options: dict[str, Any] = {"tree": tree}
+        if config.cached:
+            options["cache_dtype"] = dtype
         return PlannedDraft(kind, lambda target: make(config, target, length, **options), config)
     # All other kinds have a default length.
     assert length is not None
@@ -133,17 +135,19 @@ class Programs:
 
     def state(self) -> DecodeState:
         """Return the abstract state of a batch."""
-        decoder = speculative_decoder(self.model, self.drafter, self.verify)
         return _abstract_state(
-            decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
+            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
     def lower(self) -> tuple[DecodeState, jax.stages.Lowered]:
         """Return the abstract state of a batch, and the decode loop lowered for it."""
-        decoder = speculative_decoder(self.model, self.drafter, self.verify)
         return lower_loop(
-            decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
+            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
+
+    @property
+    def _decoder(self) -> Decoder:
+        return speculative_decoder(self.model, self.drafter, self.verify)
 
 
 def programs(
@@ -199,6 +203,7 @@ def _abstract_state(
 ) -> DecodeState:
     def start(params: Params) -> DecodeState:
         seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
+        # The shortest prompt that prefills a token: only shapes matter here.
         prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
         return decoder.init(
             params, Prompts(prompts, lengths, make_controls(batch, limit=context), rule, seeds)
@@ -212,10 +217,8 @@ def _abstract_state(
 
 def local_bytes(tree: PyTree) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.shape
-        if isinstance(leaf.sharding, NamedSharding):
-            shape = leaf.sharding.shard_shape(shape)
-        total += num_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
-    return total
+    shards = (
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+    )
+    return sum(map(num_bytes, shards))
