@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats, top_k, tree_attention
 from mars_jax.core.tree import ancestors, static_topology
+from mars_jax.core.types import PyTree
 from mars_jax.lab.commands.check.large import error_summary, looped, seconds_of
 from mars_jax.models import moe
 from mars_jax.models.attention import attend
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
+from mars_jax.utils.types import JsonObject
 
 INTERPRETED = 1500
 """V for the interpreter; not a multiple of a register's width."""
@@ -43,10 +46,10 @@ class Case(NamedTuple):
     operation: str
     shape: str
     dtype: str
-    call: Callable[..., Any]  # called as call(*operands, **options)
-    operands: Any
+    call: Callable[..., PyTree]  # called as call(*operands, **options)
+    operands: tuple[PyTree, ...]
     tolerance: float = 1e-5  # tolerance of `_SUMS`, relative to the maximum absolute value
-    expected: Any = None  # None: use the operation's own reference
+    expected: PyTree = None  # None: use the operation's own reference
     has_shards: bool = True  # whether a partitioned form exists
 
 
@@ -62,7 +65,7 @@ def forms(platform: str) -> dict[str, bool]:
     return interpreted_by_form
 
 
-def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[dict[str, Any]]:
+def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[JsonObject]:
     """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason.
 
     Args:
@@ -80,7 +83,7 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
     return rows
 
 
-def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> dict[str, Any]:
+def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> JsonObject:
     """Run a case in one form and return its row."""
     row = {
         "operation": case.operation,
@@ -90,7 +93,7 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
         "dtype": case.dtype,
         "milliseconds": None,
     }
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     if form != "default":
         options["implementation"] = form
     if interpret:
@@ -104,11 +107,12 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
             row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
     except Exception as error:  # compilers and drivers raise errors of many types
         return row | {"status": "failed", "detail": error_summary(error)}
-    wrong = differences(expected, result, case.tolerance)
-    return row | {"status": "differs" if wrong else "equal", "detail": ", ".join(wrong) or None}
+    if wrong := differences(expected, result, case.tolerance):
+        return row | {"status": "differs", "detail": ", ".join(wrong)}
+    return row | {"status": "equal", "detail": None}
 
 
-def _reference(case: Case) -> Any:
+def _reference(case: Case) -> PyTree:
     try:
         on_cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX_PLATFORMS excludes it
@@ -119,7 +123,7 @@ def _reference(case: Case) -> Any:
         )
 
 
-def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
+def differences(expected: PyTree, result: PyTree, tolerance: float) -> list[str]:
     """Return the names of the differing results, each with its number of wrong entries.
 
     >>> from kernels_pallas import MarginStats
@@ -186,26 +190,30 @@ def _accept(
     nodes = len(parents)
     random = np.random.default_rng(nodes)
     logits = _logits(nodes, vocab, dtype, seed=nodes)
-    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable")[..., :2].astype(np.int32)
-    y = order[..., 0]
+    # best, runner_up i32[B, N]
+    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
+    best, runner_up = order[..., 0], order[..., 1]
+    y = best
     if sampled:
-        y = np.where(random.random(y.shape) < 0.3, order[..., 1], y)
+        y = np.where(random.random(y.shape) < 0.3, runner_up, best)
     parent_nodes = np.maximum(parents, 0)
-    anything = random.integers(0, vocab, (ROWS, nodes))
-    drafts = np.stack([y[:, parent_nodes], order[:, parent_nodes, 1], anything, np.full((ROWS, nodes), -1)])
+    random_tokens = random.integers(0, vocab, (ROWS, nodes))
+    no_tokens = np.full((ROWS, nodes), -1)
+    drafts = np.stack([y[:, parent_nodes], runner_up[:, parent_nodes], random_tokens, no_tokens])
     kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
     tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
     tokens[:, 0] = 1
     row = np.arange(ROWS)
-    theta: Any = np.full(ROWS, 0.5 if margin == "gap" else 0.9, np.float32)
-    max_relaxed_run: Any = np.where(row % 4 == 2, 1, 8).astype(np.int32)
-    stop_tokens: Any = np.where(row % 4 == 3, order[:, 1, 1], -1).astype(np.int32)[:, None]
     controls = AcceptControls(
-        theta=theta, strict=row % 4 == 1, max_relaxed_run=max_relaxed_run, stop_tokens=stop_tokens
+        theta=jnp.full(ROWS, {"ratio": 0.9, "gap": 0.5}[margin], jnp.float32),
+        strict=jnp.asarray(row % 4 == 1),
+        max_relaxed_run=jnp.where(row % 4 == 2, 1, 8).astype(jnp.int32),
+        stop_tokens=jnp.where(row % 4 == 3, runner_up[:, 1], -1).astype(jnp.int32)[:, None],
     )
     call = functools.partial(margin_accept, max_depth=depth, margin=margin, logsumexp=True)
     rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
-    operands = (logits, tokens, rows_of_parents, y if sampled else None, controls)
+    # y=None stands for the argmax.
+    operands = (logits, tokens, rows_of_parents, y if sampled else None, jax.device_get(controls))
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)
 
 
@@ -220,17 +228,20 @@ def _attention(dtype: str, window: int | None) -> Case:
     nodes, random = len(parents), np.random.default_rng(0)
     shapes = ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
     q, k, v = (_normal(random, shape, dtype) for shape in shapes)
+    # Each row has `first` slots of context, and its nodes are in the next slots.
     first = random.integers(0, slots - nodes, ROWS).astype(np.int32)
-    seen = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
+    visible = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
 
-    def call(q: Any, k: Any, v: Any, first: Any, seen: Any, depths: Any, **options: Any) -> Any:
+    def call(
+        q: Array, k: Array, v: Array, first: Array, visible: Array, depths: Array, **options: Any
+    ) -> Array:
         positions = first[:, None] + depths[None]
-        return tree_attention(q, k, v, first, seen=seen, positions=positions, window=window, **options)
+        return tree_attention(q, k, v, first, seen=visible, positions=positions, window=window, **options)
 
     shape = f"[{ROWS}, {nodes}, {heads}, {group}, {dim}] over {slots}"
     if window is not None:
         shape += f", window {window}"
-    operands = (q, k, v, first, seen, depths.astype(np.int32))
+    operands = (q, k, v, first, visible, depths.astype(np.int32))
     # A TPU multiplies in bfloat16 even if the operands are wider.
     return Case("tree_attention", shape, dtype, call, operands, tolerance=0.01, has_shards=False)
 
@@ -256,9 +267,11 @@ def _experts() -> Case:
 
 def _attention_of_a_model() -> Case:
     """Return a case of attention as the transformer calls it (cuDNN's on a GPU), with numpy's result."""
-    random, nodes, heads, group, dim, slots = np.random.default_rng(0), 60, 2, 4, 128, 512
+    random = np.random.default_rng(0)
+    nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
     q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
+    # The first `live` slots of each row are valid, and a node sees 70% of them.
     live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
     mask[0, 0] = False  # a fully masked node outputs zeros
