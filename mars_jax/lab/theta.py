@@ -37,11 +37,6 @@ class ThetaFile(NamedTuple):
     settings: JsonObject  # keyed by `SETTINGS`
     weights: dict[str, str]  # from `pair_fingerprints`
 
-    @property
-    def choice(self) -> RuleChoice:
-        """The rule with its threshold."""
-        return RuleChoice(self.spec, {**self.rule, "theta": self.theta})
-
     def check(self, run: Mapping[str, object]) -> None:
         """Raise MarsError if a run has different settings. Settings that are missing from `run` are not compared.
 

@@ -205,12 +205,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     rule = args.rule.as_json(but=("theta",))
-    promise = {
-        "risk": args.risk,
-        "meaning": calibration.RISKS[args.risk],
-        "bound": args.bound,
-        "confidence": args.confidence,
-    }
+    promise = bounds | {"meaning": calibration.RISKS[args.risk]}
     judge, judge_source = None, None
     if args.judge is not None:
         promise["judge"] = args.judge

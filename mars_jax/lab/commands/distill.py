@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,12 +180,6 @@ def parser() -> Parser:
     return command_parser
 
 
-_POSITIVE = (
-    *("write", "tokens", "step_tokens", "length", "learning_rate", "intermediate_size", "draft_vocab"),
-    *("steps_ahead", "heads", "head_layers", "markov_rank", "left_out"),
-)
-
-
 def check_distill_flags(args: argparse.Namespace) -> None:
     """Raise MarsError for values out of range and for incompatible flags of a kind."""
     if args.data is None and args.features is None and "--data" in KINDS[args.kind].flags:
@@ -207,10 +202,11 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     if args.features is not None:
         _refuse(args, ("length", "mesh", "write"), "--features")
     Present(args).refuse_alone()
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise MarsError(f"{flag_of(name)} is {value}: expected a number above 0.")
+    for flag, options in _FLAGS.items():
+        if options.get("type") in (int, float) and flag != "--seed":
+            value = getattr(args, flag[2:].replace("-", "_"))
+            if value is not None and not 0 < value < math.inf:
+                raise MarsError(f"{flag} is {value}: expected a number above 0.")
     # Each of these counts consecutive drafted tokens.
     for name in ("heads", "steps_ahead"):
         if getattr(args, name) is not None:

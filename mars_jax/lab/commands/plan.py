@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mars_jax.lab.planning.advice import Attempt, DraftEstimate, DraftShape
     from mars_jax.lab.planning.chips import Topology
     from mars_jax.lab.planning.estimate import StepTime
-    from mars_jax.lab.planning.pair_programs import Programs
     from mars_jax.models.config import ModelConfig
     from mars_jax.models.shardings import AnyConfig
 
@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     from mars_jax.lab.folder import check_writable
     from mars_jax.lab.planning import advice, fit
     from mars_jax.lab.planning.chips import larger, topology
-    from mars_jax.lab.planning.pair_programs import default_mesh, draft_of, kind_of, programs
+    from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of
     from mars_jax.models.shardings import parse_mesh
 
     if args.dump is not None:
@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             axes = ",".join(f"{name}={size}" for name, size in default.items())
         shaped = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
         mesh = parse_mesh(axes, slice_.devices)
-        return programs(target, shaped, mesh, loaded_rule, batch=batch, context=context, dtype=dtype)
+        return Programs(target, shaped, mesh, loaded_rule, batch=batch, context=context, dtype=dtype)
 
     def attempt(name: str | None, dtype: str) -> Attempt:
         slice_ = requested_slice if name is None else topology(name)
@@ -217,7 +217,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             "tried": [entry._asdict() for entry in attempts],
             "drafts": [entry._asdict() for entry in drafts],
         }
-        print(json.dumps(inputs | plan.as_json() | lists), file=out)
+        print(json.dumps(inputs | dataclasses.asdict(plan) | lists), file=out)
     else:
         # Without the root.
         nodes, depth = planned.drafter.num_nodes - 1, planned.drafter.max_depth

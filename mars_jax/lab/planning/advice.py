@@ -30,10 +30,9 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
     """Compile the decode loop, unless its weights already exceed the memory, and return whether it fits."""
     used_bytes, fits = local_bytes(pair.params), False
     if used_bytes <= topology.hbm_bytes:
-        state, lowered = pair.lower()
-        used_bytes += local_bytes(state)
+        used_bytes += local_bytes(pair.state)
         try:
-            used_bytes = held_bytes(compile_program(lowered))
+            used_bytes = held_bytes(compile_program(pair.lower()))
             fits = used_bytes <= topology.hbm_bytes
         except OutOfMemory as error:
             used_bytes = max(used_bytes, error.used)

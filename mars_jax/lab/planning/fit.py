@@ -20,7 +20,6 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.shardings import AnyConfig
 from mars_jax.models.weights import weights
-from mars_jax.utils.types import JsonObject
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +53,6 @@ class Plan:
     # Arrays that every device stores unsharded, and the reason if there is no estimate.
     notes: tuple[str, ...]
 
-    def as_json(self) -> JsonObject:
-        return dataclasses.asdict(self)
-
 
 def make_plan(
     pair: Programs, autoregressive: Programs, topology: Topology, dump: Callable[[str, str], object]
@@ -64,12 +60,12 @@ def make_plan(
     """Compile the decode loop for a slice and estimate its step.
 
     Args:
-      pair: from `pair_programs.programs`, for the slice's devices.
+      pair: the pair on the slice's devices.
       autoregressive: the same target without a draft.
       topology: from `topology(name)`.
       dump: called with a file name and the text of the program, before and after XLA compiles it.
     """
-    _, lowered = pair.lower()
+    lowered = pair.lower()
     dump("decode.stablehlo.txt", lowered.as_text())
     try:
         report = compile_program(lowered, read=lambda text: dump("decode.hlo.txt", text))
@@ -91,7 +87,7 @@ def make_plan(
         hbm_bytes=topology.hbm_bytes,
         held_bytes=used_bytes,
         weight_bytes=local_bytes(pair.params),
-        cache_bytes=local_bytes(pair.state()),
+        cache_bytes=local_bytes(pair.state),
         read_bytes=work.bytes.total,
         floor_seconds=time.floor_seconds,
         autoregressive_floor_seconds=autoregressive_time.floor_seconds,
@@ -117,7 +113,7 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
         topology.generation,
         bandwidth=topology.bandwidth,
         peak_flops=topology.peak_flops,
-        link=topology.chip.link,
+        link=topology.link,
     )
     return work, time
 
@@ -125,8 +121,6 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
 def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
-    state = pair.state()
-    cache, draft_cache = local_bytes(state.cache), local_bytes(state.draft)
     # Devices that share the layers of a row; the `data` axis divides only rows.
     devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows = pair.batch * devices // pair.mesh.size
@@ -138,7 +132,13 @@ def count_work(pair: Programs) -> Work:
         kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
     return Work(
         bytes=step_bytes(
-            target, draft, drafter, pair.params, batch=pair.batch, cache=cache, drafted=draft_cache
+            target,
+            draft,
+            drafter,
+            pair.params,
+            batch=pair.batch,
+            cache=local_bytes(pair.state.cache),
+            drafted=local_bytes(pair.state.draft),
         ),
         flops=2 * product_weights(target) * pair.batch * drafter.num_nodes / pair.mesh.size,
         dtype=pair.dtype,

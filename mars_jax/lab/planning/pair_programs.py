@@ -6,6 +6,7 @@ Oracle: the byte counts of tests/lab/planning.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -116,86 +117,73 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     return {"model": count}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Programs:
-    """The decode loop of a pair of models on a mesh, ready to be lowered."""
+    """The decode loop of a pair of models on a mesh, for `batch` rows of `context` tokens, ready to be lowered.
+
+    `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
+    everything else is bfloat16.
+    """
 
     target: ModelConfig
     draft: PlannedDraft
     mesh: Mesh
     verify: Rule
+    _: dataclasses.KW_ONLY
     batch: int
     context: int
-    # One of `settings.DTYPES`.
     dtype: str
-    model: LanguageModel
-    drafter: Drafter
-    # Abstract arrays with shardings.
-    params: Params
 
+    @functools.cached_property
+    def drafter(self) -> Drafter:
+        """The drafter of the target."""
+        return self.draft.make(self._model)
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """Abstract weights of both models, with shardings."""
+        params = Params(target=self._weights(self.target, BITS.get(self.dtype)))
+        if self.draft.config is not None:
+            params = params._replace(draft=self._weights(self.draft.config, None))
+        return params
+
+    @functools.cached_property
     def state(self) -> DecodeState:
-        """Return the abstract state of a batch."""
+        """The abstract state of the batch, with shardings."""
         return _abstract_state(
             self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
-    def lower(self) -> tuple[DecodeState, jax.stages.Lowered]:
-        """Return the abstract state of a batch, and the decode loop lowered for it."""
+    def lower(self) -> jax.stages.Lowered:
+        """Lower the decode loop."""
         return lower_loop(
             self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
     @property
+    def _wide(self) -> str:
+        return "bfloat16" if self.dtype in BITS else self.dtype
+
+    @functools.cached_property
+    def _model(self) -> LanguageModel:
+        return transformer.language_model(self.target, dtype=self._wide)
+
+    @property
     def _decoder(self) -> Decoder:
-        return speculative_decoder(self.model, self.drafter, self.verify)
+        return speculative_decoder(self._model, self.drafter, self.verify)
 
-
-def programs(
-    target: ModelConfig,
-    draft: PlannedDraft,
-    mesh: Mesh,
-    verify: Rule,
-    *,
-    batch: int,
-    context: int,
-    dtype: str,
-) -> Programs:
-    """Return the programs of a target and its draft on a mesh, for `batch` rows of `context` tokens.
-
-    `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
-    everything else is bfloat16.
-    """
-    wide = "bfloat16" if dtype in BITS else dtype
-    model = transformer.language_model(target, dtype=wide)
-
-    def placed(config: AnyConfig, *, bits: int | None = None) -> PyTree:
-        places = shardings.params_shardings(config, mesh)
-        return shardings.abstract_params(config, wide, bits=bits, shardings=places)
-
-    params = Params(target=placed(target, bits=BITS.get(dtype)))
-    if draft.config is not None:
-        params = params._replace(draft=placed(draft.config))
-    return Programs(
-        target=target,
-        draft=draft,
-        mesh=mesh,
-        verify=verify,
-        batch=batch,
-        context=context,
-        dtype=dtype,
-        model=model,
-        drafter=draft.make(model),
-        params=params,
-    )
+    def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
+        places = shardings.params_shardings(config, self.mesh)
+        return shardings.abstract_params(config, self._wide, bits=bits, shardings=places)
 
 
 def lower_loop(
     decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
-) -> tuple[DecodeState, jax.stages.Lowered]:
-    """Return the abstract state of a batch on a mesh, and `decode.run` lowered for it."""
+) -> jax.stages.Lowered:
+    """Lower `decode.run` for the abstract state of a batch on a mesh."""
     state = _abstract_state(decoder, params, rule, mesh, batch=batch, context=context)
     with jax.set_mesh(mesh):
-        return state, run.lower(decoder, params, state)
+        return run.lower(decoder, params, state)
 
 
 def _abstract_state(

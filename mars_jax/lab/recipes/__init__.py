@@ -32,13 +32,7 @@ TASKS = (
     "wmt19=wmt/wmt19",
 )
 """The question sets of the MARS paper (arXiv 2601.15498), on the Hugging Face hub."""
-FLAGS: Mapping[str, object] = {
-    "task": TASKS,
-    "problems": 80,
-    "max-new-tokens": 1024,
-    "tune": (),
-    "chat": True,
-}
+FLAGS: JsonObject = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
 """Default flags of a recipe: 80 problems per task, the size of MT-Bench."""
 SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
 OWN = {
