@@ -99,6 +99,7 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     # `lstat` fails, for example, if the name is too long.
     with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
+    # The folder that would receive a new file, or a new folder.
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")

@@ -179,6 +179,7 @@ def level(axis: Axes, value: float, interval: Sequence[float] | None, *, label: 
 
 def honest_limits(axis: Axes, values: Sequence[float], *, least: float) -> None:
     """Set y limits that include `values` and span at least `least`, so that noise does not look large."""
+    # Leave a margin of 7.5% above and below the values.
     span = max(least, 1.15 * (max(values) - min(values)))
     middle = (min(values) + max(values)) / 2
     axis.set_ylim(middle - span / 2, middle + span / 2)

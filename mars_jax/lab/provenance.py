@@ -111,6 +111,7 @@ def portable_command(arguments: list[str]) -> str:
     >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
+    # Only at the beginning of a path: an argument may be NAME=PATH, or a list of paths.
     inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
     words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
     if words[0].startswith("scripts/"):

@@ -176,6 +176,7 @@ def read_theta(path: str) -> ThetaFile:
         rule["theta"] = theta
         if math.isnan(theta):
             raise ValueError
+        # The settings of a user's rule are checked when the rule is named, since reading them would run its code.
         if not is_own(spec):
             # Settings that were added after the file was written get their defaults.
             rule = RuleChoice(spec, rule).settled()

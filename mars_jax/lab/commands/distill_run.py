@@ -308,6 +308,7 @@ def draft_name(name: str, output: Path) -> str:
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name
+    # A relative path stays valid if the output is moved with the model inside it.
     relative = os.path.relpath(path.resolve(), output.resolve())
     if relative.startswith(".."):
         raise MarsError(
@@ -334,6 +335,7 @@ def _sprinter(
             target.model, teacher, small.model, params, batch, key
         )
     )
+    # Label the tokens that the small model drafts with the target's probability of accepting them.
     keys = jax.random.split(jax.random.key(args.seed), len(batches))
     parts = [
         jax.device_get(examples(target.params, small.params, batch, key))
@@ -392,8 +394,9 @@ def _diversed(
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
 
     def reward(number: int, text: str) -> float:
-        counts = score_answer(problems[number], text)
-        return float(np.asarray(counts)[0]) if counts else 0.0
+        # `rewarded` allows only metrics that give a single number.
+        (score,) = score_answer(problems[number], text) or (0.0,)
+        return score
 
     head = fit(
         diversed_training.mixer_training(target, small, seed=args.seed),

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal fits
         fits = _run(args, out)
 
-    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if fits else 1)
+    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not fits)
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
@@ -195,6 +195,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     drafts = []
     if acceptance is None and mixture:
         acceptance = [0.75]
+    # Compare drafts only if the user left the shape open and the drafter supports chains and dynamic trees.
     if acceptance and row.dynamic and row.resizes and length is tree is None and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)

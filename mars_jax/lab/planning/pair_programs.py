@@ -32,6 +32,15 @@ from mars_jax.models.shardings import AnyConfig
 from mars_jax.utils.settings import BITS
 
 
+def wide_dtype(dtype: str) -> str:
+    """Return the dtype of all weights that are not quantised, for one of `settings.DTYPES`.
+
+    >>> wide_dtype("int4"), wide_dtype("float32")
+    ('bfloat16', 'float32')
+    """
+    return "bfloat16" if dtype in BITS else dtype
+
+
 class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
@@ -59,7 +68,7 @@ def draft_of(
       dtype: dtype of the weights and the cache.
       mixture: whether the target is a mixture of experts, for which the default is a short chain.
     """
-    dtype = "bfloat16" if dtype in BITS else dtype
+    dtype = wide_dtype(dtype)
     kind = kind_of(config)
     if config == "none":
         return PlannedDraft(kind, lambda _: drafters.none())
@@ -71,6 +80,7 @@ def draft_of(
         tree = usual_tree
     if isinstance(config, HeadConfig):
         make: Any = row.cls
+        # The usual tree of a block drafter is as deep as its block.
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
         options: dict[str, Any] = {"tree": tree}
@@ -160,13 +170,9 @@ class Programs:
             self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
-    @property
-    def _wide(self) -> str:
-        return "bfloat16" if self.dtype in BITS else self.dtype
-
     @functools.cached_property
     def _model(self) -> LanguageModel:
-        return transformer.language_model(self.target, dtype=self._wide)
+        return transformer.language_model(self.target, dtype=wide_dtype(self.dtype))
 
     @property
     def _decoder(self) -> Decoder:
@@ -174,7 +180,7 @@ class Programs:
 
     def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
         places = shardings.params_shardings(config, self.mesh)
-        return shardings.abstract_params(config, self._wide, bits=bits, shardings=places)
+        return shardings.abstract_params(config, wide_dtype(self.dtype), bits=bits, shardings=places)
 
 
 def lower_loop(

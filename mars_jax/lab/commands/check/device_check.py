@@ -62,12 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(args: argparse.Namespace, out: IO[str]) -> None:
         nonlocal correct
         keep_compilations()
-        _save({}, args.output)  # refuse a bad path before minutes of work
+        # Refuse a bad path before minutes of work.
+        _save({}, args.output)
         report = make_report(lambda report: _save(report, args.output))
-        print(json.dumps(report) if args.json else _tables(report), file=out)
+        if args.json:
+            print(json.dumps(report), file=out)
+        else:
+            _print_tables(report, out)
         correct = not report["wrong"]
 
-    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if correct else 1)
+    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not correct)
 
 
 def _save(report: JsonObject, output: Path | None) -> None:
@@ -81,7 +85,7 @@ def _save(report: JsonObject, output: Path | None) -> None:
         ) from None
 
 
-def make_report(save: Callable[[JsonObject], None] = lambda report: None) -> JsonObject:
+def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
     """Run all checks and return the report. "wrong" lists the failures, one sentence each.
 
     Args:
@@ -105,9 +109,10 @@ def make_report(save: Callable[[JsonObject], None] = lambda report: None) -> Jso
     }
     for name, check in checks.items():
         with activity.doing(f"checking {name}") as going:
+            # If a check fails, the other checks still run.
             try:
                 report[name] = check(lambda detail, going=going: setattr(going, "detail", detail))
-            except Exception as error:  # the other checks still run
+            except Exception as error:
                 report[name] = None
                 report["wrong"].append(f"{name}: {large.error_summary(error)}")
         if name != "large":
@@ -144,14 +149,11 @@ def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
     return sentences
 
 
-def _tables(report: JsonObject) -> str:
-    import io
-
+def _print_tables(report: JsonObject, out: IO[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    text = io.StringIO()
-    screen = Console(file=text, width=150, highlight=False, markup=False)
+    screen = Console(file=out, width=150, highlight=False, markup=False, force_terminal=False)
     device_info = report["device"]
     screen.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
@@ -174,7 +176,6 @@ def _tables(report: JsonObject) -> str:
         screen.print(f"wrong: {sentence}", soft_wrap=True)
     if not report["wrong"]:
         screen.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
-    return text.getvalue().rstrip()
 
 
 def _large_table(large: JsonObject) -> Table:

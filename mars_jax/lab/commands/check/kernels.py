@@ -77,6 +77,7 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
             if case.has_shards or form != "partitioned":
                 tick(f"{case.operation}, {form}")
                 rows.append(check_case(case, form, interpret=interpret))
+    # These choose their implementation for the device, and have no partitioned form.
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
         tick(case.operation)
         rows.append(check_case(case))
@@ -115,7 +116,8 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
 def _reference(case: Case) -> PyTree:
     try:
         on_cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS excludes it
+    except RuntimeError:
+        # JAX_PLATFORMS excludes the CPU.
         on_cpu = contextlib.nullcontext()
     with on_cpu:
         return jax.device_get(
@@ -151,6 +153,7 @@ def differences(expected: PyTree, result: PyTree, tolerance: float) -> list[str]
 def cases(vocab: int) -> list[Case]:
     """Return the cases: chains and trees, greedy and sampled, with both margins and both dtypes."""
     stats = functools.partial(margin_stats, logsumexp=True)
+    # Parents of a chain of 5 drafted tokens, and of a tree with 1 + 4 + 8 + 8 nodes.
     chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
     logits_cases = []
     for dtype in ("float32", "bfloat16"):
@@ -171,6 +174,7 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
     """Return positive logits [B, N, V]. In 2 of 3 nodes the runner-up is near the best token: a tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
+    # Any token but the best one becomes the runner-up.
     best = np.argmax(logits, axis=-1)
     runner_up = (best + random.integers(1, vocab, best.shape)) % vocab
     top = np.take_along_axis(logits, best[..., None], axis=-1)
@@ -190,7 +194,7 @@ def _accept(
     nodes = len(parents)
     random = np.random.default_rng(nodes)
     logits = _logits(nodes, vocab, dtype, seed=nodes)
-    # best, runner_up i32[B, N]
+    # The two best tokens of every node, i32[B, N]. The stable sort breaks ties as the kernels do, by the lower id.
     order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
     best, runner_up = order[..., 0], order[..., 1]
     y = best
@@ -199,9 +203,11 @@ def _accept(
     parent_nodes = np.maximum(parents, 0)
     random_tokens = random.integers(0, vocab, (ROWS, nodes))
     no_tokens = np.full((ROWS, nodes), -1)
+    # drafts i32[4, B, N] has one candidate token of each kind, and kind i32[B, N] chooses one per node.
     drafts = np.stack([y[:, parent_nodes], runner_up[:, parent_nodes], random_tokens, no_tokens])
     kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
     tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
+    # The root holds any committed token.
     tokens[:, 0] = 1
     row = np.arange(ROWS)
     controls = AcceptControls(
@@ -251,6 +257,7 @@ def _experts() -> Case:
     random = np.random.default_rng(0)
     x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
+    # Rows are sorted by expert, and expert 1 has none.
     experts = np.repeat(np.arange(4), sizes)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[experts])
     # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.
@@ -274,8 +281,10 @@ def _attention_of_a_model() -> Case:
     # The first `live` slots of each row are valid, and a node sees 70% of them.
     live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
-    mask[0, 0] = False  # a fully masked node outputs zeros
+    # A fully masked node outputs zeros.
+    mask[0, 0] = False
     scores = np.einsum("bnkgd,bskd->bnkgs", *(x.astype(np.float32) for x in (q, k))) * dim**-0.5
+    # Scores have a standard deviation of 1, so the softmax need not subtract their maximum.
     weights = np.exp(scores) * mask[:, :, None, None]
     mixed = np.einsum("bnkgs,bskd->bnkgd", weights, v.astype(np.float32))
     # Weights, values and results are rounded to bfloat16, with an error of 2^-8 for numbers near 1.
@@ -294,6 +303,7 @@ def _int4(rows: int, group: int) -> Case:
     """Return a case of a product with 4-bit weights in groups of `group` inputs, with numpy's result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
     x = _normal(random, (rows, inputs), "bfloat16")
+    # A weight is value * scale + offset, with one scale and one offset per group of inputs and output.
     w = Int4(
         values=jnp.asarray(random.integers(-8, 8, (inputs // group, group, outputs)), jnp.int4),
         scale=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float16),

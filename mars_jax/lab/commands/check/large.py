@@ -26,7 +26,7 @@ from mars_jax.core.rule import Rule, for_rows
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.lab.planning.fit import step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import draft_of
+from mars_jax.lab.planning.pair_programs import draft_of, wide_dtype
 from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
@@ -131,7 +131,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
       context: tokens in each row before its first step, and in the prompt.
       options: options of `transformer.language_model`.
     """
-    wide = "bfloat16" if dtype in BITS else dtype
+    wide = wide_dtype(dtype)
     model = transformer.language_model(config, dtype=wide, **options)
     params = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
     head = drawn(shardings.abstract_params(EagleConfig.outline(config), wide))
@@ -251,6 +251,7 @@ def step_times(program: Program, compiled: jax.stages.Compiled) -> JsonObject:
     """Time a step in `ROUNDS` loops of `STEPS` steps, after a warm-up loop."""
     state, max_steps = program.start(), jnp.asarray(STEPS, jnp.int32)
     times, tokens = [], 0
+    # All loops continue the same rows, so each reads a slightly longer context than the one before.
     for i in range(1 + ROUNDS):
         began = time.perf_counter()
         state, stats = jax.block_until_ready(compiled(program.params, state, max_steps=max_steps))
@@ -270,6 +271,7 @@ def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts
 
 def copy_rate(size: int, times: int = 16) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
+    # Add 1, so that XLA cannot elide the copy. A number has 4 bytes.
     call = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
     return 2 * size * times / min(seconds_of(call, ROUNDS))
 
@@ -299,7 +301,7 @@ def _drawn(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Array:
         return jnp.arange(shape[0], dtype=dtype)
     if dtype == jnp.int32:
         return jnp.zeros(shape, dtype)
-    # Quantised weights have 8 bits or fewer: random bits are valid.
+    # Integers of 4 or 8 bits are quantised weights or caches, for which any bits are valid.
     bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint8)
     return lax.bitcast_convert_type(bits, jnp.int8).astype(dtype)
 
