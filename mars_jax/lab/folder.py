@@ -165,12 +165,9 @@ def joined_with_folder(
 def _archive(folder: Path, without: str) -> bytes:
     """Return the files of a folder as a tar archive."""
     buffer = io.BytesIO()
-    excluded = f"{folder.name}/{without}"
-
-    def included(file: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return None if file.name == excluded else file
-
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         if folder.is_dir():
-            archive.add(folder, arcname=folder.name, filter=included)
+            for file in folder.iterdir():
+                if file.name != without:
+                    archive.add(file, arcname=f"{folder.name}/{file.name}")
     return buffer.getvalue()

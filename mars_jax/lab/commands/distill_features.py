@@ -147,7 +147,7 @@ def _write(
     folder: Path,
     record: Callable[..., features.Recorded],
     target: Pretrained,
-    rows: tuple[np.ndarray, np.ndarray],
+    rows: Sequence[np.ndarray],
 ) -> None:
     """Compute the features of rows, one padded batch at a time, and write them as a shard."""
     tokens = rows[0]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mars_jax.cli.flags import number_of
+from mars_jax.cli.flags import number_of, numbers_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, is_number
@@ -18,10 +18,10 @@ from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.commands.pair import chosen_rule
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES
-from mars_jax.utils.types import JsonObject
 from mars_jax.verify import NEEDS
 
 if TYPE_CHECKING:
+    from mars_jax.core.drafter import Drafter
     from mars_jax.drafters.tree_shapes import Dynamic
     from mars_jax.lab.planning import Plan
     from mars_jax.lab.planning.advice import Attempt, DraftEstimate, DraftShape
@@ -122,15 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
-    batch = number_of("batch_size", args.batch, shown="--batch")
-    context = number_of("max_new_tokens", args.context, shown="--context")
-    length, tree, acceptance = None, None, None
-    if args.num_draft_tokens is not None:
-        length = number_of("num_draft_tokens", args.num_draft_tokens)
+    args.batch = number_of("batch_size", args.batch, shown="--batch")
+    args.context = number_of("max_new_tokens", args.context, shown="--context")
+    numbers_of(args, ["num_draft_tokens"])
     if args.tree is not None:
-        tree = parse_tree(args.tree)
+        args.tree = parse_tree(args.tree)
     if args.acceptance is not None:
-        acceptance = _acceptance(args.acceptance)
+        args.acceptance = _acceptance(args.acceptance)
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
@@ -159,17 +157,19 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         slice_: Topology,
         dtype: str,
         draft: AnyConfig | str = draft,
-        length: int | None = length,
-        tree: Dynamic | tuple[int, ...] | None = tree,
+        length: int | None = args.num_draft_tokens,
+        tree: Dynamic | tuple[int, ...] | None = args.tree,
     ) -> Programs:
         """Return the programs on a slice. `--mesh` applies to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
-            default = default_mesh(target, len(slice_.devices), batch)
+            default = default_mesh(target, len(slice_.devices), args.batch)
             axes = ",".join(f"{name}={size}" for name, size in default.items())
         shaped = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
         mesh = parse_mesh(axes, slice_.devices)
-        return Programs(target, shaped, mesh, loaded_rule, batch=batch, context=context, dtype=dtype)
+        return Programs(
+            target, shaped, mesh, loaded_rule, batch=args.batch, context=args.context, dtype=dtype
+        )
 
     def attempt(name: str | None, dtype: str) -> Attempt:
         slice_ = requested_slice if name is None else topology(name)
@@ -193,43 +193,29 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         planned = pair(requested_slice, args.dtype)
         plan = planning.make_plan(planned, target_programs, requested_slice, dump)
     drafts = []
-    if acceptance is None and mixture:
-        acceptance = [0.75]
+    if args.acceptance is None and mixture:
+        args.acceptance = [0.75]
     # Compare drafts only if the user left the shape open and the drafter supports chains and dynamic trees.
-    if acceptance and row.dynamic and row.resizes and length is tree is None and plan.fits:
+    is_open = args.num_draft_tokens is None and args.tree is None and row.dynamic and row.resizes
+    if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)
             shapes = advice.SHAPES if mixture else advice.DEEPER
-            drafts = advice.compare_drafts(step, autoregressive_time, acceptance, shapes)
+            drafts = advice.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
     attempts = []
     if not plan.fits:
         with busy("looking for what fits"):
             attempts = advice.advise(attempt, args.dtype, larger(plan.topology))
-    inputs = {
-        "target": args.target,
-        "draft": args.draft,
-        "batch": batch,
-        "context": context,
-        "dtype": args.dtype,
-        "acceptance": acceptance,
-    }
     if args.json:
+        names = ("target", "draft", "batch", "context", "dtype", "acceptance")
+        inputs = {name: getattr(args, name) for name in names}
         lists = {
             "tried": [entry._asdict() for entry in attempts],
             "drafts": [entry._asdict() for entry in drafts],
         }
         print(json.dumps(inputs | dataclasses.asdict(plan) | lists), file=out)
     else:
-        # Without the root.
-        nodes, depth = planned.drafter.num_nodes - 1, planned.drafter.max_depth
-        if nodes == 0:
-            shape = "no draft"
-        elif nodes == depth:
-            shape = f"a chain of {depth} tokens"
-        else:
-            shape = f"a tree of {nodes} nodes, {depth} deep"
-        title = f"batch {batch}, context {context}, {args.dtype}, {shape}"
-        _print_table(inputs, title, plan, attempts, drafts, out)
+        _print_table(args, planned.drafter, plan, attempts, drafts, out)
     return plan.fits
 
 
@@ -291,8 +277,8 @@ def _speeds(step: dict[str, float], tokens: int) -> str:
 
 
 def _print_table(
-    inputs: JsonObject,
-    title: str,
+    args: argparse.Namespace,
+    drafter: Drafter,
     plan: Plan,
     attempts: Sequence[Attempt],
     drafts: Sequence[DraftEstimate],
@@ -311,10 +297,17 @@ def _print_table(
         return f"{gib(tried.held_bytes)} of {gib(tried.hbm_bytes)}"
 
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
-    table = Table(
-        title=f"{inputs['target']} with {inputs['draft']} on {plan.topology}, {mesh}; {title}",
-        show_header=False,
-    )
+    # Drafted nodes, without the root.
+    nodes, depth = drafter.num_nodes - 1, drafter.max_depth
+    if nodes == 0:
+        shape = "no draft"
+    elif nodes == depth:
+        shape = f"a chain of {depth} tokens"
+    else:
+        shape = f"a tree of {nodes} nodes, {depth} deep"
+    title = f"{args.target} with {args.draft} on {plan.topology}, {mesh}"
+    title += f"; batch {args.batch}, context {args.context}, {args.dtype}, {shape}"
+    table = Table(title=title, show_header=False)
     table.add_row("fits", "yes" if plan.fits else "no")
     table.add_row("memory of a device", memory(plan))
     table.add_row("  weights", gib(plan.weight_bytes))
@@ -322,7 +315,7 @@ def _print_table(
     table.add_row("read in a step, at least", gib(plan.read_bytes))
     table.add_row("a step, at least", f"{1e3 * plan.floor_seconds:.2f} ms")
     table.add_row("  without a draft", f"{1e3 * plan.autoregressive_floor_seconds:.2f} ms")
-    for row in _step_rows(plan, inputs["batch"]):
+    for row in _step_rows(plan, args.batch):
         table.add_row(*row)
     table.add_row("compiled in", f"{plan.compile_seconds:.0f} s")
     for name, count in plan.collectives.items():

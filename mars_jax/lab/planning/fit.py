@@ -154,7 +154,7 @@ def count_work(pair: Programs) -> Work:
     )
 
 
-def product_weights(config: ModelConfig) -> float:
+def product_weights(config: ModelConfig) -> int:
     """Return the number of weights that take part in the matrix products for one token."""
     total = 0.0
     for row in weights(config):
@@ -164,7 +164,7 @@ def product_weights(config: ModelConfig) -> float:
             size *= config.experts_per_token / config.num_experts
         if row.path != ("embed",) or config.tie_embeddings:
             total += size
-    return total
+    return round(total)
 
 
 def step_bytes(

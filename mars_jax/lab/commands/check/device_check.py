@@ -102,11 +102,7 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "wrong": [],
     }
-    checks: dict[str, Callable[[Callable[[str], None]], object]] = {
-        "kernels": kernels.check_kernels,
-        "tokens": tokens.check_tokens,
-        "large": large.check_large,
-    }
+    checks = {"kernels": kernels.check_kernels, "tokens": tokens.check_tokens, "large": large.check_large}
     for name, check in checks.items():
         with activity.doing(f"checking {name}") as going:
             # If a check fails, the other checks still run.

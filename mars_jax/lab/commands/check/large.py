@@ -7,7 +7,6 @@ those of a real model, though the generated text is meaningless. B batch.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -24,14 +23,13 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.given import begun
 from mars_jax.core.rule import Rule, for_rows
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.lab.planning.fit import step_bytes
+from mars_jax.lab.planning.fit import product_weights, step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import draft_of, wide_dtype
 from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
-from mars_jax.models.weights import leaves
 from mars_jax.utils.settings import BITS
 from mars_jax.utils.types import JsonObject
 
@@ -103,7 +101,7 @@ class RandomPair(NamedTuple):
             bytes=step_bytes(
                 self.config, draft, drafter, params, batch=batch, cache=cache, drafted=draft_cache
             ).total,
-            flops=2 * self.num_weights * batch * drafter.num_nodes,
+            flops=2 * product_weights(self.config) * batch * drafter.num_nodes,
         )
 
     def prompt(self) -> tuple[jax.stages.Lowered, Prompts]:
@@ -112,14 +110,6 @@ class RandomPair(NamedTuple):
         decoder = decode.speculative_decoder(self.model, draft_of("none").make(self.model), rule)
         prompts = _prompts(self.config.vocab_size, rule, 1, self.context, self.context)
         return jax.jit(decoder.init).lower(self.plain, prompts), prompts
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights that take part in a matrix product."""
-        rows = leaves(self.config)
-        return sum(
-            math.prod(row.shape) for row in rows if row.path != ("embed",) or self.config.tie_embeddings
-        )
 
 
 def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -> RandomPair:
@@ -179,7 +169,7 @@ def measure(
     }
     tick("a prompt")
     lowered, prompts = pair.prompt()
-    report["prompt"] = {"tokens": context, "flops": 2 * pair.num_weights * context} | attempt(
+    report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | attempt(
         lambda: prompt_times(lowered.compile(), pair.plain, prompts)
     )
     report["steps"] = []
