@@ -168,8 +168,9 @@ def _check(args: argparse.Namespace) -> None:
     pair.check_pair_flags(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
+        # Arms and tables are named by values in this format, so the names must differ.
         if len({f"{value:g}" for value in values}) < len(values):
-            raise MarsError(f"--{flag.replace('_', '-')} has a value twice: give each once.")
+            raise MarsError(f"--{flag} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
     if args.refine is not None:

@@ -97,6 +97,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise MarsError(
             f"{settings['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
         )
+    # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
     args.rule = pair.chosen_rule(args, instead=("theta",) if args.prefixes is None else ())
     args.judge = None
     if args.risk not in ("regret", "accuracy"):
@@ -222,7 +223,8 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "version": __version__,
     }
     loaded_rule = load(args.rule.spec, target, **args.rule.settings)
-    decides = study_settings | {
+    # Everything that determines the rows. A run continues only with equal settings.
+    row_settings = study_settings | {
         "rule": args.rule.as_json(but=(args.setting,)),
         args.setting: args.values,
         **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
@@ -231,7 +233,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "rule_source": source_digest(args.rule.spec),
         "judge_source": judge_source,
     }
-    with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
+    with contextlib.closing(open_rows(work, row_settings)) as rows, progress("answers") as show:
         result = calibration.calibrate(
             decoding,
             problems,

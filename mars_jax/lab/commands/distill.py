@@ -151,10 +151,7 @@ KINDS = {
 def parser() -> Parser:
     """Return the parser, with a subparser for each kind. Flags that do not apply to a kind are None."""
     command_parser = Parser(
-        prog="mars-jax distill",
-        usage="%(prog)s KIND [flags]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        prog="mars-jax distill", usage="%(prog)s KIND [flags]", description=_DESCRIPTION, epilog=_EPILOG
     )
     kinds = command_parser.add_subparsers(
         title="kinds", dest="kind", required=True, metavar="KIND", prog=command_parser.prog

@@ -37,6 +37,7 @@ def write_features(args: argparse.Namespace) -> None:
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
+    # Refuse wrong layers before the weights load.
     sketch = hub.outline(args.target)
     layers = layers_of(args.feature_layers) or eagle_training.feature_layers(sketch.config)
     record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))

@@ -112,6 +112,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
             first = _open_first(args, target)
     first_params = () if first is None else first.params
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
+    # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint((target.params, first_params), target.path),

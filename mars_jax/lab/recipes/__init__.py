@@ -35,10 +35,7 @@ TASKS = (
 FLAGS: JsonObject = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
 """Default flags of a recipe: 80 problems per task, the size of MT-Bench."""
 SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
-OWN = {
-    "paper": ("--controls", "--refine", *SHAPES),
-    "tuned": ("--tune", "--draft-cost"),
-}
+OWN = {"paper": ("--controls", "--refine", *SHAPES), "tuned": ("--tune", "--draft-cost")}
 """Flags that apply to only one part."""
 
 
