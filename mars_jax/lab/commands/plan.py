@@ -268,6 +268,16 @@ def _step_rows(plan: Plan, batch: int) -> list[tuple[str, str]]:
     return rows + [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
 
 
+def _shape(drafter: Drafter) -> str:
+    # Drafted nodes, without the root.
+    nodes, depth = drafter.num_nodes - 1, drafter.max_depth
+    if nodes == 0:
+        return "no draft"
+    if nodes == depth:
+        return f"a chain of {depth} tokens"
+    return f"a tree of {nodes} nodes, {depth} deep"
+
+
 def _milliseconds(step: dict[str, float]) -> str:
     return f"{1e3 * step['low_seconds']:.2f} to {1e3 * step['high_seconds']:.2f} ms"
 
@@ -297,16 +307,8 @@ def _print_table(
         return f"{gib(tried.held_bytes)} of {gib(tried.hbm_bytes)}"
 
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
-    # Drafted nodes, without the root.
-    nodes, depth = drafter.num_nodes - 1, drafter.max_depth
-    if nodes == 0:
-        shape = "no draft"
-    elif nodes == depth:
-        shape = f"a chain of {depth} tokens"
-    else:
-        shape = f"a tree of {nodes} nodes, {depth} deep"
     title = f"{args.target} with {args.draft} on {plan.topology}, {mesh}"
-    title += f"; batch {args.batch}, context {args.context}, {args.dtype}, {shape}"
+    title += f"; batch {args.batch}, context {args.context}, {args.dtype}, {_shape(drafter)}"
     table = Table(title=title, show_header=False)
     table.add_row("fits", "yes" if plan.fits else "no")
     table.add_row("memory of a device", memory(plan))
