@@ -10,7 +10,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
 
@@ -21,21 +21,20 @@ from mars_jax.hub.durable import write_whole
 from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 SETTINGS, ROWS = "settings.json", "rows.jsonl"
 
 
-def open_rows(folder: Path, settings: Mapping[str, Any]) -> RowFile:
+def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
     """Open the rows of a run in its folder and record the settings. Create the folder if necessary.
 
     Raises:
       MarsError: the folder holds a run with different settings, or another process writes to it.
     """
     if hosts.is_first():
-        try:
+        with _writing(folder, "--output"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(folder, error, "--output") from None
     file = RowFile(folder / ROWS, settings, settings_path=folder / SETTINGS)
     file.start()
     file.begin()
@@ -43,7 +42,7 @@ def open_rows(folder: Path, settings: Mapping[str, Any]) -> RowFile:
 
 
 @contextlib.contextmanager
-def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") -> Iterator[None]:
+def claim(folder: Path, settings: Mapping[str, object], *, flag: str = "--output") -> Iterator[None]:
     """Lock a folder for one run, and record or compare its settings.
 
     Args:
@@ -57,18 +56,14 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
     created = not folder.exists()
-    try:
+    with _writing(folder, flag):
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
-    except OSError as error:
-        raise _unwritable(folder, error, flag) from None
     with contextlib.closing(lock):
         fresh = not compare_settings(folder / SETTINGS, settings, folder, flag)
-        try:
-            if fresh:
+        if fresh:
+            with _writing(folder, flag):
                 write_shared_json(folder / SETTINGS, settings)
-        except OSError as error:
-            raise _unwritable(folder, error, flag) from None
         try:
             yield
         except BaseException:
@@ -90,12 +85,10 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     if folder.exists() and not folder.is_dir():
         raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
     names = set()
-    try:
-        if folder.exists():
+    if folder.exists():
+        with _writing(folder, flag):
             # Ignore .partial files, which a killed process may leave.
             names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
-    except OSError as error:
-        raise _unwritable(folder, error, flag) from None
     if names and not names & {SETTINGS, ROWS}:
         raise MarsError(f"{flag} '{folder}' holds other files: choose a new or an empty folder.")
     check_writable(folder, flag=flag)
@@ -103,39 +96,40 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
 
 def check_writable(path: Path, *, flag: str = "--output") -> None:
     """Raise MarsError if a file or folder cannot be created at `path`, without creating it."""
-    try:
+    # `lstat` fails, for example, if the name is too long.
+    with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        # This happens, for example, if the name is too long.
-        raise _unwritable(path, error, flag) from None
+    # The folder that would receive a new file, or a new folder.
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
+    # `os.access` checks only permissions, which in /proc allow writing although files cannot be created there.
+    with _writing(path, flag), tempfile.TemporaryFile(dir=nearest):
+        pass
+
+
+@contextlib.contextmanager
+def _writing(path: Path, flag: str) -> Iterator[None]:
+    """Raise MarsError in place of an OSError."""
     try:
-        # `os.access` checks only permissions, which in /proc allow writing although files cannot be created there.
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
+        yield
     except OSError as error:
-        raise _unwritable(path, error, flag) from None
+        raise MarsError(
+            f"{flag} '{path}' cannot be written ({error.strerror}): check its permissions, or choose another path."
+        ) from None
 
 
-def _unwritable(folder: Path, error: OSError, flag: str) -> MarsError:
-    return MarsError(
-        f"{flag} '{folder}' cannot be written ({error.strerror}): check its permissions, or choose another path."
-    )
-
-
-def write_shared_json(path: Path, value: Any) -> None:
+def write_shared_json(path: Path, value: object) -> None:
     """Write a JSON file atomically from the first process of a mesh. Return when it is on disk."""
     if hosts.is_first():
         write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def read_shared_json(path: Path) -> Any:
+def read_shared_json(path: Path) -> JsonObject | None:
     """Return, in every process, the value in the first process's file, or None if there is no file."""
-    data = path.read_bytes() if hosts.is_first() and path.exists() else b""
+    data = b""
+    if hosts.is_first() and path.exists():
+        data = path.read_bytes()
     data = hosts.broadcast_bytes(data)
     return json.loads(data) if data else None
 
@@ -156,10 +150,12 @@ def joined_with_folder(
         if args.mesh is None or jax.process_count() == 1:
             yield folder
             return
-        archive_bytes = hosts.broadcast_bytes(_archive(folder, without) if hosts.is_first() else b"")
         if hosts.is_first():
+            hosts.broadcast_bytes(_archive(folder, without))
             yield folder
             return
+        # The other processes receive the bytes of the first one.
+        archive_bytes = hosts.broadcast_bytes(b"")
         with tempfile.TemporaryDirectory() as temporary:
             with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
                 archive.extractall(temporary, filter="data")
@@ -169,10 +165,9 @@ def joined_with_folder(
 def _archive(folder: Path, without: str) -> bytes:
     """Return the files of a folder as a tar archive."""
     buffer = io.BytesIO()
-    excluded = f"{folder.name}/{without}"
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         if folder.is_dir():
-            archive.add(
-                folder, arcname=folder.name, filter=lambda file: None if file.name == excluded else file
-            )
+            for file in folder.iterdir():
+                if file.name != without:
+                    archive.add(file, arcname=f"{folder.name}/{file.name}")
     return buffer.getvalue()

@@ -10,14 +10,18 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import rules
 
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+
 # The colours of Okabe and Ito (2008), which are distinguishable with any kind of colour vision.
-BLACK, GREY, LIGHT = "#222222", "#888888", "#DDDDDD"
-ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLACK, GREY = "#222222", "#888888"
+ORANGE, SKY, GREEN = "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = "osv<>p"
@@ -50,7 +54,7 @@ class Look(NamedTuple):
     marker: str = "o"
 
     @property
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, str]:
         """Arguments of `Axes.plot` and `Axes.errorbar`."""
         return {"color": self.colour, "marker": self.marker}
 
@@ -82,9 +86,12 @@ def look(name: str) -> Look:
         return BASELINES[word]
     if word not in _LOSSY:
         return OTHER
+    # After the last colour, begin again with the next marker.
     group, place = divmod(_LOSSY.index(word), len(COLOURS))
-    is_variant = "(gap)" in name or " over " in name
-    return Look(COLOURS[place], "^" if is_variant else MARKERS[group])
+    marker = MARKERS[group]
+    if "(gap)" in name or " over " in name:
+        marker = "^"
+    return Look(COLOURS[place], marker)
 
 
 def check_installed() -> None:
@@ -105,7 +112,7 @@ def picture(
     caption: str = "",
     legend: bool = True,
     **grid: Any,
-) -> Iterator[Any]:
+) -> Iterator[np.ndarray]:
     """Yield axes [rows, columns] to draw on, and write the picture when the block ends.
 
     Args:
@@ -122,25 +129,27 @@ def picture(
 
     with rc_context(STYLE):
         width = columns * panel[0]
+        # About 17.5 characters of the caption fit into an inch, and a line is 0.13 inches high.
         lines = textwrap.wrap(caption, int(17.5 * width))
         figure = Figure(figsize=(width, rows * panel[1] + 0.13 * len(lines)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **grid)
         yield axes
-        labelled: dict[str, Any] = {}
+        handle_by_label: dict[str, Any] = {}
         for axis in axes.flat:
             axis.set_visible(axis.has_data() or bool(axis.texts))
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-                labelled.setdefault(label, handle)
+                handle_by_label.setdefault(label, handle)
         if lines:
             figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
-        if legend and labelled:
-            entry = 0.35 + 0.075 * max(map(len, labelled))  # approximate width in inches
+        if legend and handle_by_label:
+            # Approximate width of an entry in inches.
+            entry = 0.35 + 0.075 * max(map(len, handle_by_label))
             figure.legend(
-                labelled.values(),
-                labelled.keys(),
+                handle_by_label.values(),
+                handle_by_label.keys(),
                 loc="outside upper left",
-                ncols=max(1, min(len(labelled), int(width / entry))),
+                ncols=max(1, min(len(handle_by_label), int(width / entry))),
             )
         for file in files:
             kind = file.suffix[1:]
@@ -153,27 +162,30 @@ def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None
     >>> whiskers([2.0, 5.0], [[1.5, 3.0], None])
     [[0.5, 0.0], [1.0, 0.0]]
     """
-    bounds = [(value, value) if i is None else i for value, i in zip(values, intervals, strict=True)]
-    distances_below = [max(value - low, 0.0) for value, (low, _) in zip(values, bounds, strict=True)]
-    distances_above = [max(high - value, 0.0) for value, (_, high) in zip(values, bounds, strict=True)]
-    return [distances_below, distances_above]
+    lower, upper = [], []
+    for value, interval in zip(values, intervals, strict=True):
+        low, high = interval or (value, value)
+        lower.append(max(value - low, 0.0))
+        upper.append(max(high - value, 0.0))
+    return [lower, upper]
 
 
-def level(axis: Any, value: float, interval: Sequence[float] | None, *, label: str, colour: str) -> None:
+def level(axis: Axes, value: float, interval: Sequence[float] | None, *, label: str, colour: str) -> None:
     """Draw a reference value as a line across the panel, with its interval shaded."""
     if interval is not None:
-        axis.axhspan(*interval, color=colour, alpha=0.13, linewidth=0)
+        axis.axhspan(interval[0], interval[1], color=colour, alpha=0.13, linewidth=0)
     axis.axhline(value, color=colour, linewidth=1, linestyle="--", label=label)
 
 
-def honest_limits(axis: Any, values: Sequence[float], *, least: float) -> None:
+def honest_limits(axis: Axes, values: Sequence[float], *, least: float) -> None:
     """Set y limits that include `values` and span at least `least`, so that noise does not look large."""
+    # Leave a margin of 7.5% above and below the values.
     span = max(least, 1.15 * (max(values) - min(values)))
     middle = (min(values) + max(values)) / 2
     axis.set_ylim(middle - span / 2, middle + span / 2)
 
 
-def no_grid(axis: Any, which: str) -> None:
+def no_grid(axis: Axes, which: Literal["both", "x", "y"]) -> None:
     """Remove grid lines and ticks from an axis whose labels are names."""
     axis.grid(visible=False, axis=which)
     axis.tick_params(axis=which, length=0)

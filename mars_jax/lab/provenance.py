@@ -19,10 +19,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mars_jax import __version__
+from mars_jax.utils.types import JsonObject
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
+def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> JsonObject:
     """Return the origin of a report: `stamp`, the command with all its flags, `machine`, versions and weights.
 
     If the command runs a script of this checkout, `script` maps its name to a digest, so that a page can detect later
@@ -36,8 +39,6 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     >>> sorted(provenance())[:5]
     ['affinity', 'command', 'commit', 'cores', 'date']
     """
-    from mars_jax import __version__
-
     report = {
         **stamp(),
         "command": portable_command(sys.argv),
@@ -48,8 +49,8 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(ROOT / "scripts") and script.is_file():
         report["script"] = {script.relative_to(ROOT).as_posix(): short_digest(script.read_bytes())}
-    if texts := [Path(path) for path in data]:
-        report["data"] = {path.name: _digest_of(path) for path in texts}
+    if paths := [Path(path) for path in data]:
+        report["data"] = {path.name: _digest_of(path) for path in paths}
     if weights:
         from mars_jax.serve.rows import fingerprint
 
@@ -57,7 +58,7 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     return report
 
 
-def stamp() -> dict[str, Any]:
+def stamp() -> JsonObject:
     """Return the minute (UTC), the commit of this checkout and whether its code differs from it.
 
     Files that are written in several runs store this in each record. The commit is None if the package is not in a
@@ -67,13 +68,15 @@ def stamp() -> dict[str, Any]:
     return {"date": timestamp.isoformat(timespec="minutes"), **_code()}
 
 
-def machine() -> dict[str, Any]:
+def machine() -> JsonObject:
     """Return the processor, the number and list of cores that this process may use, and the version of Python."""
+    processor = platform.processor() or platform.machine()
+    # On Linux, Python knows only the architecture.
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    if info.exists() and (match := re.search(r"^model name\s*:(.*)", info.read_text(), re.MULTILINE)):
+        processor = match[1].strip()
     return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": processor,
         "cores": len(cores()),
         "affinity": cores(),
         "python": platform.python_version(),
@@ -108,6 +111,7 @@ def portable_command(arguments: list[str]) -> str:
     >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
+    # Only at the beginning of a path: an argument may be NAME=PATH, or a list of paths.
     inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
     words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
     if words[0].startswith("scripts/"):
@@ -131,7 +135,7 @@ def version(name: str) -> str | None:
 
 
 @functools.cache
-def _code() -> dict[str, Any]:
+def _code() -> JsonObject:
     try:
         if Path(git("rev-parse", "--show-toplevel")) != ROOT:  # installed inside another repository
             return {"commit": None, "dirty": None}

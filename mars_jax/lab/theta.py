@@ -7,14 +7,20 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mars_jax.cli.rule_flags import is_number
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import check_path, read_text
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import Given, RuleChoice, choose, is_own, not_in
+
+if TYPE_CHECKING:
+    from mars_jax.core.rule import LoadedRule
+    from mars_jax.drafters import LoadedDrafter
+    from mars_jax.hub.pretrained import Pretrained
 
 FORMAT = "mars-jax theta 3"
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
@@ -27,42 +33,40 @@ class ThetaFile(NamedTuple):
     path: str
     theta: float
     spec: str  # spec of the rule
-    rule: dict[str, Any]  # all settings of the rule except theta
-    settings: dict[str, Any]  # keyed by `SETTINGS`
+    rule: JsonObject  # all settings of the rule except theta
+    settings: JsonObject  # keyed by `SETTINGS`
     weights: dict[str, str]  # from `pair_fingerprints`
 
-    @property
-    def choice(self) -> RuleChoice:
-        """The rule with its threshold."""
-        return RuleChoice(self.spec, {**self.rule, "theta": self.theta})
-
-    def check(self, run: Mapping[str, Any]) -> None:
+    def check(self, run: Mapping[str, object]) -> None:
         """Raise MarsError if a run has different settings. Settings that are missing from `run` are not compared.
 
         Models are compared by the last part of their path, since a checkpoint may have a different path on another
         machine. After loading, `check_weights` compares their weights.
         """
         for name in SETTINGS:
-            if name in run:
-                calibrated, current = self.settings[name], run[name]
-                if name in ("target", "draft"):
-                    calibrated, current = _last(calibrated), _last(current)
-                self._compare(
-                    name, json_restored(calibrated), json_restored(current), self.settings[name], run[name]
-                )
+            if name not in run:
+                continue
+            calibrated, current = self.settings[name], json_restored(run[name])
+            if name in ("target", "draft"):
+                is_equal = _last(calibrated) == _last(current)
+            else:
+                is_equal = calibrated == current
+            if not is_equal:
+                raise self._refusal(name, calibrated, current)
 
     def check_rule(self, rule: RuleChoice) -> None:
         """Raise MarsError if a run uses a different rule, apart from theta."""
-        self._compare("rule", _last(self.spec), _last(rule.spec), self.spec, rule.spec)
+        if _last(self.spec) != _last(rule.spec):
+            raise self._refusal("rule", self.spec, rule.spec)
         self.check_settings(rule.settled())
 
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
+    def check_settings(self, settings: Mapping[str, object]) -> None:
         """Raise MarsError if settings of the rule, apart from theta, differ from those in the file."""
         for name, value in settings.items():
-            if name != "theta":
-                self._compare(name, self.rule.get(name), value, self.rule.get(name), value)
+            if name != "theta" and self.rule.get(name) != value:
+                raise self._refusal(name, self.rule.get(name), value)
 
-    def check_weights(self, target: Any, drafter: Any, rule: Any) -> None:
+    def check_weights(self, target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> None:
         """Raise MarsError if the weights of a run are not those of the calibration; see `pair_fingerprints`."""
         run_weights = pair_fingerprints(target, drafter, rule)
         for name in self.weights | run_weights:
@@ -72,12 +76,11 @@ class ThetaFile(NamedTuple):
                     "for these with mars-jax calibrate, or give a number."
                 )
 
-    def _compare(self, name: str, theirs: Any, ours: Any, shown_theirs: Any, shown_ours: Any) -> None:
-        if theirs != ours:
-            raise MarsError(
-                f"'{self.path}' was calibrated for the {name.replace('_', ' ')} {_word(shown_theirs)}, and this run "
-                f"has {_word(shown_ours)}: calibrate for it with mars-jax calibrate, or give a number."
-            )
+    def _refusal(self, name: str, calibrated: object, current: object) -> MarsError:
+        return MarsError(
+            f"'{self.path}' was calibrated for the {name.replace('_', ' ')} {_word(calibrated)}, and this run "
+            f"has {_word(current)}: calibrate for it with mars-jax calibrate, or give a number."
+        )
 
 
 def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
@@ -97,7 +100,8 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
         raise MarsError(
             f"'{file.path}' is for the rule {file.spec}: name it as --verify too, since that runs its code."
         )
-    spec = spec or file.spec
+    else:
+        spec = file.spec
     file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
     return RuleChoice(spec, file.rule).but(theta=file.theta), file
 
@@ -117,24 +121,20 @@ def file_of(given: Given) -> ThetaFile:
     return read_theta(given.text)
 
 
-def pair_fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
-    """Return a fingerprint of every component that has weights. With several processes, all of them must call this.
-
-    Args:
-      target: a `Pretrained`.
-      drafter: a `LoadedDrafter`.
-      rule: a `LoadedRule`.
-    """
+def pair_fingerprints(target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> dict[str, str]:
+    """Return a fingerprint of every component that has weights. With several processes, all of them must call this."""
     from jax.tree import leaves
 
     from mars_jax.serve.rows import fingerprint
 
     digests = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
-    return digests | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})
+    if leaves(rule.params):
+        digests["rule"] = fingerprint(rule.params)
+    return digests
 
 
 def thetas_of(
-    rule: RuleChoice, texts: list[str], run: Mapping[str, Any]
+    rule: RuleChoice, texts: list[str], run: Mapping[str, object]
 ) -> tuple[list[float], list[ThetaFile]]:
     """Return the thresholds of --thetas and their files. Each threshold is a number or a file for this rule and run.
 
@@ -171,10 +171,12 @@ def read_theta(path: str) -> ThetaFile:
         settings = {name: data["settings"][name] for name in SETTINGS}
         weights = {name: str(data["weights"][name]) for name in {"target", "draft", *data["weights"]}}
         spec, rule = data["rule"]["verify"], dict(data["rule"]["settings"])
-        rule = {name: float(v) if v in ("inf", "-inf") else v for name, v in rule.items()}
+        # JSON has no infinities, so the file has strings in their place.
+        rule |= {name: float(value) for name, value in rule.items() if value in ("inf", "-inf")}
         rule["theta"] = theta
         if math.isnan(theta):
             raise ValueError
+        # The settings of a user's rule are checked when the rule is named, since reading them would run its code.
         if not is_own(spec):
             # Settings that were added after the file was written get their defaults.
             rule = RuleChoice(spec, rule).settled()
@@ -190,25 +192,27 @@ def read_theta(path: str) -> ThetaFile:
     return ThetaFile(path, theta, spec, rule, settings, weights)
 
 
-def run_settings(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Return the settings of a run from its flags, and `more`. Without `more`, the file determines the temperature."""
-    flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}
-    return {name: json_restored(value) for name, value in (flags | more).items()}
+def run_settings(args: argparse.Namespace, temperature: float | None = None) -> JsonObject:
+    """Return the settings of a run from its flags, and its temperature if it has only one."""
+    settings = {name: json_restored(getattr(args, name)) for name in SETTINGS if name != "temperature"}
+    if temperature is not None:
+        settings["temperature"] = temperature
+    return settings
 
 
-def _last(name: Any) -> Any:
+def _last(name: object) -> object:
     """Return the last part of a path."""
     return str(name).rpartition("/")[2] or name
 
 
-def json_restored(value: Any) -> Any:
+def json_restored(value: object) -> object:
     """Return a setting as JSON would restore it. A dynamic tree becomes a dict, unlike a static tree."""
     if isinstance(value, Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
     return list(value) if isinstance(value, tuple) else value
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if value is None:
         return "default"
-    return f"{value:g}" if isinstance(value, float) else str(json_restored(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from mars_jax.core.types import PyTree
 from mars_jax.lab.commands.check import device_check, large
 from mars_jax.lab.commands.check.large import RandomPair, TimedArm
+from mars_jax.lab.planning.fit import product_weights
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
@@ -307,7 +308,11 @@ def _steps(pair: RandomPair, arm: TimedArm, batch: int, variant: Variant) -> dic
 def _prompt(pair: RandomPair, variant: Variant) -> dict[str, Any]:
     lowered, prompts = pair.prompt()
     compiled, seconds = _compiled(lowered, variant)
-    work = {"tokens": pair.context, "flops": 2 * pair.num_weights * pair.context, "compile_seconds": seconds}
+    work = {
+        "tokens": pair.context,
+        "flops": 2 * product_weights(pair.config) * pair.context,
+        "compile_seconds": seconds,
+    }
     return large.prompt_times(compiled, pair.plain, prompts) | work
 
 

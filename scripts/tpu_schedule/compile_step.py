@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from mars_jax import verify
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, draft_of, programs
+from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, draft_of
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from scripts.tpu_schedule import bundles, hlo
@@ -63,7 +63,7 @@ def prepare(case: Case) -> Programs:
         config = dataclasses.replace(config, num_layers=case.layers, windows=windows)
     mesh = Mesh(np.array(topology(case.topology).devices[: case.devices]), ("model",))
     draft = planned_draft(case.draft, config)
-    return programs(
+    return Programs(
         config, draft, mesh, verify.mars(), batch=case.batch, context=case.context, dtype=case.dtype
     )
 
@@ -92,8 +92,7 @@ def measure(case: Case, folder: Path) -> StepCost:
 
 def main(folder: str, text: str) -> None:
     pair = prepare(Case(**json.loads(text)))
-    _, lowered = pair.lower()
-    compiled = lowered.compile().as_text()
+    compiled = pair.lower().compile().as_text()
     assert compiled is not None
     (Path(folder) / "hlo.txt").write_text(compiled)
 

@@ -89,7 +89,7 @@ def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tu
     on, target = aot.mesh("v5e", devices=4), shortened("llama-3.1-8b", layers)
     drafter, params = eagle_pair(target, on, tree=tree)
     decoder = speculative_decoder(model(target), drafter, verify.mars())
-    compiled = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=slots)[1].compile()
+    compiled = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=slots).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
     return text, memory.temp_size_in_bytes, target.vocab_size * target.hidden_size * 2 // 4
@@ -117,6 +117,6 @@ def compile_loop(
 ) -> dict[str, Any]:
     """Compile `decode.run`, the loop over the step, with the state donated."""
     decoder = speculative_decoder(model(target), drafter, verify.mars())
-    lowered = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=BUFFER)[1]
+    lowered = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=BUFFER)
     report = aot.compile_program(lowered)
     return report | {"hbm_share": round(aot.held_bytes(report) / aot.hbm_bytes(generation), 3)}

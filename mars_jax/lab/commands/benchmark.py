@@ -7,17 +7,24 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from mars_jax.cli import signals
 from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
+from mars_jax.cli.rule_flags import is_number
 from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import json_restored, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.types import JsonObject
+
+if TYPE_CHECKING:
+    from mars_jax.hub.pretrained import Pretrained
+    from mars_jax.lab.evaluate.benchmark.run import Study
+    from mars_jax.lab.evaluate.tasks.problems import Problem
 
 _DESCRIPTION = """\
 Measure speed, acceptance and quality of a pair of models under a rule (default: mars),
@@ -122,10 +129,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperatures = [
         number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]
-    args.draft_cost = _cost(args.draft_cost)
+    if args.draft_cost is not None:
+        args.draft_cost = _cost(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
-    args.part = None if args.part is None else part_of(args.part)
+    if args.part is not None:
+        args.part = part_of(args.part)
     _check(args)
     return args
 
@@ -135,23 +144,19 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--part"], "with --recipe: leave one of them out")
-    args.chosen = recipes.read_recipe(args.recipe)
+    args.recipe = recipes.read_recipe(args.recipe)
     user_flags = without(argv, ("--recipe", "--output"))
     args.parts = {
-        part: parse([*args.chosen.argv(part, user_flags), "--output", str(args.output / part)])
+        part: parse([*args.recipe.argv(part, user_flags), "--output", str(args.output / part)])
         for part in recipes.PARTS
     }
     return args
 
 
-def _cost(text: str | None) -> float | None:
-    try:
-        value = None if text is None else float(text)
-    except ValueError:
-        value = math.nan
-    if value is not None and not 0 <= value < math.inf:
+def _cost(text: str) -> float:
+    if not is_number(text) or not 0 <= float(text) < math.inf:
         raise MarsError(f"--draft-cost is {text}: expected a number of at least 0, such as 0.1.")
-    return value
+    return float(text)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -163,8 +168,9 @@ def _check(args: argparse.Namespace) -> None:
     pair.check_pair_flags(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
+        # Arms and tables are named by values in this format, so the names must differ.
         if len({f"{value:g}" for value in values}) < len(values):
-            raise MarsError(f"--{flag.replace('_', '-')} has a value twice: give each once.")
+            raise MarsError(f"--{flag} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
     if args.refine is not None:
@@ -179,10 +185,11 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_tuned(args: argparse.Namespace) -> None:
-    why = "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
-    Present(args).refuse(["--part"], why)
-    why = "with --tune, which drafts chains of several lengths: leave one of them out"
-    Present(args).refuse(_UNTUNED, why)
+    present = Present(args)
+    present.refuse(
+        ["--part"], "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
+    )
+    present.refuse(_UNTUNED, "with --tune, which drafts chains of several lengths: leave one of them out")
     if not parse_draft(args.draft).definition.resizes:
         raise MarsError(
             f"--tune does not apply to --draft {args.draft}: draft with {drafters_that('resizes')}, which take "
@@ -202,9 +209,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         _follow(args, out)
         return
     notice = f": '{args.output}' has the finished rows; run the same command again to continue."
-    with signals.ending(lambda: notice), joined(args, (), out) as place:
-        run = _study if args.tune is None else _tune
-        run(args, args.output, place)
+    with signals.ending(lambda: notice), joined(args, (), out) as stream:
+        if args.tune is None:
+            _study(args, stream)
+        else:
+            _tune(args, stream)
 
 
 def _follow(args: argparse.Namespace, out: IO[str]) -> None:
@@ -214,24 +223,22 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 
     for part in args.parts.values():
         check_folder(part.output)
-    topology = args.chosen.slice.get("topology", "")
-    memory = check_memory(args.parts["tuned"], args.chosen.name, topology)
-    say(f"recipe {args.chosen.name}: {memory}")
+    memory = check_memory(args.parts["tuned"], args.recipe.name, args.recipe.slice.get("topology", ""))
+    say(f"recipe {args.recipe.name}: {memory}")
     args.output.mkdir(parents=True, exist_ok=True)
     for part in args.parts.values():
         _run(part, out)
-    text = recipes.table(args.chosen, args.output)
+    text = recipes.table(args.recipe, args.output)
     write_whole(args.output / "recipe.md", text)
     print(text, file=out, end="")
 
 
-def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.benchmark import tables
     from mars_jax.lab.evaluate.benchmark.run import evaluate
     from mars_jax.lab.evaluate.scoring import scores
-    from mars_jax.lab.evaluate.tasks.problems import Problem
     from mars_jax.lab.pictures import check_installed
     from mars_jax.lab.training.online import open_refiner
 
@@ -243,7 +250,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         if args.part is not None and not problems[args.part]:
             raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
 
-    problems, target, drafter = open_study(args, folder, check)
+    problems, target, drafter = open_study(args, args.output, check)
     names = {
         name: json_restored(getattr(args, name))
         for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
@@ -258,7 +265,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         summary = evaluate(
             _inputs(args, target, problems, names),
             drafter,
-            folder,
+            args.output,
             controls=args.controls,
             refiner=refiner,
             part=args.part,
@@ -271,17 +278,19 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     say(f"rows, table, plots and report are in {args.output}")
 
 
-def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+def _tune(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax import drafters
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
+    # Load the drafter with the longest chain. Shorter chains share its state.
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = open_study(args, folder, scores.check_metrics)
+    problems, target, drafter = open_study(args, args.output, scores.check_metrics)
     samples = parse_draft(args.draft).definition.samples
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
+    # Some arms verify the other kind of draft, sampled or deterministic: load it too, with the same weights.
     if (samples and max(args.temperatures) > 0) or sampled:
         other_drafter = drafters.load(
             args.draft,
@@ -297,7 +306,7 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         report = tuned.tuned(
             _inputs(args, target, problems, names),
             kinds,
-            folder,
+            args.output,
             lengths=args.tune,
             cost=args.draft_cost,
             progress=show,
@@ -306,7 +315,9 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     say(f"rows and tables are in {args.output}")
 
 
-def _inputs(args: argparse.Namespace, target: Any, problems: list[Any], names: dict[str, Any]) -> Any:
+def _inputs(
+    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: JsonObject
+) -> Study:
     """Return the `Study` that the flags describe."""
     from mars_jax.lab.evaluate.benchmark.arms import default_thetas
     from mars_jax.lab.evaluate.benchmark.run import Study
@@ -315,7 +326,7 @@ def _inputs(args: argparse.Namespace, target: Any, problems: list[Any], names: d
         target=target,
         problems=problems,
         rule=args.rule,
-        thetas=default_thetas(args.rule) if args.thetas is None else args.thetas,
+        thetas=args.thetas or default_thetas(args.rule),
         temperatures=args.temperatures,
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,

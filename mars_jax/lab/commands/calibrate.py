@@ -9,17 +9,18 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mars_jax import __version__
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.cli.rule_flags import given_settings
+from mars_jax.cli.rule_flags import given_settings, is_number
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, pair_fingerprints, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import is_own, not_in, source_digest
 
@@ -96,10 +97,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise MarsError(
             f"{settings['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
         )
+    # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
     args.rule = pair.chosen_rule(args, instead=("theta",) if args.prefixes is None else ())
     args.judge = None
     if args.risk not in ("regret", "accuracy"):
-        args.risk, args.judge = "judge", _judge(args.risk)
+        if not is_own(args.risk):
+            raise MarsError(f"--risk is {args.risk}: expected regret, accuracy, or a judge as FILE.py:NAME.")
+        # Raise an error now if the spec names no function.
+        load_function(args.risk, "judge")
+        args.risk, args.judge = "judge", args.risk
     if "theta" not in args.rule.options:
         raise MarsError(
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
@@ -121,25 +127,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _share(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
+    if not is_number(text) or not 0 < float(text) < 1:
         raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
-    return value
-
-
-def _judge(spec: str) -> str:
-    """Import the judge of a spec, and return the spec.
-
-    Raises:
-      MarsError: the spec does not name a judge.
-    """
-    if not is_own(spec):
-        raise MarsError(f"--risk is {spec}: expected regret, accuracy, or a judge as FILE.py:NAME.")
-    load_function(spec, "judge")
-    return spec
+    return float(text)
 
 
 def _prefixes(args: argparse.Namespace) -> list[int]:
@@ -170,13 +160,16 @@ def _thetas(args: argparse.Namespace) -> list[float]:
         return list(grid)
     thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
     orders = {"rising": sorted(set(thetas)), "falling": sorted(set(thetas), reverse=True)}
-    if grid:
-        orders.pop("falling" if grid[0] < grid[-1] else "rising")
+    # The grid of a built-in rule runs from strict to loose, so it determines the order.
+    if grid and grid[0] < grid[-1]:
+        del orders["falling"]
+    elif grid:
+        del orders["rising"]
     if thetas not in orders.values() or math.inf in thetas:
-        where = f" for the margin {structure['margin']}" if setting.by == "margin" else ""
-        raise MarsError(
-            f"--thetas are not in order: give finite numbers from strict to loose, {' or '.join(orders)}{where}."
-        )
+        expected = f"finite numbers from strict to loose, {' or '.join(orders)}"
+        if setting.by == "margin":
+            expected += f" for the margin {structure['margin']}"
+        raise MarsError(f"--thetas are not in order: give {expected}.")
     return thetas
 
 
@@ -188,11 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.host_flags import joined
 
-    with joined(args, (), out) as place:
-        _study(args, args.output.with_name(f"{args.output.name}-rows"), place)
+    with joined(args, (), out) as stream:
+        _study(args, stream)
 
 
-def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
+def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
@@ -205,22 +198,22 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
 
     if hosts.is_first():
         check_writable(args.output)
-    promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
-    check = functools.partial(calibration.check_certifiable, **promise)
+    work = args.output.with_name(f"{args.output.name}-rows")
+    bounds = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
+    check = functools.partial(calibration.check_certifiable, **bounds)
     enough = FACTORS[0.1] * fewest(args.bound, args.confidence)
     problems, target, drafter = open_study(args, work, check, arithmetic=enough)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     rule = args.rule.as_json(but=("theta",))
+    promise = bounds | {"meaning": calibration.RISKS[args.risk]}
+    judge, judge_source = None, None
+    if args.judge is not None:
+        promise["judge"] = args.judge
+        judge, judge_source = load_function(args.judge, "judge"), source_digest(args.judge)
     study_settings = {
         "settings": run_settings(args, temperature=args.temperature),
-        "promise": {
-            "risk": args.risk,
-            "meaning": calibration.RISKS[args.risk],
-            "bound": args.bound,
-            "confidence": args.confidence,
-            **({} if args.judge is None else {"judge": args.judge}),
-        },
+        "promise": promise,
         "tasks": args.task,
         "problems": len(problems),
         "problems_digest": digest(repr(problems).encode()),
@@ -230,30 +223,32 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
         "version": __version__,
     }
     loaded_rule = load(args.rule.spec, target, **args.rule.settings)
-    decides = study_settings | {
+    # Everything that determines the rows. A run continues only with equal settings.
+    row_settings = study_settings | {
         "rule": args.rule.as_json(but=(args.setting,)),
         args.setting: args.values,
         **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
         **pair.non_default_flags(args),
         "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
         "rule_source": source_digest(args.rule.spec),
-        "judge_source": None if args.judge is None else source_digest(args.judge),
+        "judge_source": judge_source,
     }
-    with contextlib.closing(open_rows(work, decides)) as rows, progress("answers") as show:
+    with contextlib.closing(open_rows(work, row_settings)) as rows, progress("answers") as show:
         result = calibration.calibrate(
             decoding,
             problems,
             rows,
-            **promise,
+            **bounds,
             rule=args.rule,
             setting=args.setting,
             values=args.values,
-            judge=None if args.judge is None else load_function(args.judge, "judge"),
+            judge=judge,
             temperature=args.temperature,
             seed=args.seed,
             progress=show,
         )
         theta = result["value"]
+        # Without a certified prefix the file has theta = inf, which is strict.
         if args.setting == "exact_prefix" and theta != math.inf:
             rule["settings"]["exact_prefix"], theta = theta, args.rule.settled()["theta"]
         report = study_settings | {
@@ -273,25 +268,25 @@ def _study(args: argparse.Namespace, work: Path, out: IO[str]) -> None:
     print(_table(report, result["value"], args), file=out)
 
 
-def _table(report: dict[str, Any], value: float, args: argparse.Namespace) -> str:
+def _table(report: JsonObject, value: float, args: argparse.Namespace) -> str:
     from mars_jax.lab.studies.certify import FACTORS, fewest
 
     units = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}
     word = {"theta": "theta", "exact_prefix": "prefix"}[args.setting]
     lines = [f"{word:>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
     for trial in report["trials"]:
+        verdict = "certified" if trial["passed"] else "not certified"
         lines.append(
-            f"{trial[args.setting]:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
-            f"  {'certified' if trial['passed'] else 'not certified'}"
+            f"{trial[args.setting]:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}  {verdict}"
         )
     promise = f"{args.risk} below {args.bound:g} {units[args.risk]} with confidence {args.confidence:g}"
     if value == math.inf:
         lines.append(f"no {word} is certified for {promise}: the file has inf, which is strict")
-        share = report["trials"][0]["risk"] / args.bound
-        if factors := [factor for most, factor in FACTORS.items() if share <= most]:
+        risk = report["trials"][0]["risk"]
+        if factors := [factor for share, factor in FACTORS.items() if risk / args.bound <= share]:
             needed = factors[0] * fewest(args.bound, args.confidence)
-            lines.append(f"a risk of {report['trials'][0]['risk']:.2g} takes about {needed:,} problems")
+            lines.append(f"a risk of {risk:.2g} takes about {needed:,} problems")
     else:
-        tau, strict_tau = report["tau"], report["strict_tau"]
-        lines.append(f"{word} {value:g}: {promise}; tau {tau:.2f}, strict {strict_tau:.2f}")
+        taus = f"tau {report['tau']:.2f}, strict {report['strict_tau']:.2f}"
+        lines.append(f"{word} {value:g}: {promise}; {taus}")
     return "\n".join(lines)

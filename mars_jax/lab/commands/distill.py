@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mars_jax import assets
-from mars_jax.cli.flags import HOSTS, Present, add_host_flags
+from mars_jax.cli.flags import HOSTS, Present, add_host_flags, flag_of
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import BATCH, REQUEST
@@ -99,19 +100,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
 }
 _DATA = ("--target", "--data", "--output")
-_TRAINING = (
-    *_DATA,
-    *("--work", "--write", "--tokens", "--step-tokens", "--length", "--learning-rate", "--loss", "--seed"),
-    *("--mesh", "--dtype"),
-)
-_SYSTEM = (*_DATA, "--work", "--tokens", "--step-tokens", "--length", "--seed", "--from")
-_EAGLE3 = ("--from", "--features", "--feature-layers", "--draft-vocab", "--steps-ahead")
-_DFLASH = (
-    *("--block-size", "--head-layers", "--feature-layers", "--draft-vocab"),
-    *("--markov-rank", "--confidence"),
-)
-
-
 _GROUPS = {
     "data": (*_DATA, "--work", "--write"),
     "training": (
@@ -120,6 +108,13 @@ _GROUPS = {
     ),
 }
 """Flags, keyed by help group. All other flags are in the group `method`."""
+_TRAINING = (*_GROUPS["data"], *_GROUPS["training"])
+_SYSTEM = (*_DATA, "--work", "--tokens", "--step-tokens", "--length", "--seed", "--from")
+_EAGLE3 = ("--from", "--features", "--feature-layers", "--draft-vocab", "--steps-ahead")
+_DFLASH = (
+    *("--block-size", "--head-layers", "--feature-layers", "--draft-vocab"),
+    *("--markov-rank", "--confidence"),
+)
 
 
 class Kind(NamedTuple):
@@ -156,10 +151,7 @@ KINDS = {
 def parser() -> Parser:
     """Return the parser, with a subparser for each kind. Flags that do not apply to a kind are None."""
     command_parser = Parser(
-        prog="mars-jax distill",
-        usage="%(prog)s KIND [flags]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        prog="mars-jax distill", usage="%(prog)s KIND [flags]", description=_DESCRIPTION, epilog=_EPILOG
     )
     kinds = command_parser.add_subparsers(
         title="kinds", dest="kind", required=True, metavar="KIND", prog=command_parser.prog
@@ -172,6 +164,7 @@ def parser() -> Parser:
             usage="%(prog)s --output DIR [flags]",
             description=f"{kind.help[0].upper()}{kind.help[1:]}.",
         )
+        # Give every kind all names, so that the checks need not test which flags a kind has.
         subparser.set_defaults(**dict.fromkeys((*names, *HOSTS)))
         groups = {}
         for flag in kind.flags:
@@ -182,12 +175,6 @@ def parser() -> Parser:
         if "--mesh" in kind.flags:
             add_host_flags(subparser)
     return command_parser
-
-
-_POSITIVE = (
-    *("write", "tokens", "step_tokens", "length", "learning_rate", "intermediate_size", "draft_vocab"),
-    *("steps_ahead", "heads", "head_layers", "markov_rank", "left_out"),
-)
 
 
 def check_distill_flags(args: argparse.Namespace) -> None:
@@ -208,35 +195,36 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         )
     if args.kind == "eagle3" and args.first is not None:
         names = ("draft_vocab", "intermediate_size", "feature_layers")
-        _unused(args, names, "a head of --from, which has its own")
+        _refuse(args, names, "a head of --from, which has its own")
     if args.features is not None:
-        _unused(args, ("length", "mesh", "write"), "--features")
+        _refuse(args, ("length", "mesh", "write"), "--features")
     Present(args).refuse_alone()
-    for name in _POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
-    for name in ("heads", "steps_ahead"):  # each counts consecutive drafted tokens
+    for flag, options in _FLAGS.items():
+        if options.get("type") in (int, float) and flag != "--seed":
+            value = getattr(args, flag[2:].replace("-", "_"))
+            if value is not None and not 0 < value < math.inf:
+                raise MarsError(f"{flag} is {value}: expected a number above 0.")
+    # Each of these counts consecutive drafted tokens.
+    for name in ("heads", "steps_ahead"):
         if getattr(args, name) is not None:
-            BATCH["num_draft_tokens"].check(getattr(args, name), shown=f"--{name.replace('_', '-')}")
+            BATCH["num_draft_tokens"].check(getattr(args, name), shown=flag_of(name))
     REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
+    if args.kind == "features":
+        return
     # os.path returns False for paths that the system rejects; `free_directory` reports those later.
-    if (
-        args.kind != "features"
-        and os.path.exists(args.output)
-        and not (os.path.isdir(args.output) and not os.listdir(args.output))
-    ):
+    is_empty = not os.path.exists(args.output) or (os.path.isdir(args.output) and not os.listdir(args.output))
+    if not is_empty:
         raise MarsError(f"'{args.output}' exists and is not an empty directory: choose another --output.")
 
 
-def _unused(args: argparse.Namespace, names: Sequence[str], what: str) -> None:
+def _refuse(args: argparse.Namespace, names: Sequence[str], alternative: str) -> None:
     """Raise MarsError if a flag that does not apply is set."""
     defaults = parser().kinds()[args.kind]
     for name in names:
         if getattr(args, name) != defaults.get_default(name):
-            raise MarsError(f"--{name.replace('_', '-')} does not apply to {what}: leave it out.")
+            raise MarsError(f"{flag_of(name)} does not apply to {alternative}: leave it out.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from mars_jax.models.transformer import language_model
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import digest, fingerprint
 from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.types import JsonObject
 
 SHARD = 128
 """Documents per shard."""
@@ -37,6 +37,7 @@ def write_features(args: argparse.Namespace) -> None:
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
+    # Refuse wrong layers before the weights load.
     sketch = hub.outline(args.target)
     layers = layers_of(args.feature_layers) or eagle_training.feature_layers(sketch.config)
     record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))
@@ -57,6 +58,7 @@ def write_features(args: argparse.Namespace) -> None:
             if folder.exists():
                 continue
             began = time.perf_counter()
+            # A shard without documents that leave room for an answer is not written.
             ids = _texts(target, documents[first : first + SHARD], args, first)
             if not ids:
                 continue
@@ -72,7 +74,7 @@ def write_features(args: argparse.Namespace) -> None:
         )
 
 
-def dump_settings(dump: Path) -> dict[str, Any]:
+def dump_settings(dump: Path) -> JsonObject:
     """Return the settings of a folder of features.
 
     Raises:
@@ -112,8 +114,10 @@ def layers_of(names: str | None) -> tuple[int, ...] | None:
     >>> layers_of("1,14,26")
     (1, 14, 26)
     """
+    if names is None:
+        return None
     try:
-        return None if names is None else tuple(int(part) for part in names.split(","))
+        return tuple(int(part) for part in names.split(","))
     except ValueError:
         raise MarsError(f"--feature-layers is {names}: expected layer numbers such as 1,15,28.") from None
 
@@ -140,7 +144,12 @@ def _texts(
     return [[*prompt, *ids] for prompt, ids in zip(prompts, result.tokens, strict=True)]
 
 
-def _write(folder: Path, record: Any, target: Pretrained, rows: tuple[np.ndarray, np.ndarray]) -> None:
+def _write(
+    folder: Path,
+    record: Callable[..., features.Recorded],
+    target: Pretrained,
+    rows: Sequence[np.ndarray],
+) -> None:
     """Compute the features of rows, one padded batch at a time, and write them as a shard."""
     tokens = rows[0]
     size = max(1, FORWARD // tokens.shape[1])
@@ -148,6 +157,7 @@ def _write(folder: Path, record: Any, target: Pretrained, rows: tuple[np.ndarray
     for first in range(0, len(tokens), size):
         batch = [x[first : first + size] for x in rows]
         count = len(batch[0])
+        # Pad the last batch, so that all batches share one compiled program.
         padded = [jnp.asarray(np.pad(x, ((0, size - count), (0, 0)))) for x in batch]
         parts.append([np.asarray(x)[:count] for x in record(target.params, *padded)])
     joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.teaching import Batch
+from mars_jax.core.types import PyTree
 from mars_jax.hub.durable import sync, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
@@ -47,10 +48,12 @@ from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit, refuse_vers
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain
 from mars_jax.utils.errors import MarsError, say
 from mars_jax.utils.paths import expanded
+from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not identify a training run: paths, devices, and the dtype of the result. File contents do."""
@@ -58,6 +61,13 @@ WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
 """Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
+
+
+class TrainedHead(NamedTuple):
+    """An EAGLE-3 head to train further."""
+
+    config: EagleConfig
+    params: PyTree
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
@@ -90,30 +100,34 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.first not in (None, NGRAM):
         resolve(args.first, weights=False)
     with busy("loading"):
-        # Stored features were computed by the target in bfloat16, and so was their fingerprint.
-        mesh = None if args.mesh is None else open_mesh(args.mesh, hub.outline(args.target).config)
-        target = hub.load(args.target, dtype=None if args.features is None else "bfloat16", mesh=mesh)
+        mesh, dtype = None, None
+        if args.mesh is not None:
+            mesh = open_mesh(args.mesh, hub.outline(args.target).config)
+        if args.features is not None:
+            # Stored features were computed by the target in bfloat16, and so was their fingerprint.
+            dtype = "bfloat16"
+        target = hub.load(args.target, dtype=dtype, mesh=mesh)
         first = None
         if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
             first = _open_first(args, target)
-    if first is None:
-        first_params, layers = (), layers_of(args.feature_layers)
-    elif args.kind == "eagle3":
-        first_params, layers = first[1], first[0].feature_layers
-    else:
-        first_params, layers = first.params, None
+    first_params = () if first is None else first.params
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
+    # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint((target.params, first_params), target.path),
     }
     if args.features is not None:
-        layers = layers or eagle_training.feature_layers(target.config)
+        # Only eagle3 has --features. A head of --from determines the layers.
+        if isinstance(first, TrainedHead):
+            layers = first.config.feature_layers
+        else:
+            layers = layers_of(args.feature_layers) or eagle_training.feature_layers(target.config)
         target_fingerprint = fingerprint((target.params,), target.path)
         settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
     with claim(work, settings, flag="--work"):
-        make = SYSTEMS.get(args.kind, _train)
-        make(args, target, first, documents, work)
+        train = SYSTEMS.get(args.kind, _train)
+        train(args, target, first, documents, work)
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
@@ -121,8 +135,8 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
 
 
-def _open_first(args: argparse.Namespace, target: Pretrained) -> Any:
-    """Load the checkpoint of --from: (config, params) of an EAGLE-3 head, or a model."""
+def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | TrainedHead:
+    """Load the checkpoint of --from."""
     if args.kind != "eagle3":
         return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
@@ -130,23 +144,22 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> Any:
         raise MarsError(
             f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out to start a new one."
         )
-    return config, params
+    return TrainedHead(config, params)
 
 
 def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
     """Train a head or a small model on text or on features, and write it."""
-    tokenizer = target.tokenizer.backend_tokenizer
     options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
-    if args.features is None:
-        texts = documents if args.write is None else _write_texts(args, target, documents, work)
-        streams = [data.make_stream(texts, tokenizer)]
-        say(f"{len(streams[0].tokens):,} tokens of text")
-    else:
-        streams = [data.make_stream(documents, tokenizer)] if documents else []
+    if args.write is not None:
+        documents = _write_texts(args, target, documents, work)
+    streams = []
+    if documents or args.features is None:
+        streams = [data.make_stream(documents, target.tokenizer.backend_tokenizer)]
     apprentice = _start(args, target, first, _draft_vocabulary(args, target, streams))
     if args.features is None:
+        say(f"{len(streams[0].tokens):,} tokens of text")
         params = distillation.train(
             apprentice, target.params, streams, work, length=args.length, mesh=target.mesh, **options
         )
@@ -156,7 +169,7 @@ def _train(
         _write(args, apprentice.config, params, first)
 
 
-def _write(args: argparse.Namespace, config: Any, params: Any, first: Any) -> None:
+def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) -> None:
     """Write the drafter in the layout of its kind, atomically: a kill leaves no partial result at --output."""
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
@@ -213,14 +226,14 @@ def _write_texts(
     They are stored in --work, so that a killed run can continue.
     """
     # Cut long documents before tokenizing: 16 tokens have fewer than 2,000 characters.
-    begun = (target.encode(text[:2000])[:16] for text in documents)
-    prompts = [ids for ids in begun if len(ids) == 16][: args.write]
+    beginnings = (target.encode(text[:2000])[:16] for text in documents)
+    prompts = [ids for ids in beginnings if len(ids) == 16][: args.write]
     if not prompts:
         raise MarsError("no document has 16 tokens to begin a text with: give longer ones.")
     drafter = drafters.load("ngram", target)
     texts: list[str] = []
 
-    def write(numbers: Sequence[int]) -> list[dict[str, Any]]:
+    def write(numbers: Sequence[int]) -> list[JsonObject]:
         batch_prompts = [prompts[i % len(prompts)] for i in numbers]
         result = generate(
             target,
@@ -296,6 +309,7 @@ def draft_name(name: str, output: Path) -> str:
     path = expanded(name)
     if name == NGRAM or not path.is_dir():
         return name
+    # A relative path stays valid if the output is moved with the model inside it.
     relative = os.path.relpath(path.resolve(), output.resolve())
     if relative.startswith(".."):
         raise MarsError(
@@ -322,11 +336,13 @@ def _sprinter(
             target.model, teacher, small.model, params, batch, key
         )
     )
+    # Label the tokens that the small model drafts with the target's probability of accepting them.
     keys = jax.random.split(jax.random.key(args.seed), len(batches))
     parts = [
         jax.device_get(examples(target.params, small.params, batch, key))
         for batch, key in zip(batches, keys, strict=True)
     ]
+    # Test on the last eighth of the batches.
     held_out = max(1, len(parts) // 8)
     training = sprinter_training.classifier_training(
         sprinter_training.flattened(parts[:-held_out]), seed=args.seed
@@ -360,10 +376,12 @@ def _via_sd(
         seed=args.seed,
         log=work / "masks.jsonl",
     )
-    out = 2 * len(best.mask) - sum(map(sum, best.mask))
+    # A layer has two sublayers, attention and MLP.
+    sublayers = 2 * len(best.mask)
+    left_out = sublayers - sum(map(sum, best.mask))
     say(
-        f"without {out} of {2 * len(best.mask)} sublayers: KL {best.kl:.3f} nats a token, the same best token "
-        f"{best.same:.1%}"
+        f"without {left_out} of {sublayers} sublayers: KL {best.kl:.3f} nats a token, "
+        f"the same best token {best.same:.1%}"
     )
     name = draft_name(args.first or NGRAM, args.output)
     save_system(args.output, System(name="via_sd", draft=name, layers=best.mask))
@@ -377,8 +395,9 @@ def _diversed(
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
 
     def reward(number: int, text: str) -> float:
-        counts = score_answer(problems[number], text)
-        return float(np.asarray(counts)[0]) if counts else 0.0
+        # `rewarded` allows only metrics that give a single number.
+        (score,) = score_answer(problems[number], text) or (0.0,)
+        return score
 
     head = fit(
         diversed_training.mixer_training(target, small, seed=args.seed),

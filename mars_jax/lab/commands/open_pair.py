@@ -49,6 +49,7 @@ def open_study(
     problems = []
     for task in args.task:
         name, _, path = task.partition("=")
+        # Only the task arithmetic has a default number of problems.
         limit = arithmetic if name == "arithmetic" and args.problems is None else args.problems
         problems += read_problems(name, path or None, chat=args.chat, limit=limit)
     check(problems)

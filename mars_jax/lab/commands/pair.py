@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
-from typing import Any
 
 from mars_jax import assets
 from mars_jax.cli.flags import (
@@ -28,6 +27,7 @@ from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, par
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import ATTENTION, DTYPES, STORED_DTYPES
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 TASKS = """\
@@ -58,11 +58,7 @@ def make_parser(
       instead: settings of the rule for which the command has its own flags; see `add_rule_flags`.
       arithmetic: number of problems of the task arithmetic if --problems is not given.
     """
-    parser = Parser(
-        prog=f"mars-jax {prog}",
-        description=description,
-        epilog=epilog,
-    )
+    parser = Parser(prog=f"mars-jax {prog}", description=description, epilog=epilog)
     group = parser.add_argument_group("models")
     group.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
     group.add_argument(
@@ -131,17 +127,15 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
     numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
     if args.problems is not None:
         args.problems = number_of("batch_size", args.problems, shown="--problems")
-    args.tree = None if args.tree is None else parse_tree(args.tree)
+    if args.tree is not None:
+        args.tree = parse_tree(args.tree)
     args.draft = draft_or_default(args.draft, args.target)
 
 
-def non_default_flags(args: argparse.Namespace) -> dict[str, Any]:
+def non_default_flags(args: argparse.Namespace) -> JsonObject:
     """Return those flags for the target's computation and the draft size whose values are not the defaults."""
-    return {
-        name: getattr(args, name)
-        for name in ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
-        if getattr(args, name) is not None
-    }
+    names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
@@ -155,6 +149,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     try:
         draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
+        # Continue the sentence in place of its period.
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")
@@ -173,4 +168,6 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
             f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
         )
     Present(args).refuse_for(draft, rule)
-    args.draft_size = None if args.draft_size == "fixed" else args.draft_size
+    # The default must not appear among `non_default_flags`.
+    if args.draft_size == "fixed":
+        args.draft_size = None

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
-from mars_jax.cli.flags import number_of
+from mars_jax.cli.flags import number_of, numbers_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
-from mars_jax.cli.rule_flags import add_rule_flags
+from mars_jax.cli.rule_flags import add_rule_flags, is_number
 from mars_jax.drafters.registry import definition, parse_draft, published_heads
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.commands.pair import chosen_rule
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES
 from mars_jax.verify import NEEDS
+
+if TYPE_CHECKING:
+    from mars_jax.core.drafter import Drafter
+    from mars_jax.drafters.tree_shapes import Dynamic
+    from mars_jax.lab.planning import Plan
+    from mars_jax.lab.planning.advice import Attempt, DraftEstimate, DraftShape
+    from mars_jax.lab.planning.chips import Topology
+    from mars_jax.lab.planning.estimate import StepTime
+    from mars_jax.models.config import ModelConfig
+    from mars_jax.models.shardings import AnyConfig
 
 _DESCRIPTION = """\
 Compile the decode loop of a pair of models ahead of time for a TPU slice. Report whether
@@ -107,15 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal fits
         fits = _run(args, out)
 
-    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if fits else 1)
+    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not fits)
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
-    batch = number_of("batch_size", args.batch, shown="--batch")
-    context = number_of("max_new_tokens", args.context, shown="--context")
-    length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
-    tree: Any = None if args.tree is None else parse_tree(args.tree)
-    acceptance = None if args.acceptance is None else _acceptance(args.acceptance)
+    args.batch = number_of("batch_size", args.batch, shown="--batch")
+    args.context = number_of("max_new_tokens", args.context, shown="--context")
+    numbers_of(args, ["num_draft_tokens"])
+    if args.tree is not None:
+        args.tree = parse_tree(args.tree)
+    if args.acceptance is not None:
+        args.acceptance = _acceptance(args.acceptance)
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
@@ -128,95 +141,94 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     from mars_jax.lab.folder import check_writable
     from mars_jax.lab.planning import advice, fit
     from mars_jax.lab.planning.chips import larger, topology
-    from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of, programs
+    from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of
     from mars_jax.models.shardings import parse_mesh
 
     if args.dump is not None:
         check_writable(args.dump, flag="--dump")
         args.dump.mkdir(parents=True, exist_ok=True)
     target = _config(args.target)
-    place = topology(args.topology)
+    requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
     row, mixture = definition(kind_of(draft)), target.num_experts > 0
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
-    def pair(slice_: Any, dtype: str, draft: Any = draft, length: Any = length, tree: Any = tree) -> Programs:
+    def pair(
+        slice_: Topology,
+        dtype: str,
+        draft: AnyConfig | str = draft,
+        length: int | None = args.num_draft_tokens,
+        tree: Dynamic | tuple[int, ...] | None = args.tree,
+    ) -> Programs:
         """Return the programs on a slice. `--mesh` applies to the slice of `--topology`."""
-        axes = args.mesh if slice_ is place else None
-        if axes is None:
-            default = default_mesh(target, len(slice_.devices), batch)
+        axes = args.mesh
+        if axes is None or slice_ is not requested_slice:
+            default = default_mesh(target, len(slice_.devices), args.batch)
             axes = ",".join(f"{name}={size}" for name, size in default.items())
         shaped = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
         mesh = parse_mesh(axes, slice_.devices)
-        return programs(target, shaped, mesh, loaded_rule, batch=batch, context=context, dtype=dtype)
+        return Programs(
+            target, shaped, mesh, loaded_rule, batch=args.batch, context=args.context, dtype=dtype
+        )
 
-    def attempt(name: str | None, dtype: str) -> advice.Attempt:
-        slice_ = place if name is None else topology(name)
+    def attempt(name: str | None, dtype: str) -> Attempt:
+        slice_ = requested_slice if name is None else topology(name)
         return advice.try_fit(pair(slice_, dtype), slice_)
 
-    def step(shape: advice.DraftShape) -> Any:
+    def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
-        programs_ = pair(place, args.dtype, length=shape.length, tree=shape.tree)
+        shaped = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
+        # The plan has already compiled the usual shape, and it fits.
         is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
-        if not is_planned and not advice.try_fit(programs_, place).fits:
+        if not is_planned and not advice.try_fit(shaped, requested_slice).fits:
             return None
-        return fit.planned_time(programs_, place)[1]
+        return fit.planned_time(shaped, requested_slice)[1]
 
     def dump(name: str, text: str) -> None:
         if args.dump is not None:
             (args.dump / name).write_text(text, encoding="utf-8")
 
     with busy("planning"):
-        target_programs = pair(place, args.dtype, "none", None, None)
-        planned = pair(place, args.dtype)
-        plan = planning.make_plan(planned, target_programs, place, dump)
+        target_programs = pair(requested_slice, args.dtype, "none", None, None)
+        planned = pair(requested_slice, args.dtype)
+        plan = planning.make_plan(planned, target_programs, requested_slice, dump)
     drafts = []
-    if acceptance is None and mixture:
-        acceptance = [0.75]
-    if acceptance and row.dynamic and row.resizes and length is tree is None and plan.fits:
+    if args.acceptance is None and mixture:
+        args.acceptance = [0.75]
+    # Compare drafts only if the user left the shape open and the drafter supports chains and dynamic trees.
+    is_open = args.num_draft_tokens is None and args.tree is None and row.dynamic and row.resizes
+    if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
-            alone_time = fit.planned_time(target_programs, place)[1]
+            _, autoregressive_time = fit.planned_time(target_programs, requested_slice)
             shapes = advice.SHAPES if mixture else advice.DEEPER
-            drafts = advice.compare_drafts(step, alone_time, acceptance, shapes)
+            drafts = advice.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
     attempts = []
     if not plan.fits:
         with busy("looking for what fits"):
-            attempts = advice.advise(attempt, args.dtype, larger(place.name))
-    inputs = {
-        "target": args.target,
-        "draft": args.draft,
-        "batch": batch,
-        "context": context,
-        "dtype": args.dtype,
-        "acceptance": acceptance,
-    }
+            attempts = advice.advise(attempt, args.dtype, larger(plan.topology))
     if args.json:
+        names = ("target", "draft", "batch", "context", "dtype", "acceptance")
+        inputs = {name: getattr(args, name) for name in names}
         lists = {
             "tried": [entry._asdict() for entry in attempts],
             "drafts": [entry._asdict() for entry in drafts],
         }
-        print(json.dumps(inputs | plan.as_json() | lists), file=out)
+        print(json.dumps(inputs | dataclasses.asdict(plan) | lists), file=out)
     else:
-        nodes, depth = planned.drafter.num_nodes - 1, planned.drafter.max_depth
-        shape = f"a chain of {depth} tokens" if nodes == depth else f"a tree of {nodes} nodes, {depth} deep"
-        title = f"batch {batch}, context {context}, {args.dtype}, {shape if nodes else 'no draft'}"
-        _print_table(inputs, title, plan, attempts, drafts, out)
+        _print_table(args, planned.drafter, plan, attempts, drafts, out)
     return plan.fits
 
 
 def _acceptance(text: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(0 < value < 1 for value in values):
+    parts = text.split(",")
+    if not all(is_number(part) and 0 < float(part) < 1 for part in parts):
         raise MarsError(
             f"--acceptance is {text}: expected numbers above 0 and below 1, such as 0.8,0.75,0.7."
         )
-    return values
+    return [float(part) for part in parts]
 
 
-def _config(name: str) -> Any:
+def _config(name: str) -> ModelConfig:
     from mars_jax import hub
     from mars_jax.lab.planning.outlined_models import CONFIGS
 
@@ -226,7 +238,7 @@ def _config(name: str) -> Any:
     return hub.read_config(path.parent if path.name == "config.json" and path.is_file() else name)
 
 
-def _draft(spec: str, target: Any) -> Any:
+def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
     """Return the argument of `draft_of` for `--draft`."""
     if spec in published_heads():
         return published_heads()[spec].outline(target)
@@ -237,22 +249,33 @@ def _draft(spec: str, target: Any) -> Any:
     return _config(path) if kind == "model" else spec
 
 
-def _step_rows(plan: Any, batch: int) -> list[tuple[str, str]]:
+def _step_rows(plan: Plan, batch: int) -> list[tuple[str, str]]:
     """Return the table rows of the estimates."""
     step, autoregressive_step = plan.step, plan.autoregressive_step
-    rows = []
-    if step is not None:
-        rows.append(("a step, estimated", _milliseconds(step)))
-    if autoregressive_step is not None:
-        label = "without a draft, estimated" if step is None else "  without a draft"
-        rows.append((label, _milliseconds(autoregressive_step)))
-    if step is not None and autoregressive_step is not None and step != autoregressive_step:
-        first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
-        rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
-        rows += [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
-    elif autoregressive_step is not None and step is not None:
-        rows.append(("tokens/s", _speeds(autoregressive_step, batch)))
-    return rows
+    # The table of overheads may cover the target's step but not the draft's. The reverse is impossible.
+    if autoregressive_step is None:
+        return []
+    if step is None:
+        return [("without a draft, estimated", _milliseconds(autoregressive_step))]
+    rows = [
+        ("a step, estimated", _milliseconds(step)),
+        ("  without a draft", _milliseconds(autoregressive_step)),
+    ]
+    if step == autoregressive_step:
+        return [*rows, ("tokens/s", _speeds(step, batch))]
+    first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
+    rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
+    return rows + [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
+
+
+def _shape(drafter: Drafter) -> str:
+    # Drafted nodes, without the root.
+    nodes, depth = drafter.num_nodes - 1, drafter.max_depth
+    if nodes == 0:
+        return "no draft"
+    if nodes == depth:
+        return f"a chain of {depth} tokens"
+    return f"a tree of {nodes} nodes, {depth} deep"
 
 
 def _milliseconds(step: dict[str, float]) -> str:
@@ -264,31 +287,29 @@ def _speeds(step: dict[str, float], tokens: int) -> str:
 
 
 def _print_table(
-    inputs: dict[str, Any],
-    title: str,
-    plan: Any,
-    attempts: Sequence[Any],
-    drafts: Sequence[Any],
+    args: argparse.Namespace,
+    drafter: Drafter,
+    plan: Plan,
+    attempts: Sequence[Attempt],
+    drafts: Sequence[DraftEstimate],
     out: IO[str],
 ) -> None:
-    """Print a plan (`planning.Plan`) with its attempts (`advice.Attempt`) and drafts (`advice.DraftEstimate`)."""
     from rich.console import Console
     from rich.table import Table
 
     def gib(count: int) -> str:
         return f"{count / 2**30:.2f} GiB"
 
-    def memory(tried: Any) -> str:
+    def memory(tried: Plan | Attempt) -> str:
         # If a program does not fit, the compiler does not always report how much memory it needs.
         if not tried.held_bytes:
             return "more than there is"
         return f"{gib(tried.held_bytes)} of {gib(tried.hbm_bytes)}"
 
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
-    table = Table(
-        title=f"{inputs['target']} with {inputs['draft']} on {plan.topology}, {mesh}; {title}",
-        show_header=False,
-    )
+    title = f"{args.target} with {args.draft} on {plan.topology}, {mesh}"
+    title += f"; batch {args.batch}, context {args.context}, {args.dtype}, {_shape(drafter)}"
+    table = Table(title=title, show_header=False)
     table.add_row("fits", "yes" if plan.fits else "no")
     table.add_row("memory of a device", memory(plan))
     table.add_row("  weights", gib(plan.weight_bytes))
@@ -296,7 +317,7 @@ def _print_table(
     table.add_row("read in a step, at least", gib(plan.read_bytes))
     table.add_row("a step, at least", f"{1e3 * plan.floor_seconds:.2f} ms")
     table.add_row("  without a draft", f"{1e3 * plan.autoregressive_floor_seconds:.2f} ms")
-    for row in _step_rows(plan, inputs["batch"]):
+    for row in _step_rows(plan, args.batch):
         table.add_row(*row)
     table.add_row("compiled in", f"{plan.compile_seconds:.0f} s")
     for name, count in plan.collectives.items():

@@ -30,10 +30,9 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
     """Compile the decode loop, unless its weights already exceed the memory, and return whether it fits."""
     used_bytes, fits = local_bytes(pair.params), False
     if used_bytes <= topology.hbm_bytes:
-        state, lowered = pair.lower()
-        used_bytes += local_bytes(state)
+        used_bytes += local_bytes(pair.state)
         try:
-            used_bytes = held_bytes(compile_program(lowered))
+            used_bytes = held_bytes(compile_program(pair.lower()))
             fits = used_bytes <= topology.hbm_bytes
         except OutOfMemory as error:
             used_bytes = max(used_bytes, error.used)
@@ -70,12 +69,16 @@ class DraftShape(NamedTuple):
         >>> DraftShape(3, None).tau([0.5, 0.25])
         1.65625
         """
-        depth = self.length if self.tree is None else self.tree.depth
-        assert depth is not None
+        depth = self.length or 0
+        if self.tree is not None:
+            depth = self.tree.depth
+        # `reached` is the probability that the draft is accepted down to this level.
         reached, tokens = 1.0, 1.0
         for level in range(depth):
             a = acceptance[min(level, len(acceptance) - 1)]
-            reached *= a if self.tree is None else 1 - (1 - a) ** 2
+            if self.tree is not None:
+                a = 1 - (1 - a) ** 2
+            reached *= a
             tokens += reached
         return tokens
 
@@ -102,7 +105,7 @@ class DraftEstimate(NamedTuple):
 
 def compare_drafts(
     step: Callable[[DraftShape], StepTime | None],
-    alone: StepTime,
+    autoregressive: StepTime,
     acceptance: Sequence[float],
     shapes: Sequence[DraftShape] = SHAPES,
 ) -> list[DraftEstimate]:
@@ -110,7 +113,7 @@ def compare_drafts(
 
     Args:
       step: returns the time of a step with a draft, or None if it does not fit.
-      alone: the time of a step without a draft.
+      autoregressive: the time of a step without a draft.
       acceptance: probability that a drafted token is accepted, by depth; see `DraftShape.tau`.
       shapes: shapes of the drafts.
     """
@@ -120,15 +123,17 @@ def compare_drafts(
         if time is None:
             continue
         low, high = time.low_seconds, time.high_seconds
-        alone_low, alone_high = alone.low_seconds, alone.high_seconds
-        if time.missing or alone.missing:
+        base_low, base_high = autoregressive.low_seconds, autoregressive.high_seconds
+        if time.missing or autoregressive.missing:
             # Compare lower bounds with lower bounds.
             low = high = time.floor_seconds
-            alone_low = alone_high = alone.floor_seconds
-        first, last = sorted((low / alone_low, high / alone_high))
+            base_low = base_high = autoregressive.floor_seconds
+        # A draft pays if tau exceeds the ratio of the two step times.
+        ratios = low / base_low, high / base_high
         tau = shape.tau(acceptance)
-        gain = tau * (alone_low + alone_high) / (low + high)
-        drafts.append(DraftEstimate(shape.flags, low, high, (first, last), tau, gain))
+        # Compare the middles of the two ranges.
+        gain = tau * (base_low + base_high) / (low + high)
+        drafts.append(DraftEstimate(shape.flags, low, high, (min(ratios), max(ratios)), tau, gain))
     return sorted(drafts, key=lambda draft: -draft.gain)
 
 
@@ -145,11 +150,10 @@ def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Se
     """
     attempts: list[Attempt] = []
     for fewer, bits in BITS.items():
-        if bits >= BITS.get(dtype, 16):
-            continue
-        attempts.append(attempt(None, fewer))
-        if attempts[-1].fits:
-            break
+        if bits < BITS.get(dtype, 16):
+            attempts.append(attempt(None, fewer))
+            if attempts[-1].fits:
+                break
     for name in larger:
         try:
             attempts.append(attempt(name, dtype))

@@ -62,10 +62,10 @@ def slice_of(name: str) -> str:
     if not dash or generation not in CHIPS:
         return name
     dims = CHIPS[generation].dims
-    cores = dims - 1
+    # Slices of three dimensions are counted in cores, two per chip, and those of two dimensions in chips.
+    cores, unit = (2, "cores, two a chip") if dims == 3 else (1, "chips")
     shapes = {str(chips * cores): shape for chips, shape in SHAPES[dims].items()}
     if size not in shapes:
-        unit = "cores, two a chip" if cores == 2 else "chips"
         raise MarsError(
             f"the topology is {name!r}: {kind} comes in {', '.join(shapes)} {unit}; name one of these, or a shape "
             f"such as {generation}:{SHAPES[dims][4]}."
@@ -89,29 +89,19 @@ class Topology(NamedTuple):
     """A slice and its devices."""
 
     name: str
-    chip: Chip
     chips: int
     devices: tuple[Any, ...]
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Memory of one device."""
-        return self.chip.hbm_bytes * self.chips // len(self.devices)
+    # Memory, HBM bandwidth and peak of one device, in the units of `Chip`.
+    hbm_bytes: int
+    bandwidth: float
+    peak_flops: float
+    # As in `Chip`.
+    link: float
 
     @property
     def generation(self) -> str:
         """Key of `CHIPS`."""
         return self.name.partition(":")[0]
-
-    @property
-    def bandwidth(self) -> float:
-        """HBM bandwidth of one device in bytes per second."""
-        return self.chip.bandwidth * self.chips / len(self.devices)
-
-    @property
-    def peak_flops(self) -> float:
-        """Peak of one device in floating-point operations per second."""
-        return self.chip.peak_flops * self.chips / len(self.devices)
 
 
 def topology(name: str) -> Topology:
@@ -158,4 +148,14 @@ def topology(name: str) -> Topology:
         raise MarsError(
             f"libtpu knows no topology {name!r} ({text.splitlines()[0]}): choose another shape."
         ) from None
-    return Topology(name, chip, math.prod(counts), tuple(devices))
+    chips = math.prod(counts)
+    devices_per_chip = len(devices) // chips
+    return Topology(
+        name=name,
+        chips=chips,
+        devices=tuple(devices),
+        hbm_bytes=chip.hbm_bytes // devices_per_chip,
+        bandwidth=chip.bandwidth / devices_per_chip,
+        peak_flops=chip.peak_flops / devices_per_chip,
+        link=chip.link,
+    )

@@ -11,22 +11,21 @@ from typing import Any
 import jax
 
 from mars_jax.utils import activity
+from mars_jax.utils.types import JsonObject
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
 class OutOfMemory(Exception):
-    """The error of a program that does not fit. `used` and `capacity` are bytes per device, 0 if unknown."""
+    """The error of a program that does not fit. `used` is the number of bytes per device, 0 if unknown."""
 
-    def __init__(self, used: int, capacity: int):
-        super().__init__(f"{used} of {capacity} bytes")
-        self.used, self.capacity = used, capacity
+    def __init__(self, used: int):
+        super().__init__(f"{used} bytes")
+        self.used = used
 
 
 @activity.doing("compiling")
-def compile_program(
-    lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None
-) -> dict[str, Any]:
+def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None) -> JsonObject:
     """Compile a program and report the compile time, the compiler's counts, and the collectives.
 
     Args:
@@ -63,11 +62,10 @@ def compile_program(
 def _out_of_memory(text: str) -> OutOfMemory:
     """Parse a message such as "... Used 20.95G of 15.75G hbm ..."."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    match = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of ", text)
     if match is None:
-        return OutOfMemory(0, 0)
-    used, unit, capacity, capacity_unit = match.groups()
-    return OutOfMemory(int(float(used) * units[unit]), int(float(capacity) * units[capacity_unit]))
+        return OutOfMemory(0)
+    return OutOfMemory(int(float(match[1]) * units[match[2]]))
 
 
 def collectives(program: str) -> dict[str, int]:
@@ -77,7 +75,7 @@ def collectives(program: str) -> dict[str, int]:
     return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in matches if hit))
 
 
-def held_bytes(report: dict[str, Any]) -> int:
+def held_bytes(report: JsonObject) -> int:
     """Return the peak bytes of a program on a device: arguments, results that do not alias them, and temporaries."""
     return (
         report["argument_bytes"]

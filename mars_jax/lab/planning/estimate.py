@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from mars_jax.utils.types import JsonObject
 
 TABLE = Path(__file__).with_name("overheads.json")
 LAUNCH_SECONDS = (0.2e-6, 1.5e-6)
@@ -73,7 +75,7 @@ class StepTime(NamedTuple):
 
 
 @functools.cache
-def overheads() -> dict[str, Any]:
+def overheads() -> JsonObject:
     """Load the table of overheads by generation."""
     return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
 
@@ -93,15 +95,19 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
     if missing:
         return StepTime(floor, floor, floor, missing)
     table = overheads()[generation]
-    layer = _layer_row(table["layers"][work.dtype], work.tokens)
+    # Use the smallest measured number of tokens that is at least the step's.
+    rows = table["layers"][work.dtype]
+    layer = rows[str(min(count for count in map(int, rows) if count >= work.tokens))]
     draft = table["drafts"][work.draft]
     # The measured drafts have one layer per pass.
     extra_layers = work.passes * max(work.draft_layers - 1, 0)
 
+    # Reading: a layer takes `stretch` times as long as reading its bytes at full bandwidth.
     seconds = layer["stretch"] * work.bytes.layers / bandwidth
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
     seconds += draft["step_seconds"] + work.passes * draft["pass_seconds"]
 
+    # Collectives: an all-reduce of bfloat16 hidden states, and small ones in the draft, whose bytes do not count.
     summed = 2 * work.tokens * work.hidden_size
     all_reduce = functools.partial(collective_seconds, "all-reduce", devices=work.devices, link=link)
     seconds += LAYER_COLLECTIVES * work.num_layers * all_reduce(sent=summed, received=summed)
@@ -109,15 +115,10 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
     small += LAYER_COLLECTIVES * extra_layers
     seconds += small * all_reduce(sent=0, received=0)
 
-    launches = work.num_layers * layer["launches"] + extra_layers * layer["launches"]
+    launches = (work.num_layers + extra_layers) * layer["launches"]
     launches += draft["step_launches"] + work.passes * draft["pass_launches"]
     low, high = (max(floor, seconds + launches * launch) for launch in LAUNCH_SECONDS)
     return StepTime(floor, low, high)
-
-
-def _layer_row(rows: dict[str, Any], tokens: int) -> dict[str, float]:
-    """Return the row for the smallest measured number of tokens that is at least `tokens`."""
-    return rows[str(min(int(count) for count in rows if int(count) >= tokens))]
 
 
 def _missing(work: Work, generation: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import Params, PyTree
@@ -54,20 +53,19 @@ class Plan:
     # Arrays that every device stores unsharded, and the reason if there is no estimate.
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
-
-def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callable[[str, str], Any]) -> Plan:
+def make_plan(
+    pair: Programs, autoregressive: Programs, topology: Topology, dump: Callable[[str, str], object]
+) -> Plan:
     """Compile the decode loop for a slice and estimate its step.
 
     Args:
-      pair: from `pair_programs.programs`, for the slice's devices.
-      alone: the same target without a draft.
+      pair: the pair on the slice's devices.
+      autoregressive: the same target without a draft.
       topology: from `topology(name)`.
       dump: called with a file name and the text of the program, before and after XLA compiles it.
     """
-    _, lowered = pair.lower()
+    lowered = pair.lower()
     dump("decode.stablehlo.txt", lowered.as_text())
     try:
         report = compile_program(lowered, read=lambda text: dump("decode.hlo.txt", text))
@@ -77,7 +75,7 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
         report = {"collectives": {}, "seconds": 0.0}
         used_bytes, fits = error.used, False
     work, time = planned_time(pair, topology)
-    _, alone_time = planned_time(alone, topology)
+    _, autoregressive_time = planned_time(autoregressive, topology)
     notes = shardings.whole(pair.target, pair.mesh)
     if time.missing:
         notes.append(f"no estimate: {time.missing}; the times are lower bounds")
@@ -89,14 +87,14 @@ def make_plan(pair: Programs, alone: Programs, topology: Topology, dump: Callabl
         hbm_bytes=topology.hbm_bytes,
         held_bytes=used_bytes,
         weight_bytes=local_bytes(pair.params),
-        cache_bytes=local_bytes(pair.state()),
+        cache_bytes=local_bytes(pair.state),
         read_bytes=work.bytes.total,
         floor_seconds=time.floor_seconds,
-        autoregressive_floor_seconds=alone_time.floor_seconds,
+        autoregressive_floor_seconds=autoregressive_time.floor_seconds,
         collectives=report["collectives"],
         compile_seconds=report["seconds"],
         step=_range(time),
-        autoregressive_step=_range(alone_time),
+        autoregressive_step=_range(autoregressive_time),
         notes=tuple(notes),
     )
 
@@ -115,7 +113,7 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
         topology.generation,
         bandwidth=topology.bandwidth,
         peak_flops=topology.peak_flops,
-        link=topology.chip.link,
+        link=topology.link,
     )
     return work, time
 
@@ -123,10 +121,10 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
 def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
-    state = pair.state()
-    cache, draft_cache = local_bytes(state.cache), local_bytes(state.draft)
+    # Devices that share the layers of a row; the `data` axis divides only rows.
     devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows = pair.batch * devices // pair.mesh.size
+    # The table of overheads has one row for all chains and one for all trees.
     draft_layers, kind = 0, draft.kind
     if isinstance(draft.config, ModelConfig):
         draft_layers, kind = draft.config.num_layers, "eagle"
@@ -134,7 +132,13 @@ def count_work(pair: Programs) -> Work:
         kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
     return Work(
         bytes=step_bytes(
-            target, draft, drafter, pair.params, batch=pair.batch, cache=cache, drafted=draft_cache
+            target,
+            draft,
+            drafter,
+            pair.params,
+            batch=pair.batch,
+            cache=local_bytes(pair.state.cache),
+            drafted=local_bytes(pair.state.draft),
         ),
         flops=2 * product_weights(target) * pair.batch * drafter.num_nodes / pair.mesh.size,
         dtype=pair.dtype,
@@ -150,7 +154,7 @@ def count_work(pair: Programs) -> Work:
     )
 
 
-def product_weights(config: ModelConfig) -> float:
+def product_weights(config: ModelConfig) -> int:
     """Return the number of weights that take part in the matrix products for one token."""
     total = 0.0
     for row in weights(config):
@@ -160,7 +164,7 @@ def product_weights(config: ModelConfig) -> float:
             size *= config.experts_per_token / config.num_experts
         if row.path != ("embed",) or config.tie_embeddings:
             total += size
-    return total
+    return round(total)
 
 
 def step_bytes(

@@ -6,58 +6,52 @@ meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from mars_jax.models.config import ModelConfig, Rope
 
-_LLAMA3: dict[str, Any] = {
-    "vocab_size": 128256,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "max_positions": 131072,
-    "norm_eps": 1e-5,
-    "rope": Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_positions=8192),
-}
-_QWEN3: dict[str, Any] = {
-    "family": "qwen3",
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "max_positions": 40960,
-    "qk_norm": True,
-    "rope": Rope(theta=1000000.0),
-}
-_LLAMA32: dict[str, Any] = _LLAMA3 | {
-    "head_dim": 64,
-    "rope": Rope(theta=500000.0, kind="llama3", factor=32.0, original_max_positions=8192),
-}
-_QWEN3_MOE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
+_llama3 = partial(
+    ModelConfig,
+    vocab_size=128256,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=131072,
+    norm_eps=1e-5,
+    rope=Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_positions=8192),
+)
+_qwen3 = partial(
+    ModelConfig,
+    family="qwen3",
+    vocab_size=151936,
+    head_dim=128,
+    max_positions=40960,
+    qk_norm=True,
+    rope=Rope(theta=1000000.0),
+)
 
 CONFIGS = {
     "vicuna-13b": ModelConfig(
         vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40
     ),
-    "llama-3.1-8b": ModelConfig(
-        **_LLAMA3, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32
-    ),
-    "llama-3.2-1b": ModelConfig(
-        **_LLAMA32,
+    "llama-3.1-8b": _llama3(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32),
+    "llama-3.2-1b": _llama3(
         hidden_size=2048,
         intermediate_size=8192,
         num_layers=16,
         num_heads=32,
+        head_dim=64,
+        rope=Rope(theta=500000.0, kind="llama3", factor=32.0, original_max_positions=8192),
         tie_embeddings=True,
     ),
-    "llama-3.3-70b": ModelConfig(
-        **_LLAMA3, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
+    "llama-3.3-70b": _llama3(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),
+    "qwen3-8b": _qwen3(
+        hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8
     ),
-    "qwen3-8b": ModelConfig(
-        **_QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8
+    "qwen3-32b": _qwen3(
+        hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, num_kv_heads=8
     ),
-    "qwen3-32b": ModelConfig(
-        **_QWEN3, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, num_kv_heads=8
-    ),
-    "qwen3-235b-a22b": ModelConfig(
-        **_QWEN3_MOE,
+    "qwen3-235b-a22b": _qwen3(
+        family="qwen3_moe",
         hidden_size=4096,
         intermediate_size=12288,
         num_layers=94,

@@ -6,13 +6,14 @@ Oracle: the byte counts of tests/lab/planning.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from mars_jax import drafters
 from mars_jax.core.controls import make_controls
@@ -31,6 +32,15 @@ from mars_jax.models.shardings import AnyConfig
 from mars_jax.utils.settings import BITS
 
 
+def wide_dtype(dtype: str) -> str:
+    """Return the dtype of all weights that are not quantised, for one of `settings.DTYPES`.
+
+    >>> wide_dtype("int4"), wide_dtype("float32")
+    ('bfloat16', 'float32')
+    """
+    return "bfloat16" if dtype in BITS else dtype
+
+
 class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
@@ -45,7 +55,7 @@ def draft_of(
     config: AnyConfig | str,
     *,
     num_draft_tokens: int | None = None,
-    tree: Any = None,
+    tree: Sequence[int] | Dynamic | None = None,
     dtype: str = "bfloat16",
     mixture: bool = False,
 ) -> PlannedDraft:
@@ -58,7 +68,7 @@ def draft_of(
       dtype: dtype of the weights and the cache.
       mixture: whether the target is a mixture of experts, for which the default is a short chain.
     """
-    dtype = "bfloat16" if dtype in BITS else dtype
+    dtype = wide_dtype(dtype)
     kind = kind_of(config)
     if config == "none":
         return PlannedDraft(kind, lambda _: drafters.none())
@@ -70,9 +80,12 @@ def draft_of(
         tree = usual_tree
     if isinstance(config, HeadConfig):
         make: Any = row.cls
+        # The usual tree of a block drafter is as deep as its block.
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
-        options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
+        options: dict[str, Any] = {"tree": tree}
+        if config.cached:
+            options["cache_dtype"] = dtype
         return PlannedDraft(kind, lambda target: make(config, target, length, **options), config)
     # All other kinds have a default length.
     assert length is not None
@@ -114,84 +127,69 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     return {"model": count}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Programs:
-    """The decode loop of a pair of models on a mesh, ready to be lowered."""
+    """The decode loop of a pair of models on a mesh, for `batch` rows of `context` tokens, ready to be lowered.
+
+    `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
+    everything else is bfloat16.
+    """
 
     target: ModelConfig
     draft: PlannedDraft
     mesh: Mesh
     verify: Rule
+    _: dataclasses.KW_ONLY
     batch: int
     context: int
-    # One of `settings.DTYPES`.
     dtype: str
-    model: LanguageModel
-    drafter: Drafter
-    # Abstract arrays with shardings.
-    params: Params
 
+    @functools.cached_property
+    def drafter(self) -> Drafter:
+        """The drafter of the target."""
+        return self.draft.make(self._model)
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """Abstract weights of both models, with shardings."""
+        params = Params(target=self._weights(self.target, BITS.get(self.dtype)))
+        if self.draft.config is not None:
+            params = params._replace(draft=self._weights(self.draft.config, None))
+        return params
+
+    @functools.cached_property
     def state(self) -> DecodeState:
-        """Return the abstract state of a batch."""
-        decoder = speculative_decoder(self.model, self.drafter, self.verify)
+        """The abstract state of the batch, with shardings."""
         return _abstract_state(
-            decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
+            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
-    def lower(self) -> tuple[DecodeState, jax.stages.Lowered]:
-        """Return the abstract state of a batch, and the decode loop lowered for it."""
-        decoder = speculative_decoder(self.model, self.drafter, self.verify)
+    def lower(self) -> jax.stages.Lowered:
+        """Lower the decode loop."""
         return lower_loop(
-            decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
+            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
         )
 
+    @functools.cached_property
+    def _model(self) -> LanguageModel:
+        return transformer.language_model(self.target, dtype=wide_dtype(self.dtype))
 
-def programs(
-    target: ModelConfig,
-    draft: PlannedDraft,
-    mesh: Mesh,
-    verify: Rule,
-    *,
-    batch: int,
-    context: int,
-    dtype: str,
-) -> Programs:
-    """Return the programs of a target and its draft on a mesh, for `batch` rows of `context` tokens.
+    @property
+    def _decoder(self) -> Decoder:
+        return speculative_decoder(self._model, self.drafter, self.verify)
 
-    `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
-    everything else is bfloat16.
-    """
-    wide = "bfloat16" if dtype in BITS else dtype
-    model = transformer.language_model(target, dtype=wide)
-
-    def placed(config: AnyConfig, *, bits: int | None = None) -> PyTree:
-        places = shardings.params_shardings(config, mesh)
-        return shardings.abstract_params(config, wide, bits=bits, shardings=places)
-
-    params = Params(target=placed(target, bits=BITS.get(dtype)))
-    if draft.config is not None:
-        params = params._replace(draft=placed(draft.config))
-    return Programs(
-        target=target,
-        draft=draft,
-        mesh=mesh,
-        verify=verify,
-        batch=batch,
-        context=context,
-        dtype=dtype,
-        model=model,
-        drafter=draft.make(model),
-        params=params,
-    )
+    def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
+        places = shardings.params_shardings(config, self.mesh)
+        return shardings.abstract_params(config, wide_dtype(self.dtype), bits=bits, shardings=places)
 
 
 def lower_loop(
     decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
-) -> tuple[DecodeState, jax.stages.Lowered]:
-    """Return the abstract state of a batch on a mesh, and `decode.run` lowered for it."""
+) -> jax.stages.Lowered:
+    """Lower `decode.run` for the abstract state of a batch on a mesh."""
     state = _abstract_state(decoder, params, rule, mesh, batch=batch, context=context)
     with jax.set_mesh(mesh):
-        return state, run.lower(decoder, params, state)
+        return run.lower(decoder, params, state)
 
 
 def _abstract_state(
@@ -199,6 +197,7 @@ def _abstract_state(
 ) -> DecodeState:
     def start(params: Params) -> DecodeState:
         seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
+        # The shortest prompt that prefills a token: only shapes matter here.
         prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
         return decoder.init(
             params, Prompts(prompts, lengths, make_controls(batch, limit=context), rule, seeds)
@@ -212,10 +211,8 @@ def _abstract_state(
 
 def local_bytes(tree: PyTree) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.shape
-        if isinstance(leaf.sharding, NamedSharding):
-            shape = leaf.sharding.shard_shape(shape)
-        total += num_bytes(jax.ShapeDtypeStruct(shape, leaf.dtype))
-    return total
+    shards = (
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+    )
+    return sum(map(num_bytes, shards))

@@ -14,11 +14,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from mars_jax.cli.flags import without
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.utils.paths import check_path
+from mars_jax.utils.types import JsonObject
 
 FOLDER = Path(__file__).parent
 PARTS = ("paper", "tuned")
@@ -32,13 +32,10 @@ TASKS = (
     "wmt19=wmt/wmt19",
 )
 """The question sets of the MARS paper (arXiv 2601.15498), on the Hugging Face hub."""
-FLAGS: Mapping[str, Any] = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
+FLAGS: JsonObject = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
 """Default flags of a recipe: 80 problems per task, the size of MT-Bench."""
 SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
-OWN = {
-    "paper": ("--controls", "--refine", *SHAPES),
-    "tuned": ("--tune", "--draft-cost"),
-}
+OWN = {"paper": ("--controls", "--refine", *SHAPES), "tuned": ("--tune", "--draft-cost")}
 """Flags that apply to only one part."""
 
 
@@ -49,43 +46,48 @@ class Recipe:
     name: str
     about: str = ""
     source: str = ""  # source of the published figures
-    flags: Mapping[str, Any]  # flags of both parts
-    paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # additional flags of the first part
+    flags: Mapping[str, object]  # flags of both parts
+    paper: Mapping[str, object] = dataclasses.field(
+        default_factory=dict
+    )  # additional flags of the first part
     slice: Mapping[str, str] = dataclasses.field(
         default_factory=dict
     )  # a TPU slice that fits the pair, and its mesh
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
 
-    def argv(self, part: str, given: Sequence[str]) -> list[str]:
+    def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
         """Return the flags of a part of `PARTS`, with the user's flags last.
 
         >>> read_recipe("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']
         """
         part_flags = {**FLAGS, **self.flags}
-        lengths = part_flags.pop("tune")
-        part_flags |= {"tune": lengths} if part == "tuned" else self.paper
-        given = without(
-            given, [flag for other_part, flags in OWN.items() if other_part != part for flag in flags]
-        )
-        names = {word.partition("=")[0] for word in given}
-        # If the user chooses a draft or a shape, drop the recipe's tree.
-        names |= {"--tree"} if names & {"--draft", *SHAPES} else set()
-        recipe_words = (_words(name, value) for name, value in part_flags.items() if f"--{name}" not in names)
-        return [*itertools.chain(*recipe_words), *given]
+        if part == "paper":
+            del part_flags["tune"]
+            part_flags |= self.paper
+            user_flags = without(user_flags, OWN["tuned"])
+        else:
+            user_flags = without(user_flags, OWN["paper"])
+        names = {word.partition("=")[0] for word in user_flags}
+        if names & {"--draft", *SHAPES}:
+            # The user's draft replaces the recipe's tree.
+            names.add("--tree")
+        words = (_words(name, value) for name, value in part_flags.items() if f"--{name}" not in names)
+        return [*itertools.chain(*words), *user_flags]
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: object) -> list[str]:
     """Return a flag with its values as command-line words.
 
     >>> _words("task", ["a", "b"]), _words("chat", True), _words("tune", ()), _words("temperatures", ["0", "1"])
     (['--task', 'a', '--task', 'b'], ['--chat'], ['--tune'], ['--temperatures', '0', '1'])
     """
-    if name == "task":
-        return [word for task in value for word in ("--task", task)]
     if value is True:
         return [f"--{name}"]
-    return [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+    if name == "task":
+        return [word for task in values for word in ("--task", task)]
+    return [f"--{name}", *values]
 
 
 def names() -> list[str]:
@@ -119,7 +121,7 @@ def read_recipe(name: str) -> Recipe:
     return recipe
 
 
-def measured(summary: Mapping[str, Any]) -> dict[str, float]:
+def measured(summary: JsonObject) -> dict[str, float]:
     """Return means over the tables of summary.json, as papers report them.
 
     These are speed and tau of the strict rule and of the relaxed one, and the share of the score preserved, if any.
@@ -130,6 +132,7 @@ def measured(summary: Mapping[str, Any]) -> dict[str, float]:
     """
     values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
+        # Of several arms of the rule, keep the first one, which the controls are matched to.
         arms = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
             values_by_name.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
@@ -151,11 +154,14 @@ def table(recipe: Recipe, output: Path) -> str:
         "|---|---|---|",
     ]
     for word, unit in (("speed", "x"), ("tau", "")):
-        was = recipe.published.get(word)
-        pairs = (figures[f"strict {word}"], figures[f"rule {word}"]), was
-        cells = ["-" if pair is None else f"{pair[0]:.2f}{unit} -> {pair[1]:.2f}{unit}" for pair in pairs]
-        lines.append(f"| {word} | {' | '.join(cells)} |")
-    score_kept = f"{figures['recovered']:.1%}" if "recovered" in figures else "not scored"
+        measured_cell = f"{figures[f'strict {word}']:.2f}{unit} -> {figures[f'rule {word}']:.2f}{unit}"
+        published_cell = "-"
+        if word in recipe.published:
+            published_cell = " -> ".join(f"{figure:.2f}{unit}" for figure in recipe.published[word])
+        lines.append(f"| {word} | {measured_cell} | {published_cell} |")
+    score_kept = "not scored"
+    if "recovered" in figures:
+        score_kept = f"{figures['recovered']:.1%}"
     lines += [f"| score kept | {score_kept} | - |", ""]
     if recipe.published:
         lines += [f"Published: {recipe.source}. Means over the tasks.", ""]

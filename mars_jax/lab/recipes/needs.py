@@ -35,16 +35,19 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
       MarsError: the weights do not fit on the devices; or as for `hub.outline`.
     """
     weights = weight_bytes(args)
-    devices = 1 if args.mesh is None else parse_mesh(args.mesh).size
     memory = _memory(jax.local_devices()[0])
     if memory is None:
         return f"{_gib(weights)} of weights"
-    room = ROOM * memory * devices
+    room = ROOM * memory
+    if args.mesh is not None:
+        room *= parse_mesh(args.mesh).size
     if weights > room:
-        slice_ = f"run it on a slice such as {topology}, or " if topology else ""
+        cure = "give a smaller --dtype"
+        if topology:
+            cure = f"run it on a slice such as {topology}, or {cure}"
         raise MarsError(
             f"the recipe {name} has {_gib(weights)} of weights, and the devices here have room for {_gib(room)}: "
-            f"{slice_}give a smaller --dtype."
+            f"{cure}."
         )
     return f"{_gib(weights)} of weights for {_gib(room)} of memory"
 
@@ -59,7 +62,7 @@ def weight_bytes(args: argparse.Namespace) -> int:
     elif draft.kind == "eagle":
         configs[draft.path] = EagleConfig.outline(target)
     # Assume two bytes per number for the checkpoint's own dtype.
-    wide = "bfloat16" if args.dtype is None or args.dtype in BITS else args.dtype
+    wide = "bfloat16" if args.dtype in (None, *BITS) else args.dtype
     params = [abstract_params(config, wide, bits=BITS.get(args.dtype or "")) for config in configs.values()]
     return sum(map(num_bytes, jax.tree.leaves(params)))
 

@@ -9,12 +9,16 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from mars_jax import __version__
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _DESCRIPTION = """\
 Check this machine's device in a few minutes: compare every kernel with its reference (without a
@@ -58,15 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(args: argparse.Namespace, out: IO[str]) -> None:
         nonlocal correct
         keep_compilations()
-        _save({}, args.output)  # refuse a bad path before minutes of work
+        # Refuse a bad path before minutes of work.
+        _save({}, args.output)
         report = make_report(lambda report: _save(report, args.output))
-        print(json.dumps(report) if args.json else _tables(report), file=out)
+        if args.json:
+            print(json.dumps(report), file=out)
+        else:
+            _print_tables(report, out)
         correct = not report["wrong"]
 
-    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if correct else 1)
+    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not correct)
 
 
-def _save(report: dict[str, Any], output: Path | None) -> None:
+def _save(report: JsonObject, output: Path | None) -> None:
     if output is None:
         return
     try:
@@ -77,7 +85,7 @@ def _save(report: dict[str, Any], output: Path | None) -> None:
         ) from None
 
 
-def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) -> dict[str, Any]:
+def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
     """Run all checks and return the report. "wrong" lists the failures, one sentence each.
 
     Args:
@@ -87,23 +95,20 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) ->
     from mars_jax.lab.commands.check import kernels, large, tokens
 
     began = time.perf_counter()
-    report: dict[str, Any] = {
+    report: JsonObject = {
         "made": {**provenance.stamp(), **provenance.machine()},
         "versions": {name: provenance.version(name) for name in _PACKAGES},
         "device": device(),
         "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
         "wrong": [],
     }
-    checks: dict[str, Callable[[Callable[[str], None]], Any]] = {
-        "kernels": kernels.check_kernels,
-        "tokens": tokens.check_tokens,
-        "large": large.check_large,
-    }
+    checks = {"kernels": kernels.check_kernels, "tokens": tokens.check_tokens, "large": large.check_large}
     for name, check in checks.items():
         with activity.doing(f"checking {name}") as going:
+            # If a check fails, the other checks still run.
             try:
                 report[name] = check(lambda detail, going=going: setattr(going, "detail", detail))
-            except Exception as error:  # the other checks still run
+            except Exception as error:
                 report[name] = None
                 report["wrong"].append(f"{name}: {large.error_summary(error)}")
         if name != "large":
@@ -113,7 +118,7 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda report: None) ->
     return report
 
 
-def device() -> dict[str, Any]:
+def device() -> JsonObject:
     """Describe the first device of this process, which runs all checks."""
     import jax
 
@@ -130,7 +135,7 @@ def device() -> dict[str, Any]:
     }
 
 
-def wrong_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
+def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
     """Return a sentence for each row that failed or whose differences are not only ties."""
     sentences = []
     for row in rows:
@@ -140,14 +145,11 @@ def wrong_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
     return sentences
 
 
-def _tables(report: dict[str, Any]) -> str:
-    import io
-
+def _print_tables(report: JsonObject, out: IO[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    text = io.StringIO()
-    screen = Console(file=text, width=150, highlight=False, markup=False)
+    screen = Console(file=out, width=150, highlight=False, markup=False, force_terminal=False)
     device_info = report["device"]
     screen.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
@@ -165,17 +167,18 @@ def _tables(report: dict[str, Any]) -> str:
     if "missing" in large:
         screen.print(f"no times of a large model: {large['missing']}")
     else:
-        screen.print(_large_table(large, Table))
+        screen.print(_large_table(large))
     for sentence in report["wrong"]:
         screen.print(f"wrong: {sentence}", soft_wrap=True)
     if not report["wrong"]:
         screen.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
-    return text.getvalue().rstrip()
 
 
-def _large_table(large: dict[str, Any], table_type: Any) -> Any:
+def _large_table(large: JsonObject) -> Table:
+    from rich.table import Table
+
     copy, product = large["copy_bytes_per_second"], large["product_flops"]
-    table = table_type(
+    table = Table(
         f"{large['target']}, {large['dtype']}, {large['context']} tokens",
         *("rows", "ms", "its reads alone", "its products alone", "tau", "tokens/s"),
         title=f"a copy moves {copy / 1e9:.0f} GB/s, a product of bfloat16 does {product / 1e12:.0f} TFLOP/s",
@@ -184,9 +187,11 @@ def _large_table(large: dict[str, Any], table_type: Any) -> Any:
         if "failed" in row:
             table.add_row(row["arm"], str(row["rows"]), row["failed"])
             continue
-        reads = 1e3 * row["bytes"] / copy if "bytes" in row else None
+        # The row of the prompt has no bytes and no tokens per second.
+        reads, speed = None, ""
+        if "bytes" in row:
+            reads, speed = 1e3 * row["bytes"] / copy, f"{row['tokens_per_second']:.0f}"
         figures = (row["milliseconds"], reads, 1e3 * row["flops"] / product, row.get("tau"))
-        speed = f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else ""
         table.add_row(row["arm"], str(row["rows"]), *map(_number, figures), speed)
     return table
 

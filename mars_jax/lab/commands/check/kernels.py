@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats, top_k, tree_attention
 from mars_jax.core.tree import ancestors, static_topology
+from mars_jax.core.types import PyTree
 from mars_jax.lab.commands.check.large import error_summary, looped, seconds_of
 from mars_jax.models import moe
 from mars_jax.models.attention import attend
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
+from mars_jax.utils.types import JsonObject
 
 INTERPRETED = 1500
 """V for the interpreter; not a multiple of a register's width."""
@@ -43,10 +46,10 @@ class Case(NamedTuple):
     operation: str
     shape: str
     dtype: str
-    call: Callable[..., Any]  # called as call(*operands, **options)
-    operands: Any
+    call: Callable[..., PyTree]  # called as call(*operands, **options)
+    operands: tuple[PyTree, ...]
     tolerance: float = 1e-5  # tolerance of `_SUMS`, relative to the maximum absolute value
-    expected: Any = None  # None: use the operation's own reference
+    expected: PyTree = None  # None: use the operation's own reference
     has_shards: bool = True  # whether a partitioned form exists
 
 
@@ -62,7 +65,7 @@ def forms(platform: str) -> dict[str, bool]:
     return interpreted_by_form
 
 
-def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[dict[str, Any]]:
+def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[JsonObject]:
     """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason.
 
     Args:
@@ -74,13 +77,14 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
             if case.has_shards or form != "partitioned":
                 tick(f"{case.operation}, {form}")
                 rows.append(check_case(case, form, interpret=interpret))
+    # These choose their implementation for the device, and have no partitioned form.
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
         tick(case.operation)
         rows.append(check_case(case))
     return rows
 
 
-def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> dict[str, Any]:
+def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> JsonObject:
     """Run a case in one form and return its row."""
     row = {
         "operation": case.operation,
@@ -90,7 +94,7 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
         "dtype": case.dtype,
         "milliseconds": None,
     }
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     if form != "default":
         options["implementation"] = form
     if interpret:
@@ -100,18 +104,21 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
     try:
         run = looped(functools.partial(case.call, **options), times, tuple(jax.device_put(case.operands)))
         result = jax.device_get(run())
+        # Times of the interpreter say nothing about the device.
         if not interpret:
             row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
     except Exception as error:  # compilers and drivers raise errors of many types
         return row | {"status": "failed", "detail": error_summary(error)}
-    wrong = differences(expected, result, case.tolerance)
-    return row | {"status": "differs" if wrong else "equal", "detail": ", ".join(wrong) or None}
+    if wrong := differences(expected, result, case.tolerance):
+        return row | {"status": "differs", "detail": ", ".join(wrong)}
+    return row | {"status": "equal", "detail": None}
 
 
-def _reference(case: Case) -> Any:
+def _reference(case: Case) -> PyTree:
     try:
         on_cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS excludes it
+    except RuntimeError:
+        # JAX_PLATFORMS excludes the CPU.
         on_cpu = contextlib.nullcontext()
     with on_cpu:
         return jax.device_get(
@@ -119,7 +126,7 @@ def _reference(case: Case) -> Any:
         )
 
 
-def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
+def differences(expected: PyTree, result: PyTree, tolerance: float) -> list[str]:
     """Return the names of the differing results, each with its number of wrong entries.
 
     >>> from kernels_pallas import MarginStats
@@ -147,6 +154,7 @@ def differences(expected: Any, result: Any, tolerance: float) -> list[str]:
 def cases(vocab: int) -> list[Case]:
     """Return the cases: chains and trees, greedy and sampled, with both margins and both dtypes."""
     stats = functools.partial(margin_stats, logsumexp=True)
+    # Parents of a chain of 5 drafted tokens, and of a tree with 1 + 4 + 8 + 8 nodes.
     chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
     logits_cases = []
     for dtype in ("float32", "bfloat16"):
@@ -167,6 +175,7 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
     """Return positive logits [B, N, V]. In 2 of 3 nodes the runner-up is near the best token: a tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
+    # Any token but the best one becomes the runner-up.
     best = np.argmax(logits, axis=-1)
     runner_up = (best + random.integers(1, vocab, best.shape)) % vocab
     top = np.take_along_axis(logits, best[..., None], axis=-1)
@@ -186,26 +195,32 @@ def _accept(
     nodes = len(parents)
     random = np.random.default_rng(nodes)
     logits = _logits(nodes, vocab, dtype, seed=nodes)
-    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable")[..., :2].astype(np.int32)
-    y = order[..., 0]
+    # The two best tokens of every node, i32[B, N]. The stable sort breaks ties as the kernels do, by the lower id.
+    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
+    best, runner_up = order[..., 0], order[..., 1]
+    y = best
     if sampled:
-        y = np.where(random.random(y.shape) < 0.3, order[..., 1], y)
+        y = np.where(random.random(y.shape) < 0.3, runner_up, best)
     parent_nodes = np.maximum(parents, 0)
-    anything = random.integers(0, vocab, (ROWS, nodes))
-    drafts = np.stack([y[:, parent_nodes], order[:, parent_nodes, 1], anything, np.full((ROWS, nodes), -1)])
+    random_tokens = random.integers(0, vocab, (ROWS, nodes))
+    no_tokens = np.full((ROWS, nodes), -1)
+    # drafts i32[4, B, N] has one candidate token of each kind, and kind i32[B, N] chooses one per node.
+    drafts = np.stack([y[:, parent_nodes], runner_up[:, parent_nodes], random_tokens, no_tokens])
     kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
     tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
+    # The root holds any committed token.
     tokens[:, 0] = 1
     row = np.arange(ROWS)
-    theta: Any = np.full(ROWS, 0.5 if margin == "gap" else 0.9, np.float32)
-    max_relaxed_run: Any = np.where(row % 4 == 2, 1, 8).astype(np.int32)
-    stop_tokens: Any = np.where(row % 4 == 3, order[:, 1, 1], -1).astype(np.int32)[:, None]
     controls = AcceptControls(
-        theta=theta, strict=row % 4 == 1, max_relaxed_run=max_relaxed_run, stop_tokens=stop_tokens
+        theta=jnp.full(ROWS, {"ratio": 0.9, "gap": 0.5}[margin], jnp.float32),
+        strict=jnp.asarray(row % 4 == 1),
+        max_relaxed_run=jnp.where(row % 4 == 2, 1, 8).astype(jnp.int32),
+        stop_tokens=jnp.where(row % 4 == 3, runner_up[:, 1], -1).astype(jnp.int32)[:, None],
     )
     call = functools.partial(margin_accept, max_depth=depth, margin=margin, logsumexp=True)
     rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
-    operands = (logits, tokens, rows_of_parents, y if sampled else None, controls)
+    # y=None stands for the argmax.
+    operands = (logits, tokens, rows_of_parents, y if sampled else None, jax.device_get(controls))
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)
 
 
@@ -220,17 +235,20 @@ def _attention(dtype: str, window: int | None) -> Case:
     nodes, random = len(parents), np.random.default_rng(0)
     shapes = ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
     q, k, v = (_normal(random, shape, dtype) for shape in shapes)
+    # Each row has `first` slots of context, and its nodes are in the next slots.
     first = random.integers(0, slots - nodes, ROWS).astype(np.int32)
-    seen = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
+    visible = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
 
-    def call(q: Any, k: Any, v: Any, first: Any, seen: Any, depths: Any, **options: Any) -> Any:
+    def call(
+        q: Array, k: Array, v: Array, first: Array, visible: Array, depths: Array, **options: Any
+    ) -> Array:
         positions = first[:, None] + depths[None]
-        return tree_attention(q, k, v, first, seen=seen, positions=positions, window=window, **options)
+        return tree_attention(q, k, v, first, seen=visible, positions=positions, window=window, **options)
 
     shape = f"[{ROWS}, {nodes}, {heads}, {group}, {dim}] over {slots}"
     if window is not None:
         shape += f", window {window}"
-    operands = (q, k, v, first, seen, depths.astype(np.int32))
+    operands = (q, k, v, first, visible, depths.astype(np.int32))
     # A TPU multiplies in bfloat16 even if the operands are wider.
     return Case("tree_attention", shape, dtype, call, operands, tolerance=0.01, has_shards=False)
 
@@ -240,6 +258,7 @@ def _experts() -> Case:
     random = np.random.default_rng(0)
     x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
+    # Rows are sorted by expert, and expert 1 has none.
     experts = np.repeat(np.arange(4), sizes)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[experts])
     # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.
@@ -256,13 +275,17 @@ def _experts() -> Case:
 
 def _attention_of_a_model() -> Case:
     """Return a case of attention as the transformer calls it (cuDNN's on a GPU), with numpy's result."""
-    random, nodes, heads, group, dim, slots = np.random.default_rng(0), 60, 2, 4, 128, 512
+    random = np.random.default_rng(0)
+    nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
     q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
+    # The first `live` slots of each row are valid, and a node sees 70% of them.
     live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
-    mask[0, 0] = False  # a fully masked node outputs zeros
+    # A fully masked node outputs zeros.
+    mask[0, 0] = False
     scores = np.einsum("bnkgd,bskd->bnkgs", *(x.astype(np.float32) for x in (q, k))) * dim**-0.5
+    # Scores have a standard deviation of 1, so the softmax need not subtract their maximum.
     weights = np.exp(scores) * mask[:, :, None, None]
     mixed = np.einsum("bnkgs,bskd->bnkgd", weights, v.astype(np.float32))
     # Weights, values and results are rounded to bfloat16, with an error of 2^-8 for numbers near 1.
@@ -281,6 +304,7 @@ def _int4(rows: int, group: int) -> Case:
     """Return a case of a product with 4-bit weights in groups of `group` inputs, with numpy's result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
     x = _normal(random, (rows, inputs), "bfloat16")
+    # A weight is value * scale + offset, with one scale and one offset per group of inputs and output.
     w = Int4(
         values=jnp.asarray(random.integers(-8, 8, (inputs // group, group, outputs)), jnp.int4),
         scale=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float16),

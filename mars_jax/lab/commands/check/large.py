@@ -7,7 +7,6 @@ those of a real model, though the generated text is meaningless. B batch.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
 
 from mars_jax import contrib
 from mars_jax.core import decode
@@ -23,15 +23,15 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.given import begun
 from mars_jax.core.rule import Rule, for_rows
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
-from mars_jax.lab.planning.fit import step_bytes
+from mars_jax.lab.planning.fit import product_weights, step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import draft_of
+from mars_jax.lab.planning.pair_programs import draft_of, wide_dtype
 from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
-from mars_jax.models.weights import leaves
 from mars_jax.utils.settings import BITS
+from mars_jax.utils.types import JsonObject
 
 TARGET = "llama-3.1-8b"
 GIB = 2**30
@@ -64,7 +64,7 @@ TREE = TimedArm("tree 10-7-60", {}, 6.61)
 class Program(NamedTuple):
     """A lowered loop of `STEPS` steps, its arguments, and the minimum work of one step."""
 
-    lowered: Any
+    lowered: jax.stages.Lowered
     params: Params
     start: Callable[[], DecodeState]
     bytes: int  # minimum bytes that one step reads
@@ -82,9 +82,10 @@ class RandomPair(NamedTuple):
 
     def steps(self, arm: TimedArm, batch: int) -> Program:
         """Lower the decode loop of `batch` rows, each with `context` tokens."""
-        head, dtype = EagleConfig.outline(self.config), self.drafted.draft["unembed"].dtype.name
-        draft = draft_of("none") if arm.options is None else draft_of(head, dtype=dtype, **arm.options)
-        params = self.plain if arm.options is None else self.drafted
+        params, draft = self.plain, draft_of("none")
+        if arm.options is not None:
+            params, dtype = self.drafted, self.drafted.draft["unembed"].dtype.name
+            draft = draft_of(EagleConfig.outline(self.config), dtype=dtype, **arm.options)
         drafter = draft.make(self.model)
         rule = contrib.simulated(arm.tau)
         decoder = decode.speculative_decoder(self.model, drafter, rule)
@@ -100,23 +101,15 @@ class RandomPair(NamedTuple):
             bytes=step_bytes(
                 self.config, draft, drafter, params, batch=batch, cache=cache, drafted=draft_cache
             ).total,
-            flops=2 * self.num_weights * batch * drafter.num_nodes,
+            flops=2 * product_weights(self.config) * batch * drafter.num_nodes,
         )
 
-    def prompt(self) -> tuple[Any, Prompts]:
+    def prompt(self) -> tuple[jax.stages.Lowered, Prompts]:
         """Lower the prefill of one prompt of `context` tokens, and return it with the prompt."""
         rule = contrib.simulated(PLAIN.tau)
         decoder = decode.speculative_decoder(self.model, draft_of("none").make(self.model), rule)
         prompts = _prompts(self.config.vocab_size, rule, 1, self.context, self.context)
         return jax.jit(decoder.init).lower(self.plain, prompts), prompts
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights that take part in a matrix product."""
-        rows = leaves(self.config)
-        return sum(
-            math.prod(row.shape) for row in rows if row.path != ("embed",) or self.config.tie_embeddings
-        )
 
 
 def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -> RandomPair:
@@ -128,7 +121,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
       context: tokens in each row before its first step, and in the prompt.
       options: options of `transformer.language_model`.
     """
-    wide = "bfloat16" if dtype in BITS else dtype
+    wide = wide_dtype(dtype)
     model = transformer.language_model(config, dtype=wide, **options)
     params = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
     head = drawn(shardings.abstract_params(EagleConfig.outline(config), wide))
@@ -137,7 +130,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
     return RandomPair(config, model, params, params._replace(draft=head), context)
 
 
-def check_large(tick: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
+def check_large(tick: Callable[[str], None] = lambda part: None) -> JsonObject:
     """Return the times of `TARGET` on this device, as `measure` does, or the reason why they cannot be measured."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
@@ -154,7 +147,7 @@ def measure(
     rows: int,
     context: int,
     tick: Callable[[str], None] = lambda part: None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return times in milliseconds of steps with one row and with `rows`, and of a prompt.
 
     Args:
@@ -168,7 +161,7 @@ def measure(
     tick("weights")
     pair = random_pair(config, dtype, context)
     tick("a copy and a product")
-    report: dict[str, Any] = {
+    report: JsonObject = {
         "dtype": dtype,
         "context": context,
         "copy_bytes_per_second": copy_rate(COPIED),
@@ -176,7 +169,7 @@ def measure(
     }
     tick("a prompt")
     lowered, prompts = pair.prompt()
-    report["prompt"] = {"tokens": context, "flops": 2 * pair.num_weights * context} | attempt(
+    report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | attempt(
         lambda: prompt_times(lowered.compile(), pair.plain, prompts)
     )
     report["steps"] = []
@@ -202,7 +195,7 @@ def error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:500]}"
 
 
-def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempt(measure: Callable[[], JsonObject]) -> JsonObject:
     """Return the figures of `measure`, or its error, so that running out of memory does not abort the report."""
     try:
         return measure()
@@ -210,7 +203,7 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"failed": error_summary(error)}
 
 
-def seconds_of(call: Callable[[], Any], rounds: int) -> list[float]:
+def seconds_of(call: Callable[[], PyTree], rounds: int) -> list[float]:
     """Return the seconds of each of `rounds` calls, after a warm-up call."""
     seconds = []
     for _ in range(1 + rounds):
@@ -220,7 +213,7 @@ def seconds_of(call: Callable[[], Any], rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], Any]:
+def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]) -> Callable[[], PyTree]:
     """Return a function that calls `call(*operands)` `times` times in one loop on the device.
 
     Dispatching a call from the host would take longer than a short operation.
@@ -230,8 +223,9 @@ def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], 
     """
 
     @functools.partial(jax.jit, static_argnums=0)
-    def run(times: int, operands: Any) -> Any:
-        def body(_: Any, carry: Any) -> Any:
+    def run(times: int, operands: tuple[PyTree, ...]) -> PyTree:
+        # The carry is the operands and the result of the preceding call.
+        def body(_: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             # Without a barrier XLA would hoist the call out of the loop.
             operands, _ = lax.optimization_barrier(carry)
             return operands, call(*operands)
@@ -243,10 +237,11 @@ def looped(call: Callable[..., Any], times: int, operands: Any) -> Callable[[], 
     return functools.partial(run, times, operands)
 
 
-def step_times(program: Program, compiled: Any) -> dict[str, Any]:
+def step_times(program: Program, compiled: jax.stages.Compiled) -> JsonObject:
     """Time a step in `ROUNDS` loops of `STEPS` steps, after a warm-up loop."""
     state, max_steps = program.start(), jnp.asarray(STEPS, jnp.int32)
     times, tokens = [], 0
+    # All loops continue the same rows, so each reads a slightly longer context than the one before.
     for i in range(1 + ROUNDS):
         began = time.perf_counter()
         state, stats = jax.block_until_ready(compiled(program.params, state, max_steps=max_steps))
@@ -258,7 +253,7 @@ def step_times(program: Program, compiled: Any) -> dict[str, Any]:
     return {"milliseconds": step, "all": times, "tau": tau, "tokens_per_second": 1e3 * tau * rows / step}
 
 
-def prompt_times(compiled: Any, params: Params, prompts: Prompts) -> dict[str, Any]:
+def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts) -> JsonObject:
     """Time a prefill in `ROUNDS` calls, after a warm-up call."""
     times = [1e3 * seconds for seconds in seconds_of(lambda: compiled(params, prompts), ROUNDS)]
     return {"milliseconds": statistics.median(times), "all": times}
@@ -266,6 +261,7 @@ def prompt_times(compiled: Any, params: Params, prompts: Prompts) -> dict[str, A
 
 def copy_rate(size: int, times: int = 16) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
+    # Add 1, so that XLA cannot elide the copy. A number has 4 bytes.
     call = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
     return 2 * size * times / min(seconds_of(call, ROUNDS))
 
@@ -286,21 +282,25 @@ def drawn(shapes: PyTree) -> PyTree:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _drawn(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:
+def _drawn(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Array:
     if jnp.issubdtype(dtype, jnp.floating):
         if len(shape) == 1:
             return jnp.ones(shape, dtype)
         return (0.02 * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)).astype(dtype)
+    if dtype == jnp.int32 and len(shape) == 1:
+        return jnp.arange(shape[0], dtype=dtype)
     if dtype == jnp.int32:
-        return jnp.arange(shape[0], dtype=dtype) if len(shape) == 1 else jnp.zeros(shape, dtype)
+        return jnp.zeros(shape, dtype)
+    # Integers of 4 or 8 bits are quantised weights or caches, for which any bits are valid.
     bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint8)
-    return jax.lax.bitcast_convert_type(bits, jnp.int8).astype(dtype)
+    return lax.bitcast_convert_type(bits, jnp.int8).astype(dtype)
 
 
 def _prompts(vocab_size: int, rule: Rule, batch: int, context: int, width: int) -> Prompts:
-    tokens = jax.random.randint(jax.random.key(0), (batch, width), 0, vocab_size, jnp.int32)
-    lengths, keys = (
-        jnp.full((batch,), context, jnp.int32),
-        keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32)),
+    return Prompts(
+        tokens=jax.random.randint(jax.random.key(0), (batch, width), 0, vocab_size, jnp.int32),
+        length=jnp.full((batch,), context, jnp.int32),
+        controls=make_controls(batch, limit=width),
+        rule=for_rows(rule, batch),
+        keys=keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32)),
     )
-    return Prompts(tokens, lengths, make_controls(batch, limit=width), for_rows(rule, batch), keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -13,6 +12,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
+from mars_jax.utils.types import JsonObject
 
 PROMPTS = ("Once upon a time", "The little dog", "Anna went to the park because", "One day")
 TOKENS = 48
@@ -23,7 +23,7 @@ TIE = 1e-3
 summation, which in float32 changes the logits of these models by about 1e-5."""
 
 
-def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[str, Any]]:
+def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonObject]:
     """Decode with and without drafts, and compare every token with the target's best one.
 
     Matrix products use full float32 precision, because some devices round them to fewer bits by default.
@@ -70,7 +70,7 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[dict[
 
 def compare_with_target(
     target: Pretrained, prompts: Sequence[list[int]], tokens: Sequence[list[int]]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Check that each token is the target's best one given the preceding tokens, or tied with it.
 
     Args:
@@ -82,6 +82,7 @@ def compare_with_target(
     ties = 0
     for prompt, completion, scored in zip(prompts, tokens, score(target, texts), strict=True):
         for i, token in enumerate(completion):
+            # Position whose logits predict the token.
             position = len(prompt) - 1 + i
             if token == scored.best[position]:
                 continue
