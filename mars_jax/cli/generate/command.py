@@ -12,6 +12,7 @@ from typing import IO, Any
 from mars_jax.cli import signals
 from mars_jax.cli.generate.applies import Choices, check_flags, check_interactive_flags
 from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.arguments import parser as parser  # `commands.parser_of` reads it here
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.progress import busy
@@ -61,7 +62,7 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
         flag = "--list-rules" if args.list_rules else "--list-drafters"
         raise MarsError(f"{flag} prints a table and decodes nothing: leave out the prompts, or the flag.")
     if args.list_rules:
-        print_rules(out, as_json=args.json, own=args.verify)
+        print_rules(out, as_json=args.json, spec=args.verify)
     if args.list_drafters:
         print_drafters(out, as_json=args.json)
 
