@@ -172,7 +172,11 @@ WITHOUT = [
     (["--coordinator", "--num-processes", "--process-id"], ["--mesh"], ", which divides their work"),
     (["--any-rule"], ["--draft-size auto", "--refine"], ", as no text depends on drafts of a fixed size"),
     (["--refine-every"], ["--refine"], ""),
-    (["--relax-constrained"], ["--regex", "--json-schema", "--choice", "allowed_tokens"], ", which constrain a text"),
+    (
+        ["--relax-constrained"],
+        ["--regex", "--json-schema", "--choice", "allowed_tokens"],
+        ", which constrain a text",
+    ),
     (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
     (["--resume"], ["--output"], ", the file that it continues"),
     (["--part"], ["--output"], ", the file of its rows"),
