@@ -32,7 +32,6 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree, Visible
 from mars_jax.utils.errors import MarsError
 
-
 __all__ = ["Cache", "check", "from_linen", "from_nnx", "params_of", "to_nnx"]
 
 
