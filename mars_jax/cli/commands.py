@@ -33,7 +33,6 @@ _HOME = {
     **{name: f"mars_jax.lab.commands.{name}" for name in ("benchmark", "calibrate", "distill", "plan")},
 }
 """Modules of the commands. They are strings, so that the library does not import `lab`."""
-USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
 
 
 def parser_of(name: str) -> Parser | None:
@@ -59,8 +58,9 @@ def _answer(arguments: Sequence[str] | None, out: IO[str]) -> None:
     """Print the help or the version of `mars-jax`, or refuse an unknown command."""
     name, *_ = arguments or ["--help"]
     if name in ("-h", "--help"):
-        lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
-        print("\n".join(lines), file=out)
+        print("usage: mars-jax COMMAND [flags]; each command explains its flags with --help\n", file=out)
+        for command, does in COMMANDS.items():
+            print(f"  {command:<12} {does}", file=out)
     elif name == "--version":
         print(f"mars-jax {__version__}", file=out)
     else:

@@ -11,7 +11,7 @@ from typing import IO, Any
 from mars_jax.cli.flags import flag_of
 from mars_jax.drafters.registry import definitions
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import Range, Setting
+from mars_jax.utils.settings import Setting
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import NEEDS, Given, RuleChoice, choose, find, is_own, rules, split
 
@@ -165,16 +165,13 @@ def _lines(text: str) -> str:
 
 def _described(setting: Setting) -> str:
     """Describe a setting in one line."""
-    parts = [setting.help] if setting.help else []
-    if setting.by:
-        assert not isinstance(setting.ranges, Range)
-        parts += [bounds.words for bounds in setting.ranges.values()]
+    if isinstance(setting.ranges, Mapping):  # one range for each value of another setting
+        ranges = [bounds.words for bounds in setting.ranges.values()]
     else:
-        parts.append(setting.expected())
-    parts.append(f"default: {setting.default_words}")
-    if setting.per_row:
-        parts.append("a prompt may choose its own")
-    return "; ".join(parts)
+        ranges = [setting.expected()]
+    per_row = "a prompt may choose its own" if setting.per_row else ""
+    parts = [setting.help, *ranges, f"default: {setting.default_words}", per_row]
+    return "; ".join(filter(None, parts))
 
 
 def print_drafters(out: IO[str], *, as_json: bool) -> None:

@@ -35,6 +35,7 @@ from mars_jax.utils.errors import MarsError
 __all__ = ["Cache", "check", "from_linen", "from_nnx", "params_of", "to_nnx"]
 
 
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """Access functions of a cache whose leaves are not [B, S, ...]; see `LanguageModel`.
 
@@ -45,13 +46,9 @@ class Cache:
       put: (cache, rows i32[b], new) -> cache; replaces rows of the batch; default: the first axis of every leaf is B.
     """
 
-    def __init__(
-        self,
-        slots: Callable[[PyTree], int] = kv_cache.slots,
-        commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path,
-        put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows,
-    ):
-        self.slots, self.commit, self.put = slots, commit, put
+    slots: Callable[[PyTree], int] = kv_cache.slots
+    commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
+    put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
 
 
 _DEFAULT = Cache()

@@ -302,10 +302,11 @@ class MarsJax(TemplateLM):
         if self._ended:
             raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
         by_number = {row.get("id"): row for row in self._rows.rows}
+        # The requests of this call have these numbers in the whole run.
         numbers = range(self._count, self._count + len(requests))
-        in_part = [
-            i for i, n in enumerate(numbers) if self._part is None or n % self._part.step == self._part.start
-        ]
+        in_part = range(len(requests))
+        if self._part is not None:
+            in_part = [i for i, n in enumerate(numbers) if n % self._part.step == self._part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
         keys = [f"{kind} {digest(repr(request.args).encode())}" for request in requests]
@@ -322,7 +323,8 @@ class MarsJax(TemplateLM):
                     )
                 else:
                     answers[index] = row["answer"]
-            for index, value in zip(missing, answer(missing) if missing else (), strict=True):
+            new_answers = answer(missing) if missing else ()
+            for index, value in zip(missing, new_answers, strict=True):
                 self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
                 answers[index] = self._rows.rows[-1]["answer"]
         except BaseException:
@@ -390,7 +392,8 @@ class MarsJax(TemplateLM):
         if not queued:
             return
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
-        queue = self._session.queue(queued, order=longest_first(queued) if self._rows is None else numbers)
+        order = longest_first(queued) if self._rows is None else numbers
+        queue = self._session.queue(queued, order=order)
         queue.warm_up()
         began, tokens, steps, rate = time.perf_counter(), 0, 0, ""
 

@@ -48,7 +48,8 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     _check_sampling(present, args, rows)
     _check_file(args, rows)
     draft_size = _draft_size(args, draft, rule)
-    args.draft_size = None if args.draft_size == "fixed" else args.draft_size
+    if args.draft_size == "fixed":
+        args.draft_size = None  # rows do not record a flag at its default
     shows_text = not (args.json or args.output or args.compare)
     return Choices(
         draft=draft,

@@ -177,6 +177,7 @@ class Talk:
         completion = None
         with signals.stoppable() as stop, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
+            # A prompt without a chat is repeated, so that its continuation follows it.
             if self._chat is None:
                 printer.prompt(text, chat=False)
             for event in events:
@@ -207,6 +208,7 @@ class Talk:
     def _again(self) -> None:
         if self._last is None:
             raise MarsError("there is nothing to say again: type a text first.")
+        # In a chat, the new answer replaces the last one.
         if self._chat is not None and self._chat.messages:
             self._last = self._chat.undo()
         self._answer(self._last)
@@ -244,7 +246,7 @@ class Talk:
             raise MarsError(
                 f"there is no setting {words[0]}{did_you_mean(name, names)}: expected {', '.join(names)}."
             )
-        argv = [*self._argv, flag_of(name), words[1]]
+        argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
         args, choices = _parsed(argv)
         if name in options:
             session = self._job.session
@@ -269,6 +271,7 @@ class Talk:
             argv += ["--verify", self._choices.rule.spec]  # keep the rule: its default depends on the draft
         argv += [flags[0], *words]
         args, choices = _parsed(argv)
+        # Further words that are no flags would become prompts.
         if args.prompts != self._args.prompts:
             raise MarsError(f"{name} takes one name, and then flags: {', '.join(flags[1:])}.")
         with busy("loading"):

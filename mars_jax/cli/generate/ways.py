@@ -63,7 +63,7 @@ def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
         while waiting[current]:
             ready = waiting.pop(current)
             yield from ready
-            if isinstance(ready[-1], Said):
+            if isinstance(ready[-1], Said):  # the current prompt has not ended
                 break
             current += 1
 
