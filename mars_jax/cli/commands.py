@@ -23,7 +23,6 @@ COMMANDS = {
     "check": "check kernels, tokens and speed on the device that is there",
     "lm_eval": "run lm-evaluation-harness with drafts and rules",
 }
-_LAB = ("benchmark", "calibrate", "distill", "plan")
 _HOME = {
     "generate": "mars_jax.cli.generate.command",
     "convert": "mars_jax.cli.convert",
@@ -31,10 +30,9 @@ _HOME = {
     "pairs": "mars_jax.cli.pairs",
     "check": "mars_jax.lab.commands.check.device_check",
     "lm_eval": "mars_jax.integrations.lm_eval",
-} | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}
+    **{name: f"mars_jax.lab.commands.{name}" for name in ("benchmark", "calibrate", "distill", "plan")},
+}
 """Modules of the commands. They are strings, so that the library does not import `lab`."""
-_PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
-USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
 
 
 def parser_of(name: str) -> Parser | None:
@@ -45,8 +43,7 @@ def parser_of(name: str) -> Parser | None:
     """
     if name == "lm_eval":
         return None
-    home = _PARSERS.get(name) or _HOME[name]
-    return importlib.import_module(home).parser()
+    return importlib.import_module(_HOME[name]).parser()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,16 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return program(_answer, arguments)
-    module = importlib.import_module(_HOME[arguments[0]])
-    return module.main(arguments[1:])
+    return importlib.import_module(_HOME[arguments[0]]).main(arguments[1:])
 
 
-def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
+def _answer(arguments: Sequence[str] | None, out: IO[str]) -> None:
     """Print the help or the version of `mars-jax`, or refuse an unknown command."""
-    name, *_ = given or ["--help"]
+    name, *_ = arguments or ["--help"]
     if name in ("-h", "--help"):
-        lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
-        print("\n".join(lines), file=out)
+        print("usage: mars-jax COMMAND [flags]; each command explains its flags with --help\n", file=out)
+        for command, does in COMMANDS.items():
+            print(f"  {command:<12} {does}", file=out)
     elif name == "--version":
         print(f"mars-jax {__version__}", file=out)
     else:

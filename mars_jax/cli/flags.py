@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mars_jax import assets
 from mars_jax.assets.catalogue import default_draft
@@ -13,6 +13,9 @@ from mars_jax.drafters.registry import DraftSpec, drafters_that
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import BATCH, REQUEST
 from mars_jax.verify import RuleChoice
+
+if TYPE_CHECKING:
+    from mars_jax.cli.generate.prompts import PromptRow
 
 MESH_HELP = (
     "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "
@@ -55,11 +58,12 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     for word in argv:
         if word.startswith("--"):
             skip = word.partition("=")[0] in flags
-        remaining += [] if skip else [word]
+        if not skip:
+            remaining.append(word)
     return remaining
 
 
-def add_settings(group: Any, *names: str) -> None:
+def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
     """Add flags for settings of a request. Their values are strings, which `numbers_of` converts."""
     for name in names:
         row = (REQUEST | BATCH)[name]
@@ -105,8 +109,8 @@ def _is_here(name: str) -> bool:
     return is_here(name)
 
 
-def add_size_flags(group: Any) -> None:
-    """Add the flags of adaptive draft length to a group of a parser."""
+def add_size_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of adaptive draft length."""
     group.add_argument(
         "--draft-size",
         choices=["fixed", "auto"],
@@ -147,9 +151,9 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 """The flags of `add_host_flags`."""
 
 
-def add_host_flags(made: Any) -> None:
+def add_host_flags(parser: argparse.ArgumentParser) -> None:
     """Add to a parser the flags for several processes that decode together."""
-    group = made.add_argument_group(
+    group = parser.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 0 listens")
@@ -211,11 +215,11 @@ OF_DRAFT = [
 class Present:
     """Names of the given flags, as users write them (`--draft-size auto` with its value), and of given prompt keys."""
 
-    def __init__(self, args: argparse.Namespace, rows: Sequence[Any] = ()):
+    def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """
         Args:
           args: arguments of any command; flags that the command does not have count as not given.
-          rows: prompts of a file, each a `PromptRow`.
+          rows: prompts of a file.
         """
         self._args, self._rows = args, rows
 
@@ -226,8 +230,11 @@ class Present:
         if flag == "--no-stream":
             return getattr(self._args, "stream", None) is False
         key, value = _key(flag), flag.partition(" ")[2]
+        # The values of a flag that may be given several times, such as --stop-string, have a plural name.
         flag_value = getattr(self._args, key, getattr(self._args, f"{key}s", None))
-        return flag_value == value if value else _holds(flag_value)
+        if value:
+            return flag_value == value
+        return _holds(flag_value)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raise MarsError for the first of these names that is given: silently ignored flags give wrong results.
@@ -252,11 +259,12 @@ class Present:
             if flag in self:
                 self.refuse(names, f"with {flag}{word}: leave one of them out")
         for names, needed, word in WITHOUT:
-            if not any(flag in self for flag in needed):
-                *leading, last = needed
-                either = f"{', '.join(leading)} or {last}" if leading else last
-                cure = "one of them" if leading else "it"
-                self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
+            if any(flag in self for flag in needed):
+                continue
+            alternatives, cure = needed[-1], "it"
+            if len(needed) > 1:
+                alternatives, cure = f"{', '.join(needed[:-1])} or {needed[-1]}", "one of them"
+            self.refuse(names, f"without {alternatives}{word}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
         """Raise MarsError for draft size, tree and stop flags that the drafter or the rule does not support."""
@@ -286,6 +294,6 @@ def _key(name: str) -> str:
     return name.removeprefix("--").partition(" ")[0].replace("-", "_")
 
 
-def _holds(value: Any) -> bool:
+def _holds(value: object) -> bool:
     """Return whether a flag or a key has a value; 0 is a value."""
     return value is not None and value is not False and value != []

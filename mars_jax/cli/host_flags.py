@@ -6,16 +6,16 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
 
 import jax
 
 from mars_jax.mesh import hosts
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, first_line
 
 
 @contextlib.contextmanager
-def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str]]:
+def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[str]]:
     """Join the other processes of a run with a mesh, and yield the output stream of this process.
 
     Raises:
@@ -25,19 +25,17 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
         yield out
         return
     hosts.connect(args.coordinator, args.num_processes, args.process_id)
-    local_flags = ("coordinator", "process_id")
+    # All other flags, and the prompts, must be the same in every process.
+    shared_flags = {k: v for k, v in vars(args).items() if k not in ("coordinator", "process_id")}
     try:
         with _printing(out) as place:
-            hosts.check_equal(
-                ({k: v for k, v in vars(args).items() if k not in local_flags}, rows), "flags or prompts"
-            )
+            hosts.check_equal((shared_flags, rows), "flags or prompts")
             yield place
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         raise MarsError(
-            f"one of the {jax.process_count()} processes of the run failed ({reason})."
+            f"one of the {jax.process_count()} processes of the run failed ({first_line(error)})."
         ) from error
 
 

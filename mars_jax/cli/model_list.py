@@ -51,8 +51,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     def where(row: ModelRow) -> str:
         if not row.repository:
             return "embedded"
-        local_state = "installed" if row.package else "cached"
-        return local_state if is_here(row.name) else "obtainable"
+        if not is_here(row.name):
+            return "obtainable"
+        return "installed" if row.package else "cached"
 
     if args.json:
         entries = [
@@ -62,12 +63,13 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         print(json.dumps(entries, indent=2), file=out)
         return
     rows = [
-        (row.name, where(row), row.package or row.repository, row.licence, _shown(drafts_for(row.name)))
+        (row.name, where(row), row.package or row.repository, row.licence, _summary(drafts_for(row.name)))
         for row in MODELS.values()
     ]
     print_columns([("name", "where", "from", "licence", "drafted by"), *rows], out)
 
 
-def _shown(drafts: Sequence[str]) -> str:
-    suffix = f" and {len(drafts) - 1} more" if len(drafts) > 1 else ""
-    return f"{drafts[0]}{suffix}" if drafts else ""
+def _summary(drafts: Sequence[str]) -> str:
+    if len(drafts) > 1:
+        return f"{drafts[0]} and {len(drafts) - 1} more"
+    return "".join(drafts)

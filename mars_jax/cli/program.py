@@ -59,8 +59,8 @@ class Parser(argparse.ArgumentParser):
             explained = "the flags" if short is None else "the flags that most people need"
             self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {explained}")
             self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
-        if add_help and short is not None:
-            self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
+            if short is not None:
+                self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
 
     def format_short(self) -> str:
         """Return the help of the `short` flags, with each text cut at its first semicolon."""
@@ -70,8 +70,11 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         for group in self._action_groups:
+            shortened = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
+            for action in shortened:
+                action.help = (action.help or "").partition("; ")[0]
             formatter.start_section(group.title)
-            formatter.add_arguments([_shortened(a) for a in group._group_actions if a.dest in self._short])
+            formatter.add_arguments(shortened)
             formatter.end_section()
         formatter.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
         flags = sum(bool(action.option_strings) for action in self._actions)
@@ -80,10 +83,10 @@ class Parser(argparse.ArgumentParser):
 
     def kinds(self) -> dict[str, Parser]:
         """Return the parsers of its subcommands, by their names."""
-        choices = (
-            action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)
-        )
-        return dict(next(choices, {}))
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
         """Return the non-empty groups, by their titles."""
@@ -97,8 +100,14 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Raise MarsError instead of printing argparse's usage."""
-        suggestion = self._near(message)
+        """Raise MarsError instead of printing argparse's usage. Suggest a similar flag or choice."""
+        suggestion = ""
+        invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if message.startswith("unrecognized arguments: "):
+            flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
+            suggestion = did_you_mean(flag.partition("=")[0], self._option_string_actions)
+        elif invalid is not None:
+            suggestion = did_you_mean(invalid[1], re.findall(r"[\w.-]+", invalid[2]))
         raise MarsError(
             f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists the flags."
         )
@@ -110,23 +119,16 @@ class Parser(argparse.ArgumentParser):
         folder. A URL in place of a local path would become a folder of that name.
         """
         name = [str(action.metavar or action.dest), *action.option_strings][-1]
+        is_path = action.type is Path or action.metavar in PATHS
         if "" in arg_strings and (action.option_strings or action.metavar in PATHS):
             cure = ", or leave it out" if action.option_strings else ""
             raise MarsError(f"{name} is empty; a shell variable may be unset: give it a value{cure}.")
         for text in arg_strings:
             if action.type is Path:
                 remote.refuse(text, name)
-            if (action.type is Path or action.metavar in PATHS) and not remote.is_url(text):
+            if is_path and not remote.is_url(text):
                 check_path(text, name)
         return super()._get_values(action, arg_strings)
-
-    def _near(self, message: str) -> str:
-        """Suggest a similar flag or choice, based on argparse's message."""
-        if message.startswith("unrecognized arguments: "):
-            flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
-            return did_you_mean(flag.partition("=")[0], self._option_string_actions)
-        match = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        return did_you_mean(match[1], re.findall(r"[\w.-]+", match[2])) if match else ""
 
 
 class _Help(argparse.Action):
@@ -135,16 +137,12 @@ class _Help(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: object, values: object, option_string: str | None = None
+    ) -> None:
         text = parser.format_help() if option_string == "--help-all" else parser.format_short()
         print(text, end="")
         parser.exit()
-
-
-def _shortened(action: argparse.Action) -> argparse.Action:
-    shortened = copy.copy(action)
-    shortened.help = (action.help or "").partition("; ")[0]
-    return shortened
 
 
 def command(
@@ -165,6 +163,7 @@ def command(
         except MarsError:
             raise
         except Exception as error:
+            # Name the file, which the error of a library may not do.
             if clear_error := unwritable(error, getattr(args, "output", None)):
                 raise clear_error from error
             raise
@@ -217,10 +216,12 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     except (Exception, SystemExit) as error:
         # Keep tracebacks of bugs in this package.
         problem = user_code.failure(error, user_code.frames_in(user_code.MODULES, error))
-        sentence = unwritable(error) if problem is None else f"{problem}."
-        if sentence is None:
+        if problem is not None:
+            _say(f"error: {problem}.")
+        elif sentence := unwritable(error):
+            _say(f"error: {sentence}")
+        else:
             raise
-        _say(f"error: {sentence}")
         return BAD_INPUT
     return 0
 
@@ -238,7 +239,7 @@ def _one_line_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_one_line(message: Any, category: Any, *place: Any) -> None:
+        def show_one_line(message: Warning | str, category: type[Warning], *place: Any) -> None:
             if issubclass(category, MarsWarning):
                 _say(f"warning: {' '.join(str(message).split())}")
             else:

@@ -58,8 +58,9 @@ def busy(name: str) -> Iterator[None]:
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
-    spinner = screen.status(_Activities()) if screen.is_terminal else contextlib.nullcontext()
-    with activity.doing(name), spinner:
+    with activity.doing(name), contextlib.ExitStack() as stack:
+        if screen.is_terminal:
+            stack.enter_context(screen.status(_Activities()))
         yield
 
 
@@ -76,7 +77,6 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
-    visible = bar and (screen.is_terminal or screen.is_jupyter)
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -84,7 +84,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
         TextColumn("{task.fields[text]}"),
         console=screen,
         transient=True,
-        disable=not visible,
+        disable=not (bar and (screen.is_terminal or screen.is_jupyter)),
         speed_estimate_period=WINDOW,
     )
     with activity.doing(name) as running, bars:
@@ -93,10 +93,14 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
         def show(num_done: int, total: int | None, text: str = "") -> None:
             bars.update(task.id, completed=num_done, total=total)
-            count = "" if total is None else f"{num_done:,} of {total:,}"
-            seconds = task.time_remaining
-            remaining = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-            running.detail = ", ".join(part for part in (count, remaining, text) if part)
+            parts = []
+            if total is not None:
+                parts.append(f"{num_done:,} of {total:,}")
+            if task.time_remaining:
+                parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
+            if text:
+                parts.append(text)
+            running.detail = ", ".join(parts)
             bars.update(task.id, text=running.detail)
 
         yield show

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 _QUIET = {
     # Level 3 shows only fatal errors: XLA logs alarms about slow compilations as errors.
@@ -39,7 +38,7 @@ def quiet_duplicates() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     previous = sys.unraisablehook
 
-    def hook(problem: Any) -> None:
+    def hook(problem: sys.UnraisableHookArgs) -> None:
         # After a failed save, TensorStore's callbacks report that the event loop is closed.
         if str(problem.exc_value) != "Event loop is closed":
             previous(problem)
@@ -53,7 +52,7 @@ def may_have_tpu(root: Path = Path("/")) -> bool:
     Args:
       root: root of the file system, for tests.
     """
-    names = [name for name in os.environ if name.startswith("TPU_") and name not in _SET_BY_JAX]
-    variables = names or "JAX_FORCE_TPU_INIT" in os.environ
-    devices = any(root.glob("dev/accel*")) or any(root.glob("dev/vfio/[0-9]*"))
-    return bool(variables) or devices
+    if any(name.startswith("TPU_") and name not in _SET_BY_JAX for name in os.environ):
+        return True
+    has_device_files = any(root.glob("dev/accel*")) or any(root.glob("dev/vfio/[0-9]*"))
+    return "JAX_FORCE_TPU_INIT" in os.environ or has_device_files

@@ -11,7 +11,7 @@ from typing import IO, Any
 from mars_jax.cli.flags import flag_of
 from mars_jax.drafters.registry import definitions
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import Range, Setting
+from mars_jax.utils.settings import Setting
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import NEEDS, Given, RuleChoice, choose, find, is_own, rules, split
 
@@ -19,34 +19,31 @@ OWN = "FILE.py:NAME or package.module:NAME"
 
 
 def add_rule_flags(
-    made: Any, *, default: str = "mars", instead: Collection[str] = (), help: str = ""
+    group: argparse._ActionsContainer, *, default: str = "mars", instead: Collection[str] = ()
 ) -> None:
     """Add --verify, --rule-option, and a flag for each setting in the table that has one.
 
     Args:
-      made: a parser, or one of its groups.
+      group: a parser, or one of its groups.
       default: default rule, for the help.
       instead: settings that get no flag, because the command sets them in a different way.
-      help: beginning of the help of --verify, before the list.
     """
-    listed = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
-    made.add_argument(
+    specs = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
+    group.add_argument(
         "--verify",
         metavar="RULE",
-        help=f"{help}{listed} (default: {default}); or a rule of your own, as {OWN}, whose code is run; generate "
+        help=f"{specs} (default: {default}); or a rule of your own, as {OWN}, whose code is run; generate "
         "--list-rules explains them",
     )
     for name, settings in _flags().items():
         if name in instead:
             continue
-        first = settings[0][1]
-        options: dict[str, Any] = {"metavar": first.metavar}
-        if first.kind is bool:
-            options = {"action": "store_true", "default": None}
-        elif first.choices:
-            options = {"metavar": "NAME"}
-        made.add_argument(flag_of(name), help=_help(name, settings), **options)
-    made.add_argument(
+        flag, help_text, (_, setting) = flag_of(name), _help(name, settings), settings[0]
+        if setting.kind is bool:
+            group.add_argument(flag, action="store_true", default=None, help=help_text)
+        else:
+            group.add_argument(flag, metavar="NAME" if setting.choices else setting.metavar, help=help_text)
+    group.add_argument(
         "--rule-option",
         action="append",
         metavar="NAME=VALUE",
@@ -143,17 +140,19 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
     return help_text.replace("%", "%%")
 
 
-def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
-    """Print the table of rules, and the user's rule if one is given."""
-    rows = [*rules().values(), *([find(own)] if own and is_own(own) else [])]
+def print_rules(out: IO[str], *, as_json: bool, spec: str | None) -> None:
+    """Print the table of rules, and the user's rule if `spec` names one."""
+    rows = list(rules().values())
+    if spec and is_own(spec):
+        rows.append(find(spec))
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
         return
     for row in rows:
         kind = "lossless" if row.lossless else "lossy"
-        needs = "".join(f"; needs {NEEDS[need]}" for need in row.needs)
+        facts = [kind, *(f"needs {NEEDS[need]}" for need in row.needs), row.paper]
         print(f"{row.name}: {row.help}", file=out)
-        print(_lines(f"  {kind}{needs}{f'; {row.paper}' if row.paper else ''}"), file=out)
+        print(_lines(f"  {'; '.join(filter(None, facts))}"), file=out)
         for setting in row.settings.values():
             print(_lines(f"  {setting.name}: {_described(setting)}"), file=out)
         print(file=out)
@@ -166,16 +165,13 @@ def _lines(text: str) -> str:
 
 def _described(setting: Setting) -> str:
     """Describe a setting in one line."""
-    parts = [setting.help] if setting.help else []
-    if setting.by:
-        assert not isinstance(setting.ranges, Range)
-        parts += [bounds.words for bounds in setting.ranges.values()]
+    if isinstance(setting.ranges, Mapping):  # one range for each value of another setting
+        ranges = [bounds.words for bounds in setting.ranges.values()]
     else:
-        parts.append(setting.expected())
-    parts.append(f"default: {setting.default_words}")
-    if setting.per_row:
-        parts.append("a prompt may choose its own")
-    return "; ".join(parts)
+        ranges = [setting.expected()]
+    per_row = "a prompt may choose its own" if setting.per_row else ""
+    parts = [setting.help, *ranges, f"default: {setting.default_words}", per_row]
+    return "; ".join(filter(None, parts))
 
 
 def print_drafters(out: IO[str], *, as_json: bool) -> None:
@@ -191,9 +187,11 @@ def print_drafters(out: IO[str], *, as_json: bool) -> None:
             "rejection with its true q": row.samples,
             "draft_stop": row.stops,
         }
-        abilities = ", ".join(name for name, supported in can.items() if supported) or "no trees"
-        length = "a dynamic tree" if row.grows else f"{row.length} tokens" if row.length else None
-        default = f"; default: {length}" if length else ""
-        print(
-            f"{row.spec}: {row.help}\n  {abilities}{default}{f'; {row.paper}' if row.paper else ''}", file=out
-        )
+        facts = [", ".join(name for name, supported in can.items() if supported) or "no trees"]
+        if row.grows:
+            facts.append("default: a dynamic tree")
+        elif row.length:
+            facts.append(f"default: {row.length} tokens")
+        if row.paper:
+            facts.append(row.paper)
+        print(f"{row.spec}: {row.help}\n  {'; '.join(facts)}", file=out)

@@ -14,6 +14,7 @@ import signal
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from mars_jax.utils.errors import printable
@@ -68,7 +69,7 @@ def _release(numbers: list[signal.Signals]) -> None:
         signal.signal(number, _DEFAULTS[number])
 
 
-def _on_signal(number: int, frame: Any) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     """Handle a signal in the main thread. Python writes to the pipe only those signals that have a handler."""
     if number == signal.SIGINT and _state.raises:
         raise KeyboardInterrupt
@@ -118,9 +119,11 @@ def raising() -> Iterator[None]:
 def _watch(reading: int) -> None:
     while True:
         with _state.turn:
+            # Python writes the number of each signal as one byte.
             number = os.read(reading, 1)[0]
             stop = _state.stop
             if number == _MARK:
+                # All signals that arrived in the block of `stoppable` have been read.
                 _state.stop = None
                 _state.marked.set()
             elif number == signal.SIGINT and stop is not None and not stop.is_set():
@@ -134,6 +137,7 @@ def _end(number: signal.Signals) -> None:
     try:
         text = _WORDS[number]
         actions = list(_state.actions)  # the main thread may remove one
+        # The first of the two threads runs the action, which may take long. A second signal ends the process meanwhile.
         if _state.ending.acquire(blocking=False) and actions:
             try:
                 text += actions[-1]()

@@ -17,13 +17,15 @@ A module is used unchanged, through one function that calls it. **The contract**
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
 from jax import Array
 
 from mars_jax.core import cache as kv_cache
@@ -33,6 +35,7 @@ from mars_jax.utils.errors import MarsError
 __all__ = ["Cache", "check", "from_linen", "from_nnx", "params_of", "to_nnx"]
 
 
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """Access functions of a cache whose leaves are not [B, S, ...]; see `LanguageModel`.
 
@@ -43,24 +46,20 @@ class Cache:
       put: (cache, rows i32[b], new) -> cache; replaces rows of the batch; default: the first axis of every leaf is B.
     """
 
-    def __init__(
-        self,
-        slots: Callable[[PyTree], int] = kv_cache.slots,
-        commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path,
-        put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows,
-    ):
-        self.slots, self.commit, self.put = slots, commit, put
+    slots: Callable[[PyTree], int] = kv_cache.slots
+    commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
+    put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
 
 
 _DEFAULT = Cache()
 
 
-def _call(module: Any, tokens: Array, positions: Array, mask: Array, cache: PyTree, slot: Array) -> Any:
-    return module(tokens, positions, mask, cache, slot)
+def _call(module: Callable[..., Any], *arguments: PyTree) -> tuple[Array, PyTree]:
+    return module(*arguments)
 
 
 def from_nnx(
-    module: Any,
+    module: nnx.Module,
     *,
     vocab_size: int,
     init_cache: Callable[[int, int], PyTree],
@@ -91,19 +90,15 @@ def from_nnx(
     Raises:
       MarsError: `module` is not an nnx module. When the model is called: logits or cache have the wrong shape.
     """
-    from flax import nnx
-
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
     graph, state = nnx.split(module)
-    merge = functools.partial(nnx.merge, graph)
-    return _bridged(
-        _Merge(graph, merge), vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk
-    ), state
+    merge = _Merge(graph, functools.partial(nnx.merge, graph))
+    return _bridged(merge, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk), state
 
 
 def from_linen(
-    module: Any,
+    module: linen.Module,
     *,
     vocab_size: int,
     init_cache: Callable[[int, int], PyTree],
@@ -125,25 +120,19 @@ def from_linen(
     Raises:
       MarsError: `module` is not a linen module. When the model is called: logits or cache have the wrong shape.
     """
-    from flax import linen
-
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
-    bind = functools.partial(functools.partial, module.apply)
-    return _bridged(_Merge(module, bind), vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk)
+    # merge(variables) is module.apply with these variables as its first argument.
+    merge = _Merge(module, functools.partial(functools.partial, module.apply))
+    return _bridged(merge, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Merge:
     """Function from params to a callable. Hashable, so that `_bridged` is cached; equal if the structures are."""
 
-    def __init__(self, structure: Any, opened: Callable[[PyTree], Any]):
-        self.structure, self.opened = structure, opened
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Merge) and self.structure == other.structure
-
-    def __hash__(self) -> int:
-        return hash(self.structure)
+    structure: Hashable
+    merge: Callable[[PyTree], Any] = dataclasses.field(compare=False)
 
 
 @functools.lru_cache
@@ -162,18 +151,19 @@ def _bridged(
     def forward(params: PyTree, tokens: Array, visible: Visible, previous_cache: PyTree) -> ForwardOutput:
         mask = visible.dense(cache.slots(previous_cache))
         ids = jnp.maximum(tokens, 0)
-        output, next_cache = call(
-            merge.opened(params), ids, visible.positions, mask, previous_cache, visible.slot
-        )
+        module = merge.merge(params)
+        output, next_cache = call(module, ids, visible.positions, mask, previous_cache, visible.slot)
         _check_shapes(output, previous_cache, next_cache, tokens.shape, None if unembed else vocab_size)
         return ForwardOutput(hidden=output, features=(), cache=next_cache)
 
     def logits(params: PyTree, hidden: Array) -> Array:
-        return (hidden if unembed is None else unembed(merge.opened(params), hidden)).astype(jnp.float32)
+        if unembed is not None:
+            hidden = unembed(merge.merge(params), hidden)
+        return hidden.astype(jnp.float32)
 
     def embedded(params: PyTree, tokens: Array) -> Array:
         assert embed is not None
-        return embed(merge.opened(params), jnp.maximum(tokens, 0))
+        return embed(merge.merge(params), jnp.maximum(tokens, 0))
 
     return LanguageModel(
         init_cache=init_cache,
@@ -188,21 +178,26 @@ def _bridged(
     )
 
 
-def _check_shapes(out: Any, old: PyTree, new: PyTree, tokens: tuple[int, ...], vocab: int | None) -> None:
-    """Raise MarsError if a module returns shapes or dtypes that violate the contract."""
-    expected = (*tokens, "E" if vocab is None else vocab)
-    shape = getattr(out, "shape", ())
+def _check_shapes(
+    output: object, old_cache: PyTree, new_cache: PyTree, tokens: tuple[int, ...], vocab: int | None
+) -> None:
+    """Raise MarsError if a module returns shapes or dtypes that violate the contract.
+
+    Args:
+      output: logits, or hidden states if `vocab` is None.
+      old_cache, new_cache: the cache before and after the call.
+      tokens: shape of the tokens.
+      vocab: V, or None.
+    """
+    output_name, last_axis = ("hidden states", "E") if vocab is None else ("logits", vocab)
+    shape = getattr(output, "shape", ())
     if len(shape) != 3 or shape[:2] != tokens or (vocab is not None and shape[2] != vocab):
-        output_name = "hidden states" if vocab is None else "logits"
         raise MarsError(
-            f"the module gave {output_name} of shape {shape} for tokens {tokens}: expected {expected}."
+            f"the module gave {output_name} of shape {shape} for tokens {tokens}: expected {(*tokens, last_axis)}."
         )
-
-    def kind(tree: PyTree) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        return structure, [(x.shape, x.dtype) for x in leaves]
-
-    if kind(old) != kind(new):
+    same_structure = jax.tree.structure(old_cache) == jax.tree.structure(new_cache)
+    old, new = ([(x.shape, x.dtype) for x in jax.tree.leaves(cache)] for cache in (old_cache, new_cache))
+    if not same_structure or old != new:
         raise MarsError(
             "the module gave back a cache of another structure, shape or dtype than it was given: a cache keeps its "
             "own; write rows in the cache's dtype."
@@ -245,14 +240,18 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
             )
 
     full_logits, full_cache = run(ids, Visible.causal(zero, count), model.init_cache(2, slots))
+    # All tokens at once, in a cache of junk.
     dirty, _ = run(ids, Visible.causal(zero, count), junk(model.init_cache(2, slots)))
     compare(dirty, full_logits, "the model reads slots that the mask hides, or reads before it writes")
+    # The first 8 tokens, then the last 4. `cache` holds the first 8 for the tests of trees.
     head, cache = run(ids[:, :8], Visible.causal(zero, 8), junk(model.init_cache(2, slots)))
     tail, _ = run(ids[:, 8:], Visible.causal(zero + 8, 4), cache)
     compare(jnp.concatenate([head, tail], 1), full_logits, "a text in two pieces is another text than in one")
+    # The two rows in reverse order.
     swapped, _ = run(ids[::-1], Visible.causal(zero, count), model.init_cache(2, slots))
     compare(swapped[::-1], full_logits, "a row depends on the others")
-    # A tree after 8 tokens: the root, a wrong child, the right child, and a child of the right one.
+    # A tree after 8 tokens: the root, a wrong child, the right child, and a child of the right one. The nodes are in
+    # slots 8 to 11; the two siblings have the same position.
     wrong = (ids[:, 9:10] + 1) % model.vocab_size
     tree = jnp.concatenate([ids[:, 8:9], wrong, ids[:, 9:11]], 1)
     tree_mask = jnp.asarray([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
@@ -262,22 +261,42 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
         slot=zero + 8,
         seen=jnp.broadcast_to(tree_mask, (2, 4, 4)),
     )
-    nodes, grown = run(tree, visible, cache)
-    right = jnp.stack([nodes[:, 0], nodes[:, 2], nodes[:, 3]], 1)
-    compare(
-        right, full_logits[:, 8:11], "positions are taken from slots, or the mask is not heeded in a tree"
-    )
-    path = jnp.broadcast_to(jnp.asarray([0, 2, 3], jnp.int32), (2, 3))
-    last, _ = run(ids[:, 11:], Visible.causal(zero + 11, 1), model.commit(grown, zero + 8, path))
+    node_logits, tree_cache = run(tree, visible, cache)
+    # The path without the wrong child is tokens 8 to 10 of the text.
+    path = jnp.asarray([0, 2, 3], jnp.int32)
+    message = "positions are taken from slots, or the mask is not heeded in a tree"
+    compare(node_logits[:, path], full_logits[:, 8:11], message)
+    committed_cache = model.commit(tree_cache, zero + 8, jnp.broadcast_to(path, (2, 3)))
+    last, _ = run(ids[:, 11:], Visible.causal(zero + 11, 1), committed_cache)
     compare(last, full_logits[:, 11:], "`commit` does not move the rows of an accepted path into a row")
-    replaced_cache = model.put(
-        junk(full_cache), jnp.asarray([1], jnp.int32), jax.tree.map(lambda x: x[:1], full_cache)
-    )
-    logits_after_put, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(zero + 11, 1), replaced_cache)
-    compare(logits_after_put[1], full_logits[0, 11:], "`put` does not replace a row of the cache")
+    # Put row 0 in the place of row 1, and decode the last token of row 0 there.
+    first_row = jax.tree.map(lambda x: x[:1], full_cache)
+    put_cache = model.put(junk(full_cache), jnp.asarray([1], jnp.int32), first_row)
+    put_logits, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(zero + 11, 1), put_cache)
+    compare(put_logits[1], full_logits[0, 11:], "`put` does not replace a row of the cache")
 
 
-def to_nnx(model: LanguageModel, params: PyTree) -> Any:
+class OurParams(nnx.Module):
+    """Params of a model of `mars_jax` as nnx state; see `to_nnx`."""
+
+    def __init__(self, model: LanguageModel, params: PyTree):
+        leaves, structure = jax.tree.flatten(params)
+        self.model, self.structure = model, structure
+        self.weights = nnx.List([nnx.Param(x) for x in leaves])
+
+    def params(self) -> PyTree:
+        """Return the params in the structure that the model's functions expect."""
+        return jax.tree.unflatten(self.structure, [weight[...] for weight in self.weights])
+
+    def __call__(self, tokens: Array) -> Array:
+        """Return the logits after every token: i32[B, N] -> f32[B, N, V]."""
+        params, (batch, count) = self.params(), tokens.shape
+        visible = Visible.causal(jnp.zeros((batch,), jnp.int32), count)
+        out = self.model.forward(params, tokens, visible, self.model.init_cache(batch, count))
+        return self.model.unembed(params, out.hidden)
+
+
+def to_nnx(model: LanguageModel, params: PyTree) -> OurParams:
     """Return our params as a `flax.nnx` module, for optimizers, checkpoints and trainers that expect one.
 
     The module has an `nnx.Param` for each array. `module(tokens i32[B, N]) -> f32[B, N, V]` returns the logits after
@@ -292,35 +311,10 @@ def to_nnx(model: LanguageModel, params: PyTree) -> Any:
     >>> jax.tree.structure(params_of(module)) == jax.tree.structure(params)
     True
     """
-    return _module_class()(model, params)
+    return OurParams(model, params)
 
 
-@functools.cache
-def _module_class() -> type:
-    """Return the class of `to_nnx`'s modules. It is created on first use, because flax is optional."""
-    from flax import nnx
-
-    class OurParams(nnx.Module):
-        """Params of a model of `mars_jax` as nnx state; see `bridge.to_nnx`."""
-
-        def __init__(self, model: LanguageModel, params: PyTree):
-            leaves, structure = jax.tree.flatten(params)
-            self.model, self.structure = model, structure
-            self.weights = nnx.List([nnx.Param(x) for x in leaves])
-
-        def params(self) -> PyTree:
-            return jax.tree.unflatten(self.structure, [weight[...] for weight in self.weights])
-
-        def __call__(self, tokens: Array) -> Array:
-            params, (batch, count) = self.params(), tokens.shape
-            visible = Visible.causal(jnp.zeros((batch,), jnp.int32), count)
-            out = self.model.forward(params, tokens, visible, self.model.init_cache(batch, count))
-            return self.model.unembed(params, out.hidden)
-
-    return OurParams
-
-
-def params_of(module: Any, state: Mapping[str, Any] | None = None) -> PyTree:
+def params_of(module: OurParams, state: Mapping[str, Any] | None = None) -> PyTree:
     """Return the params of a module from `to_nnx`, in the structure that the model's functions expect.
 
     Args:
@@ -328,8 +322,6 @@ def params_of(module: Any, state: Mapping[str, Any] | None = None) -> PyTree:
       state: weights to use instead of the module's, such as a trainer's `nnx.state(module, nnx.Param)`. All arrays stay
         on the device, so the call may be part of a jitted function.
     """
-    if state is None:
-        return module.params()
-    from flax import nnx
-
-    return nnx.merge(nnx.graphdef(module), state).params()
+    if state is not None:
+        module = nnx.merge(nnx.graphdef(module), state)
+    return module.params()

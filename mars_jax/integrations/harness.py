@@ -10,7 +10,6 @@ Oracle: PyTorch transformers with the same checkpoint, in tests/integrations/tes
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import sys
 import time
@@ -24,7 +23,7 @@ from mars_jax.cli import remote
 from mars_jax.cli.flags import flag_of, part_of
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.generate.job import open_job
+from mars_jax.cli.generate.job import in_order, open_job
 from mars_jax.cli.generate.output_file import fingerprints, recorded
 from mars_jax.cli.progress import progress, speed
 from mars_jax.hub.chat_template import bounded_templates
@@ -34,12 +33,14 @@ from mars_jax.mesh import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
-from mars_jax.serve.rows import RowFile, plain
-from mars_jax.utils.errors import MarsError
+from mars_jax.serve.rows import RowFile, digest, plain
+from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.settings import REQUEST
+from mars_jax.utils.types import JsonObject
 
 try:
     from lm_eval import utils
+    from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
@@ -100,13 +101,15 @@ class MarsJax(TemplateLM):
         if rows is not None:
             remote.refuse(rows, "rows")
         REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
-        draft = draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "none")
-        argv = [f"--target={target}", f"--draft={draft}"]
-        argv += [] if choice is None else [f"--choice={text}" for text in str(choice).split("|")]
-        argv += [] if mesh is None else [f"--mesh={mesh.replace('+', ',')}"]
-        settings = {name: value for name, value in arguments.items() if name not in FLAGS}
-        argv += [f"{flag_of(name)}={value}" for name, value in arguments.items() if name in FLAGS]
-        argv += [f"--rule-option={name}={value}" for name, value in settings.items()]
+        default_draft = f"model:{assets.DRAFT}" if target == assets.TARGET else "none"
+        argv = [f"--target={target}", f"--draft={draft or default_draft}"]
+        if choice is not None:
+            argv += [f"--choice={text}" for text in str(choice).split("|")]
+        if mesh is not None:
+            argv.append(f"--mesh={mesh.replace('+', ',')}")
+        for name, value in arguments.items():
+            flag = flag_of(name) if name in FLAGS else f"--rule-option={name}"
+            argv.append(f"{flag}={value}")
         args = parse(argv)
         if "long" in args.rule.needs:
             raise MarsError(f"verify is {args.rule.name}, whose text means nothing: choose another rule.")
@@ -129,8 +132,9 @@ class MarsJax(TemplateLM):
             self._close()
             raise
         self._count, self._answered, self._ended = 0, 0, False
-        schema, fields = args.json_schema, {"regex": args.regex, "choice": args.choice}
-        self._constraint = constraints.from_fields(fields | {"json_schema": schema})
+        self._constraint = constraints.from_fields(
+            {"regex": args.regex, "choice": args.choice, "json_schema": args.json_schema}
+        )
         self._max_gen_toks, self._seed = max_gen_toks, args.seed or 0
         self.tokenizer = self._target.tokenizer
         self._template: str | None = None
@@ -242,9 +246,8 @@ class MarsJax(TemplateLM):
                     continue_final_message=not add_generation_prompt,
                 )
         except Exception as error:  # a template is a program, and may raise anything
-            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise MarsError(
-                f"the chat template of '{self._target.name}' cannot be applied ({reason.rstrip('.')}): leave "
+                f"the chat template of '{self._target.name}' cannot be applied ({first_line(error)}): leave "
                 "--apply_chat_template out, or what it refuses, such as a system instruction."
             ) from None
 
@@ -254,29 +257,31 @@ class MarsJax(TemplateLM):
         A string that already begins with the beginning-of-sequence token, as those of chat templates do, gets no second
         one.
         """
-        begin = getattr(self.tokenizer, "bos_token", None)
-        if add_special_tokens is None and begin and string.startswith(begin):
-            add_special_tokens = False
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer(string, **options)["input_ids"])
+        bos = getattr(self.tokenizer, "bos_token", None)
+        if add_special_tokens is None:
+            add_special_tokens = not (bos and string.startswith(bos))
+        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         # Cut the beginning of a context that is too long, as the harness does everywhere.
         texts = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
+        scores = score(self._target, texts, rows=self._session.batch_size)
         answers = []
-        for request, scored in zip(
-            requests, score(self._target, texts, rows=self._session.batch_size), strict=True
-        ):
-            continuation = request[2]
+        for (_key, _context, continuation), scored in zip(requests, scores, strict=True):
+            # A score covers all tokens of a text but the first: compare the last `n`, those of the continuation.
             n = min(len(continuation), len(scored.log_p))
             greedy = scored.best[len(scored.best) - n :].tolist() == continuation[len(continuation) - n :]
             answers.append((float(scored.log_p[len(scored.log_p) - n :].sum(dtype="float64")), greedy))
         return answers
 
     def _each(
-        self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]], other: Any
+        self,
+        kind: str,
+        requests: Sequence[Instance],
+        answer: Callable[[Sequence[int]], Iterable[Any]],
+        placeholder: Any,
     ) -> list[Any]:
         """Return the answers to the requests in one call from the harness, which makes its calls in a fixed order.
 
@@ -287,7 +292,7 @@ class MarsJax(TemplateLM):
           requests: requests of the call.
           answer: a function that answers the requests with the given indices, in order. Each answer is written
             immediately.
-          other: placeholder for the answers of other parts.
+          placeholder: answer to the requests of other parts.
 
         Raises:
           MarsError: the file answers different requests, or cannot be written.
@@ -297,28 +302,30 @@ class MarsJax(TemplateLM):
         if self._ended:
             raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
         by_number = {row.get("id"): row for row in self._rows.rows}
+        # The requests of this call have these numbers in the whole run.
         numbers = range(self._count, self._count + len(requests))
-        in_part = [
-            i for i, n in enumerate(numbers) if self._part is None or n % self._part.step == self._part.start
-        ]
+        in_part = range(len(requests))
+        if self._part is not None:
+            in_part = [i for i, n in enumerate(numbers) if n % self._part.step == self._part.start]
         self._count += len(requests)
-        answers = [other] * len(requests)
+        answers = [placeholder] * len(requests)
+        keys = [f"{kind} {digest(repr(request.args).encode())}" for request in requests]
         try:
             missing = []
             for index in in_part:
                 row = by_number.get(numbers[index])
                 if row is None:
                     missing.append(index)
-                elif row.get("request") != _key(kind, requests[index]):
+                elif row.get("request") != keys[index]:
                     raise MarsError(
                         f"row {numbers[index]} of '{self._rows.path}' answers another request: choose another --rows, "
                         "or the tasks of the run that began it."
                     )
                 else:
                     answers[index] = row["answer"]
-            for index, value in zip(missing, answer(missing) if missing else (), strict=True):
-                key = _key(kind, requests[index])
-                self._rows.append({"id": numbers[index], "request": key, "answer": plain(value)})
+            new_answers = answer(missing) if missing else ()
+            for index, value in zip(missing, new_answers, strict=True):
+                self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
                 answers[index] = self._rows.rows[-1]["answer"]
         except BaseException:
             self._close()
@@ -326,7 +333,9 @@ class MarsJax(TemplateLM):
         self._answered += len(in_part)
         return answers
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
         ask, size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
@@ -339,7 +348,7 @@ class MarsJax(TemplateLM):
         results = self._each("loglikelihood", requests, answer, (0.0, False))
         return [(float(log_p), greedy) for log_p, greedy in results]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts. Those longer than the context are scored in windows."""
 
         def answer(numbers: Sequence[int]) -> Iterator[float]:
@@ -355,19 +364,19 @@ class MarsJax(TemplateLM):
 
         return [float(log_p) for log_p in self._each("loglikelihood_rolling", requests, answer, 0.0)]
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Decode with the draft and the rule, up to the first of a request's stop strings.
 
         Tau and tokens per second are printed on stderr.
         """
         return self._each("generate_until", requests, lambda numbers: self._generate(requests, numbers), "")
 
-    def _generate(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[str]:
+    def _generate(self, requests: Sequence[Instance], numbers: Sequence[int]) -> Iterator[str]:
         """Yield the completions of some requests, in their order."""
         queued = []
         for index, request in enumerate(requests):
             context, options = request.args
-            limit, until, sampling = _options(options, self._max_gen_toks)
+            limit, stop_strings, sampling = _options(options, self._max_gen_toks)
             if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
                 sampling["constraint"] = self._constraint
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
@@ -377,39 +386,38 @@ class MarsJax(TemplateLM):
                 chat=self._template is not None,
                 max_new_tokens=limit,
                 seed=(self._seed + index) % 2**32,
-                stop_strings=until,
+                stop_strings=stop_strings,
                 **sampling,
             )
         if not queued:
             return
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
-        queue = self._session.queue(queued, order=longest_first(queued) if self._rows is None else numbers)
+        order = longest_first(queued) if self._rows is None else numbers
+        queue = self._session.queue(queued, order=order)
         queue.warm_up()
-        began, ended, waiting = time.perf_counter(), {}, iter(numbers)
-        tokens = steps = 0
-        with progress("prompts") as show:
-            following = next(waiting)
+        began, tokens, steps, rate = time.perf_counter(), 0, 0, ""
+
+        def texts() -> Iterator[tuple[int, str]]:
+            nonlocal tokens, steps, rate
             for num_done, (index, completion) in enumerate(queue, start=1):
-                ended[index] = completion.text
                 tokens += completion.metrics.emitted
                 steps += completion.metrics.steps
-                show(num_done, len(numbers), speed(tokens, steps, time.perf_counter() - began))
-                while following in ended:
-                    yield ended.pop(following)
-                    following = next(waiting, -1)
+                rate = speed(tokens, steps, time.perf_counter() - began)
+                show(num_done, len(numbers), rate)
+                yield index, completion.text
+
+        with progress("prompts") as show:
+            yield from in_order(texts(), numbers)
         if hosts.is_first():
-            rate = speed(tokens, steps, time.perf_counter() - began)
             print(f"mars_jax: {len(numbers)} answers, {rate}", file=sys.stderr)
 
 
-def _key(kind: str, request: Any) -> str:
-    return f"{kind} {hashlib.sha256(repr(request.args).encode()).hexdigest()[:16]}"
-
-
-def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:
+def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonObject]:
     """Return (maximum new tokens, stop strings, sampling options) of a task's gen_kwargs."""
-    remaining = dict(given)
-    until = remaining.pop("until", None) or []
+    remaining = dict(gen_kwargs)
+    stop_strings = remaining.pop("until", None) or []
+    if isinstance(stop_strings, str):
+        stop_strings = [stop_strings]
     limit = int(remaining.pop("max_gen_toks", remaining.pop("max_new_tokens", limit)))
     sampled = bool(remaining.pop("do_sample", float(remaining.get("temperature") or 0) > 0))
     sampling = {
@@ -427,5 +435,4 @@ def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[st
         sampling = {}
     elif not math.isfinite(float(sampling.setdefault("temperature", 1.0))):
         raise MarsError(f"temperature is {sampling['temperature']}: expected a finite number.")
-    until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-    return limit, until, sampling | constraint
+    return limit, [text for text in stop_strings if text], sampling | constraint

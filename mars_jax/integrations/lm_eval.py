@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO
 
 from mars_jax import __version__
 from mars_jax.cli.flags import PART_HELP
@@ -22,7 +22,7 @@ mars-jax generate by their names, such as target=PATH,draft=model:SMALL,verify=m
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness's command line, and return the exit code."""
 
-    def run(argv: Sequence[str] | None, out: Any) -> None:
+    def run(argv: Sequence[str] | None, out: IO[str]) -> None:
         args = list(sys.argv[1:] if argv is None else argv)
         if args == ["--version"]:
             print(f"mars-jax {__version__}", file=out)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(
             "--part", metavar="I/N", help=PART_HELP.replace("decode only rows", "answer only requests")
         )
-        if {"-h", "--help"} & {*args}:
+        if "-h" in args or "--help" in args:
             print(f"{parser.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
         # The harness parses the remaining arguments.
         settings, args = argparse.ArgumentParser.parse_known_args(parser, args)

@@ -21,13 +21,16 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 from jax.sharding import AxisType, Mesh
+from jax.typing import ArrayLike
 
 from mars_jax import drafters
 from mars_jax.core.metrics import Metrics
@@ -45,7 +48,7 @@ from mars_jax.serve.session import default_rows
 from mars_jax.utils.errors import MarsError
 
 if TYPE_CHECKING:
-    MarsRollout: Any
+    MarsRollout: type
 
 __all__ = ["MarsRollout", "Rollout", "config_of", "params_from_state"]
 
@@ -98,16 +101,14 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
     Raises:
       MarsError: the state is not that of such a model, for example because it holds adapters.
     """
-    from flax import nnx
-
-    tree: Any = nnx.to_pure_dict(state)
+    tree: PyTree = nnx.to_pure_dict(state)
     width = config.hidden_size
 
     def matrix(x: Array) -> Array:
         """[D, heads, head_dim], or [D, F] -> [out, in]."""
         return x.reshape(width, -1).T
 
-    def layer(layer_state: Any) -> dict[str, Array]:
+    def layer(layer_state: PyTree) -> dict[str, Array]:
         attention, mlp = layer_state["attn"], layer_state["mlp"]
         params = {
             "attention_norm": jnp.copy(layer_state["input_layernorm"]["w"]),
@@ -128,10 +129,11 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
 
     try:
         layers = tree["layers"]
-        ordered = [layers[name] for name in sorted(layers, key=int)] if isinstance(layers, dict) else layers
+        if isinstance(layers, dict):  # by their numbers, as strings or integers
+            layers = [layers[name] for name in sorted(layers, key=int)]
         params = {
             "embed": jnp.copy(tree["embedder"]["input_embedding"]),
-            "layers": tuple(layer(layer_state) for layer_state in ordered),
+            "layers": tuple(layer(layer_state) for layer_state in layers),
             "norm": jnp.copy(tree["final_norm"]["w"]),
         }
         if not config.tie_embeddings:
@@ -174,7 +176,7 @@ class Rollout:
         """
         del rollout_config  # each call of `generate` receives its own
         rule = loaded_rule(verify)
-        self._actor, self._tokenizer, self._rule = rollout_actor, tokenizer, rule
+        self._tokenizer, self._rule = tokenizer, rule
         self._batch_size, self._calls = batch_size, 0
         self._mesh = None
         if mesh is not None and mesh.size > 1:
@@ -183,7 +185,7 @@ class Rollout:
             )
             if {"fsdp", "tp"} & set(mesh.axis_names):
                 name_axes(data="fsdp", model="tp")
-        state = self._state()
+        state = nnx.state(rollout_actor, nnx.Param)
         config = _config_that_computes_the_same(rollout_actor, state)
         dtype = jax.tree.leaves(state)[0].dtype.name
         self._take = _taker(config, dtype, self._mesh)
@@ -194,12 +196,9 @@ class Rollout:
             mesh=self._mesh,
             name=type(rollout_actor).__name__,
         )
-        source: Any = drafter
-        resolved: Any = source(self._target) if _is_function(source) else source
-        if isinstance(resolved, str):
-            resolved = drafters.load(resolved, self._target)
-        loaded = isinstance(resolved, drafters.LoadedDrafter)
-        self._drafter: drafters.LoadedDrafter = resolved if loaded else drafters.LoadedDrafter(resolved, ())
+        if callable(drafter):
+            drafter = drafter(self._target)
+        self._drafter = drafters.loaded(drafter, self._target)
         if not lossy and (not rule.rule.lossless or self._drafter.drafter.trusts):
             raise MarsError(
                 f"the rule {rule.rule.name} with the drafter '{self._drafter.drafter.name}' is lossy: "
@@ -208,11 +207,6 @@ class Rollout:
             )
         self.metrics: Metrics | None = None
         """Metrics of the last `generate`; `metrics.tau` falls as a drafter becomes outdated."""
-
-    def _state(self) -> Any:
-        from flax import nnx
-
-        return nnx.state(self._actor, nnx.Param)
 
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Sample a completion of each prompt; see Tunix's `BaseRollout.generate`.
@@ -227,14 +221,13 @@ class Rollout:
             width = 1 << (longest - 1).bit_length()
         pad, max_new_tokens = self.pad_id(), rollout_config.max_tokens_to_generate
         stops = tuple(rollout_config.eos_tokens or (self.eos_id(),))
-        top_k = rollout_config.top_k
         requests = [
             Request(
                 prompt_tokens=tuple(tokens),
                 max_new_tokens=max_new_tokens,
                 temperature=float(rollout_config.temperature),
                 top_p=1.0 if rollout_config.top_p is None else float(rollout_config.top_p),
-                top_k=0 if top_k is None or top_k < 0 else int(top_k),
+                top_k=max(int(rollout_config.top_k or 0), 0),
                 seed=seed,
                 stop_tokens=stops,
                 logit_bias=() if pad in stops else ((pad, -np.inf),),
@@ -246,11 +239,8 @@ class Rollout:
         # recompilation.
         batch = dataclasses.replace(batch, width=bucket(width + max_new_tokens))
         rows = self._batch_size or default_rows(batch)
-        by_index = dict(
-            Queue(
-                batch, rows, log_probs=True, shared=Shares.PROMPTS if self._mesh is None else Shares.NOTHING
-            )
-        )
+        shared = Shares.PROMPTS if self._mesh is None else Shares.NOTHING
+        by_index = dict(Queue(batch, rows, log_probs=True, shared=shared))
         completions = [by_index[i] for i in range(len(requests))]
         self.metrics = total_metrics(completions)
         if any(completion.finish_reason == "failed" for completion in completions):
@@ -282,18 +272,16 @@ class Rollout:
                 ids = ids[1:]
         return ids
 
-    def _seeds(self, seed: Any, count: int) -> list[int]:
+    def _seeds(self, seed: ArrayLike | None, count: int) -> list[int]:
         """Return a seed for each prompt; every call returns different seeds."""
         if seed is None:
-            words = [0]
-        else:
-            key = jnp.issubdtype(getattr(seed, "dtype", np.int32), jax.dtypes.prng_key)
-            words = (
-                np.ravel(jax.random.key_data(seed) if key else np.asarray(seed)).astype(np.uint32).tolist()
-            )
+            seed = 0
+        elif jnp.issubdtype(getattr(seed, "dtype", np.int32), jax.dtypes.prng_key):
+            seed = jax.random.key_data(seed)
+        words = np.ravel(np.asarray(seed)).astype(np.uint32).tolist()
         seeds = np.random.SeedSequence([*words, self._calls]).generate_state(count, np.uint32)
         self._calls += 1
-        return [int(x) for x in seeds]
+        return seeds.tolist()
 
     def get_per_token_logps(
         self, prompt_tokens: Array, completion_tokens: Array, completion_mask: Array | None = None
@@ -311,7 +299,10 @@ class Rollout:
           MarsError: the mask and the completions have different shapes.
         """
         completions = jnp.asarray(completion_tokens, jnp.int32)
-        mask = completions != self.pad_id() if completion_mask is None else jnp.asarray(completion_mask) != 0
+        if completion_mask is None:
+            mask = completions != self.pad_id()
+        else:
+            mask = jnp.asarray(completion_mask) != 0
         if mask.shape != completions.shape:
             raise MarsError(
                 f"completion_mask has shape {mask.shape}: expected {completions.shape}, as of completion_tokens."
@@ -326,7 +317,7 @@ class Rollout:
                 pad=self.pad_id(),
             )
 
-    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
+    def update_params(self, params: PyTree, filter_types: object = None) -> None:
         """Copy new weights in one jitted function, compiled once. The result shares no memory with the trainer's.
 
         Args:
@@ -355,18 +346,13 @@ class Rollout:
     def eos_id(self) -> int:
         return self._tokenizer.eos_id()
 
-    def model(self) -> Any:
+    def model(self) -> bridge.OurParams:
         """Return the decoding model as an nnx module with its own arrays.
 
         It must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and never
         calls `update_params` for them.
         """
         return bridge.to_nnx(self._target.model, self._target.params)
-
-
-def _is_function(drafter: Any) -> bool:
-    """Return whether this is a function that creates a drafter; drafters are named tuples of functions."""
-    return callable(drafter) and not isinstance(drafter, tuple)
 
 
 @functools.cache
@@ -389,34 +375,36 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
       MarsError: the logits differ too much with both bases.
     """
     config = config_of(actor)
+    thetas = [config.rope.theta]
     rotate = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
-    default = None if rotate is None else inspect.signature(rotate).parameters["rope_theta"].default
-    thetas = dict.fromkeys([config.rope.theta, float(default or config.rope.theta)])
+    if rotate is not None:
+        thetas.append(float(inspect.signature(rotate).parameters["rope_theta"].default))
     count = 32
     ids = (jnp.arange(count, dtype=jnp.int32) * 7 % config.vocab_size)[None]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     causal = jnp.tril(jnp.ones((1, count, count), bool))
     actor_logits = actor(ids, positions, None, causal)[0].astype(jnp.float32)
-    differences = {}
-    for theta in thetas:
-        candidate = dataclasses.replace(config, rope=Rope(theta=theta))
+
+    def difference(candidate: ModelConfig) -> float:
+        """Return the largest difference of logits, relative to the standard deviation of the actor's."""
         model = language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
 
         @jax.jit
-        def logits(state: PyTree, candidate: ModelConfig = candidate, model: LanguageModel = model) -> Array:
+        def logits(state: PyTree) -> Array:
             params = params_from_state(state, candidate)
             zero = jnp.zeros((1,), jnp.int32)
             out = model.forward(params, ids, Visible.causal(zero, count), model.init_cache(1, count))
             return model.unembed(params, out.hidden)
 
-        differences[candidate] = float(
-            jnp.max(jnp.abs(logits(state) - actor_logits)) / (jnp.std(actor_logits) + 1e-6)
-        )
-    best = min(differences, key=lambda candidate: differences[candidate])
-    if not differences[best] < 10 * SAME:
+        largest = jnp.max(jnp.abs(logits(state) - actor_logits))
+        return float(largest / (jnp.std(actor_logits) + 1e-6))
+
+    candidates = [dataclasses.replace(config, rope=Rope(theta=theta)) for theta in dict.fromkeys(thetas)]
+    smallest, best = min(((difference(c), c) for c in candidates), key=lambda pair: pair[0])
+    if not smallest < 10 * SAME:
         raise MarsError(
             f"the logits of {type(actor).__name__} are not those of its weights as MarsRollout computes them (they "
-            f"differ by {differences[best]:.2g} of their spread): this version of Tunix is not known."
+            f"differ by {smallest:.2g} of their spread): this version of Tunix is not known."
         )
     return best
 
@@ -425,6 +413,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
 def _log_probs(
     model: LanguageModel, params: PyTree, prompts: Array, completions: Array, mask: Array, *, pad: int
 ) -> Array:
+    # Column t is slot t. Positions count only valid tokens: padding repeats the position before it.
     batch, width = prompts.shape
     tokens = jnp.concatenate([prompts, completions], axis=1)
     count = tokens.shape[1]
@@ -434,11 +423,12 @@ def _log_probs(
     attention_mask = jnp.tril(jnp.ones((count, count), bool))[None] & valid[:, None]
     visible = Visible(first=zero, positions=positions, slot=zero, seen=attention_mask)
     out = model.forward(params, tokens, visible, model.init_cache(batch, count))
+    # The logits at column t predict the token in column t + 1, and completions begin in column `width`.
     log_p = jax.nn.log_softmax(model.unembed(params, out.hidden[:, width - 1 : -1]), axis=-1)
     return jax.lax.stop_gradient(jnp.take_along_axis(log_p, completions[:, :, None], axis=2)[..., 0])
 
 
-def _base() -> Any:
+def _base() -> ModuleType:
     """Import the module of Tunix's interface on first use, because it has many dependencies."""
     try:
         return importlib.import_module("tunix.rl.rollout.base_rollout")
@@ -455,7 +445,7 @@ def _rollout_class() -> type:
     )
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     # The class derives from a class of Tunix, so it is created on first use.
     if name == "MarsRollout":
         return _rollout_class()

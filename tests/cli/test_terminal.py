@@ -82,7 +82,7 @@ def test_statistics_count_what_was_drafted():
 
 def test_the_legend_fits_the_terminal():
     assert "\n" not in terminal.legend(120).plain
-    assert terminal.legend(80).plain.split("\n") == terminal.legend().plain.split("   ")
+    assert terminal.legend(80).plain.split("\n") == terminal.legend(120).plain.split("   ")
 
 
 PROMPT = "Once 猫は赤い😀 [b] upon"

@@ -48,7 +48,8 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     _check_sampling(present, args, rows)
     _check_file(args, rows)
     draft_size = _draft_size(args, draft, rule)
-    args.draft_size = None if args.draft_size == "fixed" else args.draft_size
+    if args.draft_size == "fixed":
+        args.draft_size = None  # rows do not record a flag at its default
     shows_text = not (args.json or args.output or args.compare)
     return Choices(
         draft=draft,
@@ -62,9 +63,10 @@ def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) ->
     """Return --draft-size. Without it, return "usual" for a default draft that may be resized, otherwise "fixed"."""
     if args.draft_size is not None:
         return args.draft_size
-    shaped = args.tree is not None or args.refine is not None or args.draft_device is not None
-    usual = args.draft_is_default and draft.definition.resizes and rule.name == "exact" and not shaped
-    return "usual" if usual else "fixed"
+    may_resize = args.draft_is_default and draft.definition.resizes and rule.name == "exact"
+    if may_resize and args.tree is None and args.refine is None and args.draft_device is None:
+        return "usual"
+    return "fixed"
 
 
 def check_interactive_flags(args: argparse.Namespace) -> None:
@@ -79,7 +81,8 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
     """Raise MarsError for flags that do not apply to the drafter."""
     if draft.kind == "none":
         flags = ["--compare", "--num-draft-tokens"]
-        flags += [f"--verify {rule.spec}"] if "draft" in rule.needs else []
+        if "draft" in rule.needs:
+            flags.append(f"--verify {rule.spec}")
         drafts = draft_words(name for name in definitions() if name != "none")
         present.refuse(
             flags, f"to --draft none, which proposes nothing: leave it out, or draft with {drafts}"
@@ -130,13 +133,14 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
             cure = "leave it out, or give every prompt a temperature above 0"
             present.refuse(["--samples"], f"at temperature 0, where all are the same: {cure}")
         present.refuse(["seed"], "with --samples, which all have their own: leave it out")
-    off = {name: REQUEST[name].default for name in FILTERS}
+    # Filters at their default, which is off, have no effect at any temperature.
+    defaults = {name: REQUEST[name].default for name in FILTERS}
     why = "at temperature 0, which takes the best token: leave it out, or give a temperature above 0"
     if not any(temperatures):
-        present.refuse([flag_of(name) for name in off if getattr(args, name) != off[name]], why)
+        present.refuse([flag_of(name) for name in FILTERS if getattr(args, name) != defaults[name]], why)
     for row, temperature in zip(rows, temperatures, strict=True):
-        for name in off:
-            if not temperature and row.settings.get(name, off[name]) != off[name]:
+        for name, default in defaults.items():
+            if not temperature and row.settings.get(name, default) != default:
                 raise row.error(f"{name} does not apply {why}.")
 
 

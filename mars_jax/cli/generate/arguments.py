@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mars_jax import assets
 from mars_jax.cli.flags import (
@@ -32,6 +32,7 @@ from mars_jax.drafters.registry import HEAD_EMBED, draft_words, drafters_that
 from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import ATTENTION, BATCH, DTYPES, REQUEST, STORED_DTYPES
+from mars_jax.utils.types import JsonObject
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the
@@ -90,8 +91,8 @@ def parser() -> Parser:
     return command_parser
 
 
-def _add_models(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("models")
+def _add_models(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("models")
     group.add_argument(
         "--target",
         metavar="PATH",
@@ -105,11 +106,12 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         "explains them",
     )
     add_settings(group, "num_draft_tokens")
-    made_of = Dynamic()
-    sizes = f"{made_of.top_k}-{made_of.depth}-{made_of.nodes}"
+    dynamic = Dynamic()
+    sizes = f"{dynamic.top_k}-{dynamic.depth}-{dynamic.nodes}"
     group.add_argument(
         "--tree",
         metavar="4-2-2-1",
+        type=parse_tree,
         help="children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
         f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 gives "
         f"children, depth and nodes (default: dynamic:{sizes}, for dflash as deep as its block), with "
@@ -128,6 +130,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-device",
         metavar="N[,N...]",
+        type=_devices,
         help="draft with model:PATH on this device, or on several, while the target verifies on others; a draft "
         "assumes that the last one is accepted, and tokens stay the same (default: in turns, on the target's device)",
     )
@@ -141,8 +144,8 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     add_settings(group, "refine_every")
 
 
-def _add_rule(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("rule", description=_OWN)
+def _add_rule(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("rule", description=_OWN)
     add_rule_flags(group, default="exact, or mars with --compare, a setting of it or no model")
     exclusive = group.add_mutually_exclusive_group()
     exclusive.add_argument(
@@ -153,8 +156,8 @@ def _add_rule(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("sampling")
+def _add_sampling(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("sampling")
     add_settings(group, *SAMPLING)
     group.add_argument(
         "--logit-bias",
@@ -173,8 +176,8 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_text(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("text", description="Constraints on texts.")
+def _add_text(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("text", description="Constraints on texts.")
     exclusive = group.add_mutually_exclusive_group()
     exclusive.add_argument("--regex", metavar="PATTERN", help="constrain the text to match the whole pattern")
     exclusive.add_argument(
@@ -204,13 +207,10 @@ def _add_text(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_input(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("input", description=_ROWS)
+def _add_input(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("input", description=_ROWS)
     group.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="texts to continue (default: asks a terminal)",
+        "prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: asks a terminal)"
     )
     group.add_argument(
         "--prompts-file",
@@ -235,8 +235,8 @@ def _add_input(made: argparse.ArgumentParser) -> None:
     add_settings(group, "batch_size")
 
 
-def _add_output(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("output")
+def _add_output(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("output")
     group.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
@@ -252,13 +252,10 @@ def _add_output(made: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object per prompt; with --list-rules the table"
     )
     group.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="append these objects to a new file, one by one",
+        "--output", metavar="FILE", type=Path, help="append these objects to a new file, one by one"
     )
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
-    group.add_argument("--part", metavar="I/N", help=PART_HELP)
+    group.add_argument("--part", metavar="I/N", type=part_of, help=PART_HELP)
     group.add_argument(
         "--compare",
         action="store_true",
@@ -266,24 +263,23 @@ def _add_output(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_machine(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("machine")
+def _add_machine(command_parser: Parser) -> None:
+    group = command_parser.add_argument_group("machine")
     group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
     group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
     add_settings(group, "prefill_chunk")
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(made)
+    add_host_flags(command_parser)
 
 
 def _devices(text: str) -> tuple[int, ...]:
     """Parse device numbers from N,N,..."""
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+    if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text, re.ASCII) is None:
         raise MarsError(
             f"--draft-device is {text!r}: expected the number of a device, or several, as in 4,5,6,7."
         )
-    return tuple(int(part) for part in parts)
+    return tuple(int(number) for number in text.split(","))
 
 
 def _check_constraints(args: argparse.Namespace) -> None:
@@ -298,10 +294,10 @@ def _check_constraints(args: argparse.Namespace) -> None:
         checked_spans(spans or ())
 
 
-def _template_args(given: Sequence[str]) -> dict[str, Any]:
+def _template_args(texts: Sequence[str]) -> JsonObject:
     """Parse NAME=VALUE strings into a dict. Values that are not JSON stay strings."""
-    by_name: dict[str, Any] = {}
-    for text in given:
+    by_name = {}
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise MarsError(
@@ -332,10 +328,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.stop_strings is not None and not all(args.stop_strings):
         raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
-    if args.tree is not None:
-        args.tree = parse_tree(args.tree)
-    args.part = None if args.part is None else part_of(args.part)
-    args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
     # The default rule is mars for the embedded pair and if a rule setting is given; otherwise it is exact.
     shows = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET

@@ -7,16 +7,20 @@ import contextlib
 import functools
 import sys
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from mars_jax.cli import signals
 from mars_jax.cli.generate.applies import Choices, check_flags, check_interactive_flags
 from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.arguments import parser as parser  # `commands.parser_of` reads it here
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.utils.errors import MarsError
+
+if TYPE_CHECKING:
+    from mars_jax.serve.rows import RowFile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +33,10 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.list_rules or args.list_drafters:
         _list(args, out)
         return
-    if args.prompts and args.prompts_file is not None:
+    file = args.prompts_file
+    if args.prompts and file is not None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
-    if not args.prompts and args.prompts_file is None:
+    if not args.prompts and file is None:
         if not (sys.stdin.isatty() and out.isatty()):
             raise MarsError(
                 "there are no prompts: give texts, or a --prompts-file; on a terminal they are asked for."
@@ -41,7 +46,6 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 
         talk(argv, args, out)
         return
-    file = args.prompts_file
     rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
     choices = check_flags(args, rows)
     rows = [row for row in rows for _ in range(args.samples or 1)]
@@ -61,7 +65,7 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
         flag = "--list-rules" if args.list_rules else "--list-drafters"
         raise MarsError(f"{flag} prints a table and decodes nothing: leave out the prompts, or the flag.")
     if args.list_rules:
-        print_rules(out, as_json=args.json, own=args.verify)
+        print_rules(out, as_json=args.json, spec=args.verify)
     if args.list_drafters:
         print_drafters(out, as_json=args.json)
 
@@ -83,9 +87,11 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             job = open_job(args, choices, share)
         if file is not None:
             file.start(fingerprints(job.session, choices.draft))
-        # Replace characters that the locale cannot encode; JSON is always UTF-8.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
-            reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
+            if args.json:
+                reconfigure(encoding="utf-8", errors="strict")
+            else:
+                reconfigure(errors="replace")  # characters that the locale cannot encode
         if args.compare:
             ways.print_comparison(job, out, json=args.json)
         elif file is not None:
@@ -99,7 +105,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         job.check_finite()
 
 
-def _stop(file: Any, total: int) -> str:
+def _stop(file: RowFile, total: int) -> str:
     """Close the file when a signal ends the process. Return a note on the number of rows and how to continue."""
     count = file.stop()
     if count == total:

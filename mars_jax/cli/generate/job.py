@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -17,24 +17,43 @@ from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
 from mars_jax.cli.progress import busy
 from mars_jax.core.rule import LoadedRule
+from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh import hosts
 from mars_jax.models.quantize import Int4
-from mars_jax.serve import requests as request
 from mars_jax.serve.queue import Finished, Said
-from mars_jax.serve.requests import Completion, Request
+from mars_jax.serve.requests import Completion, Request, check_request, make_requests
 from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Session, check_finite
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES, REQUEST
+from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice
+
+T = TypeVar("T")
 
 CHUNK = 2048
 """Number of prompts tokenized at once: enough for all cores, and few enough to show progress."""
 SHORT = 3
 """Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
+
+
+def in_order(numbered: Iterable[tuple[int, T]], order: Iterable[int]) -> Iterator[T]:
+    """Yield each value as soon as it and all values that precede it in `order` have arrived.
+
+    >>> list(in_order([(1, "b"), (0, "a"), (2, "c")], range(3)))
+    ['a', 'b', 'c']
+    """
+    early: dict[int, T] = {}
+    waiting = iter(order)
+    following = next(waiting, None)
+    for number, value in numbered:
+        early[number] = value
+        while following in early:
+            yield early.pop(following)
+            following = next(waiting, None)
 
 
 class JobCompletions:
@@ -52,7 +71,7 @@ class JobCompletions:
     def __iter__(self) -> Iterator[Completion]:
         """Yield the completions. If the whole first batch fails, raise MarsError: later ones would fail too."""
         waiting, any_succeeded = [], False
-        for completion in self._in_order():
+        for completion in in_order(self._timed(), self._order):
             self._job.finished.append(completion)
             any_succeeded = any_succeeded or completion.finish_reason != "failed"
             waiting.append(completion)
@@ -64,21 +83,15 @@ class JobCompletions:
         if waiting:
             self._job.check_finite()
 
-    def _in_order(self) -> Iterator[Completion]:
-        early: dict[int, Completion] = {}
-        waiting = iter(self._order)
-        following, began = next(waiting, None), time.perf_counter()
-        refining = self._job.refining
+    def _timed(self) -> Iterator[tuple[int, Completion]]:
+        began = time.perf_counter()
         for index, completion in self._queue:
-            if refining is not None:
+            if self._job.refining is not None:
                 # Training time counts, because the next prompt waits for it.
-                completion = refining.see(completion, self._queue)
-            early[index] = completion
+                completion = self._job.refining.see(completion, self._queue)
             self.seconds += time.perf_counter() - began
-            while following in early:
-                yield early.pop(following)
-                following = next(waiting, None)
-            began = time.perf_counter()
+            yield index, completion
+            began = time.perf_counter()  # the time that the caller spends on a completion does not count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,16 +101,15 @@ class Job:
     session: Session
     requests: list[Request]
     drafts: bool  # False for --draft none
-    simulated: bool = False  # the text is meaningless
-    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # recorded in every row
-    numbers: Sequence[Mapping[str, Any]] = ()  # rule settings per prompt
+    simulated: bool  # the text is meaningless
+    run: JsonObject  # recorded in every row
+    numbers: Sequence[Mapping[str, Any]]  # rule settings per prompt
+    refining: Any  # `lab.training.online.Refining` of --refine, or None
     finished: list[Completion] = dataclasses.field(default_factory=list)
-    refining: Any = None  # `Refining` of --refine
 
-    def run_of(self, index: int) -> dict[str, Any]:
+    def run_of(self, index: int) -> JsonObject:
         """Return the settings that the row of prompt `index` records."""
-        rule_settings = plain(self.numbers[index]) if self.numbers else {}
-        return dict(self.run) | {"settings": self.run["settings"] | rule_settings}
+        return self.run | {"settings": self.run["settings"] | plain(self.numbers[index])}
 
     def decode(self, order: Sequence[int] | None = None) -> JobCompletions:
         """Compile, then decode all requests, or only those with the indices in `order`."""
@@ -154,43 +166,43 @@ def open_job(
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.
         rule = load_rule(choices.rule, target, rows)
-    varies = choices.draft_size == "auto"
-    length = args.num_draft_tokens
-    if choices.draft_size == "usual" and jax.default_backend() == "cpu":
-        varies, length = True, length or SHORT
-    options: dict[str, Any] = {"num_draft_tokens": length, "dtype": args.dtype}
-    size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
+    draft_size, length = choices.draft_size, args.num_draft_tokens
+    if draft_size == "usual":
+        draft_size = "fixed"
+        if jax.default_backend() == "cpu":
+            draft_size, length = "auto", length or SHORT
     if args.draft_device is None:
         drafter = drafters.load(
             args.draft,
             target,
             tree=args.tree,
             sample=choices.draft.definition.samples and verify.needs_q(rule.rule),
-            draft_size="auto" if varies else "fixed",
+            draft_size=draft_size,
             any_rule=bool(args.any_rule),
             head_embed=args.head_embed or "own",
-            **options,
+            num_draft_tokens=length,
+            dtype=args.dtype,
         )
     else:
         open_elsewhere = load_function("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
-        drafter = open_elsewhere(args.draft, target, args.draft_device, **options)
+        drafter = open_elsewhere(
+            args.draft, target, args.draft_device, num_draft_tokens=length, dtype=args.dtype
+        )
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
-    if (
-        draft.definition.copies
-        and not (choices.rule.definition.lossless or args.compare)
-        and hosts.is_first()
-    ):
+    accepts_copies = draft.definition.copies and not choices.rule.definition.lossless
+    if accepts_copies and not args.compare and hosts.is_first():
         why = f"which copies from the text: {choices.rule.name} accepts repetitions of it, and --verify exact does not"
         print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
     simulated = choices.rule.definition.name == "simulated"
     if simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
+    default_rows = 1 if choices.streams else 8  # streamed text is shown one prompt after another
     session = Session(
         target=target,
         drafter=drafter,
         loaded_rule=rule,
-        batch_size=size,
+        batch_size=min(args.batch_size or default_rows, len(requests)),
         log_probs=args.log_probs or args.refine is not None,
     )
     refining = None
@@ -199,9 +211,11 @@ def open_job(
         open_refining = load_function("mars_jax.lab.training.online:open_refining")
         refining = open_refining(args, target, drafter, samples=samples)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
-    run["tree"] = plain(args.tree)
-    run["num_draft_tokens"] = args.num_draft_tokens
-    run["dtype"] = _dtype(target.params)
+    run |= {
+        "tree": plain(args.tree),
+        "num_draft_tokens": args.num_draft_tokens,
+        "dtype": _dtype(target.params),
+    }
     return Job(
         session=session,
         requests=requests,
@@ -213,7 +227,7 @@ def open_job(
     )
 
 
-def _dtype(params: Any) -> str:
+def _dtype(params: PyTree) -> str:
     """Return the narrowest dtype of the weights: int4, int8 or a floating-point type."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
     dtypes = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
@@ -231,12 +245,12 @@ def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow])
     return verify.load(choice.spec, target, **{**choice.settings, **per_row})
 
 
-def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
-    """Check that tau is at most the number of tokens that a step can emit."""
+def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], limit: int) -> None:
+    """Check that tau is at most `limit`, the number of tokens that a step can emit."""
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]
-        if tau > most:
-            problem = f"is {tau:g}, and this draft gives {most} tokens a step at most: ask for less, or draft deeper."
+        if tau > limit:
+            problem = f"is {tau:g}, and this draft gives {limit} tokens a step at most: ask for less, or draft deeper."
             raise row.error(f"tau {problem}") if "tau" in row.numbers else MarsError(f"--tau {problem}")
 
 
@@ -251,34 +265,26 @@ def make_job_requests(
     Raises:
       MarsError: the model cannot process a prompt. The message contains its line.
     """
-    names = [
-        *REQUEST,
-        "stop_strings",
-        "logit_bias",
-        *CONSTRAINTS,
-        *SPANS,
-    ]
+    names = [*REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS]
     common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
-    first, step = (0, 1) if args.part is None else (args.part.start, args.part.step)
-    numbers = range(first, first + step * len(rows), step)
+    part = args.part or slice(0, None, 1)
+    numbers = range(part.start, part.start + part.step * len(rows), part.step)  # of the rows in the whole run
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
-        if row_constraints := [name for name in CONSTRAINTS if name in row.settings]:
+        if any(name in row.settings for name in CONSTRAINTS):
             # A row's constraint replaces the one from the flags.
-            settings |= {name: None for name in CONSTRAINTS if name not in row_constraints}
+            settings |= {name: row.settings.get(name) for name in CONSTRAINTS}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
             settings["relax_constrained"] = True
         try:
             chat = bool(args.chat or row.messages)
-            [made_request] = request.make_requests(
-                target, [tokens], chat=chat, ignore_eos=args.ignore_eos, **settings
-            )
-            request.check_request(target, made_request)
+            [request] = make_requests(target, [tokens], chat=chat, ignore_eos=args.ignore_eos, **settings)
+            check_request(target, request)
         except MarsError as error:
             raise row.error(error) from None
-        name = number if row.id is None else row.id
-        requests.append(dataclasses.replace(made_request, prompt=row.prompt, messages=row.messages, id=name))
+        row_id = number if row.id is None else row.id
+        requests.append(dataclasses.replace(request, prompt=row.prompt, messages=row.messages, id=row_id))
     return requests
 
 

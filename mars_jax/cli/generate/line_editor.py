@@ -66,5 +66,7 @@ def _completion(line: str, words: Sequence[str], state: int) -> str | None:
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'
     """
-    candidates = [word for word in words if word.startswith(line)] if line.startswith("/") else []
+    if not line.startswith("/"):
+        return None
+    candidates = [word for word in words if word.startswith(line)]
     return candidates[state] if state < len(candidates) else None

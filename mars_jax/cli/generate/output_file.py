@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -21,6 +20,7 @@ from mars_jax.serve.rows import RowFile, digest, fingerprint, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import REQUEST
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import is_own, source_digest
 
 _ELSEWHERE = {
@@ -40,7 +40,7 @@ _ELSEWHERE = {
 _DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 
 
-def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> dict[str, Any]:
+def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> JsonObject:
     """Return the settings of a run, as JSON values. Settings at their defaults are left out.
 
     Args:
@@ -64,12 +64,12 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     return settings | {"prompts": digest(repr(prompts).encode())}
 
 
-def _is_default(name: str, value: Any) -> bool:
+def _is_default(name: str, value: object) -> bool:
     # Compare by identity: 0 equals False, but is a setting.
     return value is None or value is False or (name in _DEFAULTS and value == _DEFAULTS[name])
 
 
-def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
     """Return the row of a finished prompt; docs/rows.md has its schema.
 
     Args:
@@ -78,32 +78,32 @@ def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = No
       run: settings that distinguish the row from those of other runs, from `Job.run_of`.
     """
     request, metrics = completion.request, completion.metrics
-    return (
-        ({} if request.id is None else {"id": request.id})
-        | {"prompt": request.prompt}
-        | ({} if request.messages is None else {"messages": list(request.messages)})
-        | {
-            "text": completion.text,
-            "prompt_tokens": list(request.prompt_tokens),
-            "tokens": completion.tokens,
-            "finish_reason": completion.finish_reason,
-            "steps": metrics.steps,
-            "tau": metrics.tau,
-            "proposed": metrics.proposed,
-            "accepted_exact": metrics.accepted_exact,
-            "accepted_relaxed": metrics.accepted_relaxed,
-            "depth_histogram": list(metrics.depth_histogram),
-            "seconds": completion.seconds,
-            "tokens_per_second": completion.tokens_per_second,
-            "rule": rule,
-            "sampling": sampling(request),
-        }
-        | ({} if run is None else {"run": dict(run)})
-        | ({} if completion.log_probs is None else {"log_probs": completion.log_probs._asdict()})
-    )
+    row = {
+        "id": request.id,
+        "prompt": request.prompt,
+        "messages": request.messages,
+        "text": completion.text,
+        "prompt_tokens": request.prompt_tokens,
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        "steps": metrics.steps,
+        "tau": metrics.tau,
+        "proposed": metrics.proposed,
+        "accepted_exact": metrics.accepted_exact,
+        "accepted_relaxed": metrics.accepted_relaxed,
+        "depth_histogram": metrics.depth_histogram,
+        "seconds": completion.seconds,
+        "tokens_per_second": completion.tokens_per_second,
+        "rule": rule,
+        "sampling": sampling(request),
+        "run": run,
+        "log_probs": completion.log_probs and completion.log_probs._asdict(),
+    }
+    # A prompt of token ids keeps its key, with null.
+    return {name: value for name, value in row.items() if value is not None or name == "prompt"}
 
 
-def sampling(request: Request) -> dict[str, Any]:
+def sampling(request: Request) -> JsonObject:
     """Return the settings of a request that its row records; docs/rows.md has their schema."""
     return {name: getattr(request, name) for name in (*SAMPLING, "strict")}
 

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from mars_jax.utils.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.utils.limits import LINE_BYTES, PROMPT_BYTES
 from mars_jax.utils.paths import check_path, open_file
 from mars_jax.utils.settings import REQUEST
+from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import load_function
 from mars_jax.verify import RuleChoice, not_in, rules
 
@@ -37,14 +38,14 @@ class PromptRow:
 
     where: str  # origin for messages: "prompts.jsonl, line 3", or "" for a prompt from the command line
     prompt: str | None = None
-    messages: tuple[dict[str, Any], ...] | None = None  # a conversation
+    messages: tuple[JsonObject, ...] | None = None  # a conversation
     tokens: tuple[int, ...] | None = None
     id: str | int | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the request
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of the rule
+    settings: JsonObject = dataclasses.field(default_factory=dict)  # settings of the request
+    numbers: JsonObject = dataclasses.field(default_factory=dict)  # settings of the rule
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> JsonObject:
         """Values by their keys in a prompts file."""
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
@@ -81,6 +82,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
         check_path(path, "the prompts file")
     columns = None
     if not (stream or Path(path).is_file()):
+        # None if the path does not have the form of a dataset's name.
         columns = load_function("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
     if columns is not None:
         rows = list(_of_dataset(path, columns, rule))
@@ -113,7 +115,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         ) from None
 
 
-def _parquet(path: str) -> Iterator[dict[str, Any]]:
+def _parquet(path: str) -> Iterator[JsonObject]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -130,10 +132,10 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _of_dataset(
-    path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
+    path: str, columns: Iterator[tuple[str, JsonObject]], rule: RuleChoice
 ) -> Iterator[PromptRow]:
     """Yield the prompts and ids of a dataset, and print the names of its other columns."""
-    other_columns: dict[str, None] = {}
+    other_columns: set[str] = set()
     for where, values in columns:
         prompt_columns = [key for key in _PROMPTS if values.get(key) is not None]
         if not prompt_columns:
@@ -142,7 +144,7 @@ def _of_dataset(
                 "prompts to a .jsonl file."
             )
         used_columns = {prompt_columns[0], "id"} & values.keys()
-        other_columns |= dict.fromkeys(values.keys() - used_columns)
+        other_columns |= values.keys() - used_columns
         yield _from_columns({key: values[key] for key in used_columns}, where, rule)
     if other_columns:
         say(
@@ -151,18 +153,20 @@ def _of_dataset(
         )
 
 
-def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
+def _from_columns(columns: JsonObject, where: str, rule: RuleChoice) -> PromptRow:
     # pandas writes an index column, and stores integers as floats if a column has nulls.
-    fields = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
+    fields = {key: x for key, x in _without_nulls(columns).items() if not key.startswith("__index_level_")}
     integers = {key: int(x) for key, x in fields.items() if isinstance(x, float) and x.is_integer()}
     return _checked(_from_fields(fields | integers, PromptRow(where=where), rule))
 
 
-def _given(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Remove nulls: they represent missing keys of a table."""
     if isinstance(value, dict):
-        return {key: _given(item) for key, item in value.items() if item is not None}
-    return [_given(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
@@ -175,10 +179,10 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 raise MarsError(
                     f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
                 )
+            # Only the first line may begin with a byte order mark.
+            encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
-                text = (
-                    line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
-                )
+                text = line.decode(encoding).removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError:
                 raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
             if not text.strip():
@@ -205,12 +209,7 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     return _from_fields(fields, row, rule)
 
 
-def _numbers(rule: RuleChoice) -> dict[str, Any]:
-    """Return the settings of the rule that a row may override."""
-    return {name: setting for name, setting in rule.options.items() if setting.per_row}
-
-
-def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> PromptRow:
+def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> PromptRow:
     """Return the prompt of a JSON object; `row` holds its origin."""
     for key, value in fields.items():
         try:
@@ -220,19 +219,20 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
         except TypeError:  # such as a date or bytes in a table
             raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
-    numbers = _numbers(rule)
-    for name in sorted(fields.keys() - {*_KEYS, *numbers}):
-        raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))
+    rule_keys = [name for name, setting in rule.options.items() if setting.per_row]
+    known_keys = (*_KEYS, *rule_keys)
+    for name in sorted(fields.keys() - set(known_keys)):
+        raise row.error(_unknown(name, rule, known_keys))
     if sum(key in fields for key in _PROMPTS) != 1:
         raise row.error("it needs one of prompt, messages and prompt_tokens, and no two of them.")
-    prompt, tokens, name = fields.get("prompt"), fields.get("prompt_tokens"), fields.get("id")
+    prompt, tokens, messages = (fields.get(key) for key in ("prompt", "prompt_tokens", "messages"))
     if "prompt" in fields and not isinstance(prompt, str):
         raise row.error(f"prompt is {prompt!r}: expected a text.")
     if "prompt_tokens" in fields and not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
         raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
-    messages = fields.get("messages")
-    if type(name) not in (str, int, type(None)):
-        raise row.error(f"id is {name!r}: expected a text or a whole number.")
+    row_id = fields.get("id")
+    if type(row_id) not in (str, int, type(None)):
+        raise row.error(f"id is {row_id!r}: expected a text or a whole number.")
     try:
         if "messages" in fields:
             as_conversation(messages)
@@ -248,7 +248,8 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
                 f"json_schema is {settings['json_schema']!r}: expected an object, the schema itself."
             )
         rule_numbers = {}
-        for key in numbers.keys() & fields.keys():
+        for key in fields.keys() & set(rule_keys):
+            # The range of a setting may depend on the rule's structure: theta's depends on the margin.
             setting, structure = rule.setting(key)
             rule_numbers[key] = setting.from_json(fields[key], **structure)
     except MarsError as error:
@@ -258,7 +259,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
         prompt=prompt,
         messages=None if messages is None else tuple(messages),
         tokens=None if tokens is None else tuple(tokens),
-        id=name,
+        id=row_id,
         settings=settings,
         numbers=rule_numbers,
     )
@@ -282,7 +283,7 @@ def logit_bias_of(value: Any) -> dict[int, float]:
         ) from None
 
 
-def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
+def _unknown(name: str, rule: RuleChoice, keys: Sequence[str]) -> str:
     """Explain why a row cannot have a key."""
     if name in rule.options:
         return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
@@ -292,15 +293,16 @@ def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
 
 
 def _checked(row: PromptRow) -> PromptRow:
-    if row.prompt is not None:
-        if not row.prompt:
-            raise row.error("the prompt is empty: give at least one character of text to continue.")
-        try:
-            size = len(row.prompt.encode("utf-8"))
-        except UnicodeEncodeError:
-            raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
-        if size > PROMPT_BYTES:
-            raise row.error(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
-    elif row.messages is None and not row.tokens:
-        raise row.error("prompt_tokens is empty: give at least one token id.")
+    if row.prompt is None:
+        if row.messages is None and not row.tokens:
+            raise row.error("prompt_tokens is empty: give at least one token id.")
+        return row
+    if not row.prompt:
+        raise row.error("the prompt is empty: give at least one character of text to continue.")
+    try:
+        size = len(row.prompt.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
+    if size > PROMPT_BYTES:
+        raise row.error(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
     return row

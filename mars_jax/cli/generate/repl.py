@@ -10,8 +10,8 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Generator, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import IO
 
 import jax
 
@@ -31,7 +31,7 @@ from mars_jax.drafters.registry import definitions
 from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat, Running
 from mars_jax.serve.queue import Finished, Said
-from mars_jax.serve.requests import Completion, Request
+from mars_jax.serve.requests import Request
 from mars_jax.serve.session import check_finite
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.verify import rules
@@ -78,34 +78,31 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
         with busy("loading"):
             job = open_job(args, choices, _ROW)
-        talks = Talk(list(argv), args, job, out)
-        talks.compile()
-        talks.greet()
+        session = Talk(list(argv), args, choices, job, out)
+        session.compile()
+        session.greet()
         with editing(out, list(COMMANDS)) as ask:
-            while talks.takes(ask):
+            while session.takes(ask):
                 pass
 
 
 class Talk:
     """One interactive session."""
 
-    def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
+    def __init__(self, argv: list[str], args: argparse.Namespace, choices: Choices, job: Job, out: IO[str]):
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(errors="replace")  # a character outside the locale must not interrupt an answer
-        self._argv, self._args, self._job = argv, args, job
-        self._choices = check_flags(args, _ROW)
+        self._argv, self._args, self._choices, self._job = argv, args, choices, job
         self._out, self._screen = console(out), console(sys.stderr)
-        self._chat: Chat | None = None
-        self.running = Running(job.session)
-        if args.chat:
-            self._chat = Chat.over(self.running, lambda turns: self._request(_conversation(turns)))
+        self._running = Running(job.session)
+        self._chat = Chat.over(self._running, self._turns_request) if args.chat else None
         self._last: str | None = None  # prompt
         self._count = 0  # of answers
 
     def compile(self) -> None:
         """Compile the pair's step before the first answer."""
         with busy("compiling"):
-            self.running.compile(self._job.requests[0])
+            self._running.compile(self._job.requests[0])
 
     def _pair(self) -> str:
         return f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
@@ -123,7 +120,7 @@ class Talk:
         """Print a sentence on stderr, wrapped between words."""
         self._screen.print(sentence, style=style, soft_wrap=False)
 
-    def takes(self, ask: Any) -> bool:
+    def takes(self, ask: Callable[[str], str]) -> bool:
         """Read one line and answer it. Return False at the end of the input."""
         try:
             with signals.raising():
@@ -169,15 +166,18 @@ class Talk:
                 raise MarsError(
                     f"{name} does not apply without --chat, where every line is a prompt of its own."
                 )
-            self._chat.clear() if name == "/new" else self._chat.undo()
+            if name == "/new":
+                self._chat.clear()
+            else:
+                self._chat.undo()
         return name != "/quit"
 
     def _answer(self, text: str) -> None:
-        [row] = from_texts([text])
         printer = TextPrinter(self._out, colours=self._job.drafts)
         completion = None
-        with signals.stoppable() as stop, contextlib.closing(self._events(text, row)) as events:
+        with signals.stoppable() as stop, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
+            # A prompt without a chat is repeated, so that its continuation follows it.
             if self._chat is None:
                 printer.prompt(text, chat=False)
             for event in events:
@@ -193,21 +193,22 @@ class Talk:
             self._tell("stopped", "dim")
             return
         check_finite(self._job.session.target, [completion])
-        self._tell(line_of(completion, drafts=self._job.drafts, read=self.running.read), "dim")
-        self._tell_full(completion)
-
-    def _events(self, text: str, row: PromptRow) -> Generator[Said | Finished, None, None]:
-        return self.running.stream(self._request(row)) if self._chat is None else self._chat.stream(text)
-
-    def _tell_full(self, completion: Completion) -> None:
+        self._tell(line_of(completion, drafts=self._job.drafts, read=self._running.read), "dim")
         context = self._job.session.target.config.max_positions
         if len(completion.request.prompt_tokens) + len(completion.tokens) >= context:
             cure = "" if self._chat is None else ": /undo takes turns back, /new begins again"
             self._tell(f"the context of {context} tokens is full{cure}")
 
+    def _events(self, text: str) -> Generator[Said | Finished, None, None]:
+        [row] = from_texts([text])  # also checks the text of a turn
+        if self._chat is None:
+            return self._running.stream(self._request(row))
+        return self._chat.stream(text)
+
     def _again(self) -> None:
         if self._last is None:
             raise MarsError("there is nothing to say again: type a text first.")
+        # In a chat, the new answer replaces the last one.
         if self._chat is not None and self._chat.messages:
             self._last = self._chat.undo()
         self._answer(self._last)
@@ -219,12 +220,15 @@ class Talk:
         [request] = make_job_requests(self._job.session.target, args, [row])
         return request
 
+    def _turns_request(self, turns: Sequence[Turn]) -> Request:
+        return self._request(PromptRow(where="", messages=tuple(dict(turn) for turn in turns)))
+
     def _show(self) -> None:
+        # /set may have changed the rule since the job was opened.
         run = dict(self._job.run) | self._choices.rule.as_json()
         [request] = make_job_requests(self._job.session.target, self._args, _ROW)
-        settings = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(
-            run["settings"]
-        )
+        settings = {name: run[name] for name in ("target", "draft", "verify", "dtype")}
+        settings |= run["settings"]
         settings |= {name: getattr(request, name) for name in SAMPLING}
         for name, value in settings.items():
             self._tell(f"  {name:<20} {value}")
@@ -242,16 +246,17 @@ class Talk:
             raise MarsError(
                 f"there is no setting {words[0]}{did_you_mean(name, names)}: expected {', '.join(names)}."
             )
-        argv = [*self._argv, flag_of(name), words[1]]
+        argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
         args, choices = _parsed(argv)
         if name in options:
             session = self._job.session
-            self.running.session = session.using(load_rule(choices.rule, session.target, _ROW))
+            self._running.session = session.using(load_rule(choices.rule, session.target, _ROW))
         self._argv, self._args, self._choices = argv, args, choices
 
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with a different rule or draft, reusing the loaded target."""
-        flags, names = _CHOSEN[name], rules() if name == "/rule" else definitions()
+        flags = _CHOSEN[name]
+        names = rules() if name == "/rule" else definitions()
         if not words or words[0].startswith("-"):
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."
@@ -266,12 +271,13 @@ class Talk:
             argv += ["--verify", self._choices.rule.spec]  # keep the rule: its default depends on the draft
         argv += [flags[0], *words]
         args, choices = _parsed(argv)
+        # Further words that are no flags would become prompts.
         if args.prompts != self._args.prompts:
             raise MarsError(f"{name} takes one name, and then flags: {', '.join(flags[1:])}.")
         with busy("loading"):
             job = open_job(args, choices, _ROW, self._job.session.target)
         self._argv, self._args, self._choices, self._job = argv, args, choices, job
-        self.running.session = job.session
+        self._running.session = job.session
         self.compile()
         self._tell(self._pair(), "dim")
         if job.trusts:  # a colour that the first legend may lack
@@ -282,7 +288,3 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Choices]:
     args = parse(argv)
     check_interactive_flags(args)
     return args, check_flags(args, _ROW)
-
-
-def _conversation(turns: Sequence[Turn]) -> PromptRow:
-    return PromptRow(where="", messages=tuple(dict(turn) for turn in turns))

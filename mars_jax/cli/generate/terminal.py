@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from mars_jax.core.metrics import Metrics
-
 if TYPE_CHECKING:
+    from mars_jax.core.metrics import Metrics
     from mars_jax.serve.requests import Completion
 
 STYLES = {"exact": "green", "relaxed": "bold yellow", "trusted": "magenta", "corrected": "cyan"}
@@ -55,7 +54,9 @@ class TextPrinter:
 
     def prompt(self, text: str, *, chat: bool) -> None:
         """Print a prompt. Its continuation follows directly, or on a new line in a chat."""
-        self._write(("\n" if self._last else "") + text + ("\n" if chat else ""), "dim")
+        if self._last:  # an empty line between two prompts
+            text = f"\n{text}"
+        self._write(f"{text}\n" if chat else text, "dim")
 
     def piece(self, kind: str, text: str) -> None:
         """Print the next piece of the continuation."""
@@ -79,7 +80,7 @@ class TextPrinter:
         self._out.file.flush()
 
 
-def legend(width: int | None = None, *, trusts: bool = False) -> Text:
+def legend(width: int, *, trusts: bool = False) -> Text:
     """Return an explanation of the colours on one line, or on one line each if they do not fit into `width` columns.
 
     Args:
@@ -89,7 +90,7 @@ def legend(width: int | None = None, *, trusts: bool = False) -> Text:
     kinds = [kind for kind in _MEANING if trusts or kind != "trusted"]
     parts = [Text(kind, STYLES[kind]) + Text(f" {_MEANING[kind]}") for kind in kinds]
     line = Text("   ").join(parts)
-    return line if width is None or line.cell_len <= width else Text("\n").join(parts)
+    return line if line.cell_len <= width else Text("\n").join(parts)
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
@@ -98,7 +99,8 @@ def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
     line = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:
         line += f", tau {metrics.tau:.2f}, {metrics.accepted} of {metrics.proposed} drafted accepted"
-        line += f" ({metrics.accepted_relaxed} relaxed)" if metrics.accepted_relaxed else ""
+    if metrics.accepted_relaxed:
+        line += f" ({metrics.accepted_relaxed} relaxed)"
     return f"{line}; read {read} of {len(completion.request.prompt_tokens)} prompt tokens"
 
 
@@ -106,8 +108,7 @@ def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> 
     """Return the totals of a run as lines of text."""
     speed = metrics.emitted / max(seconds, 1e-9)
     lines = [
-        f"{metrics.emitted} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, {metrics.steps} steps, "
-        f"rule {rule}"
+        f"{metrics.emitted} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, {metrics.steps} steps, rule {rule}"
     ]
     if drafts:
         histogram = "  ".join(f"{depth}: {count}" for depth, count in enumerate(metrics.depth_histogram))

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import IO, Any
+from typing import IO
 
 from rich.table import Table
 
@@ -22,6 +22,7 @@ from mars_jax.serve.requests import Completion, Request, Result, total_metrics
 from mars_jax.serve.rows import RowFile, to_line
 from mars_jax.serve.text import ends_in_loop
 from mars_jax.utils.errors import say
+from mars_jax.utils.types import JsonObject
 
 REPEATS = 5
 """Timed runs per row of the comparison; the table shows their median."""
@@ -34,11 +35,11 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     began = time.perf_counter()
     with progress("prompts", bar=False) as show:
         for event in _one_by_one(events):
-            # Print a prompt with its first tokens, so that failed prompts print nothing.
-            if isinstance(event, Said) and event.index != current:
-                printer.prompt(_text(job, job.requests[event.index]), chat=chat)
-                current = event.index
             if isinstance(event, Said):
+                # Print a prompt with its first tokens, so that failed prompts print nothing.
+                if event.index != current:
+                    printer.prompt(_text(job, job.requests[event.index]), chat=chat)
+                    current = event.index
                 for kind, text in event.pieces:
                     printer.piece(kind, text)
                 continue
@@ -62,7 +63,7 @@ def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
         while waiting[current]:
             ready = waiting.pop(current)
             yield from ready
-            if isinstance(ready[-1], Said):
+            if isinstance(ready[-1], Said):  # the current prompt has not ended
                 break
             current += 1
 
@@ -118,7 +119,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     _report(job, decoded, decoding.seconds)
 
 
-def compare_ways(job: Job, show: Show) -> dict[str, Any]:
+def compare_ways(job: Job, show: Show) -> JsonObject:
     """Decode all requests `REPEATS` times in each way, in turn, so that slow phases of the machine affect all ways.
 
     Compilation happens beforehand and is not timed. `show(done, total, "")` is called after every run.
@@ -132,17 +133,17 @@ def compare_ways(job: Job, show: Show) -> dict[str, Any]:
     for session in sessions.values():
         session.warm_up(requests)
     runs: dict[str, list[Result]] = {name: [] for name in sessions}
-    for turn in range(REPEATS):
-        for place, (name, session) in enumerate(sessions.items()):
-            runs[name].append(session.decode(requests))
-            show(turn * len(sessions) + place + 1, REPEATS * len(sessions), "")
+    num_runs = REPEATS * len(sessions)
+    for number, (name, session) in enumerate(REPEATS * [*sessions.items()], start=1):
+        runs[name].append(session.decode(requests))
+        show(number, num_runs, "")
     rows = [_row(name, results) for name, results in runs.items()]
     for row in rows:
         row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
     return {"prompts": len(requests), "batch_size": pair.batch_size, "repeats": REPEATS, "rules": rows}
 
 
-def _row(name: str, results: list[Result]) -> dict[str, Any]:
+def _row(name: str, results: list[Result]) -> JsonObject:
     metrics = results[0].metrics  # every repeat decodes the same tokens
     seconds = median(result.seconds for result in results)
     loops = [ends_in_loop(c.tokens, c.request.stop_tokens) for c in results[0].completions]
@@ -159,7 +160,7 @@ def _row(name: str, results: list[Result]) -> dict[str, Any]:
     }
 
 
-def to_table(comparison: dict[str, Any]) -> Table:
+def to_table(comparison: JsonObject) -> Table:
     """Return the comparison as a table to print."""
     prompts, repeats = comparison["prompts"], comparison["repeats"]
     table = Table(
@@ -191,28 +192,23 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
 
 
 def _text(job: Job, request: Request) -> str:
-    return job.session.target.decode(request.prompt_tokens) if request.prompt is None else request.prompt
+    if request.prompt is not None:
+        return request.prompt
+    return job.session.target.decode(request.prompt_tokens)
 
 
-def _print_line(row: dict, out: IO[str]) -> None:
+def _print_line(row: JsonObject, out: IO[str]) -> None:
     out.write(to_line(row) + "\n")
     out.flush()
 
 
-def _report(
-    job: Job,
-    everyone: list[Completion],
-    seconds: float,
-    *,
-    colours: bool = False,
-) -> None:
+def _report(job: Job, completions: list[Completion], seconds: float, *, colours: bool = False) -> None:
     """Print totals on stderr."""
-    seconds = max(seconds, 1e-9)
     screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))
-    metrics = total_metrics(everyone)
+    metrics = total_metrics(completions)
     screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
     if job.refining is not None:
         screen.print(job.refining.describe())
