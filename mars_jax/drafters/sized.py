@@ -52,7 +52,7 @@ model has to catch up on, and because a batch ends with its slowest row."""
 OPTIMISM = 0.1
 """Steps without a draft measure no acceptance. If a draft would pay with this much more acceptance, try one
 occasionally."""
-PAUSE = 64
+PAUSE = 100
 """Steps without a draft before such a trial."""
 
 

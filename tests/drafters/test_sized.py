@@ -158,7 +158,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
 
 
 def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
-    """If no draft is accepted, a step drafts as a trial after 64 steps without a draft."""
+    """If no draft is accepted, a step drafts as a trial after 100 steps without a draft."""
 
     def steps(costs):
         params = params_of(with_step_costs(MADE, costs))
