@@ -117,7 +117,7 @@ class _Pieces:
         return self._repeat(node, start)
 
     def _repeat(self, node: Repeat, start: int) -> int:
-        if not _says_something(node.part):
+        if not _is_nonempty(node.part):
             return start  # repetitions of the empty string need no states
         for _ in range(node.least):
             start = self.add(node.part, start)
@@ -145,16 +145,16 @@ class _Pieces:
         self.byte[start].append((low, high, ends[remainder]))
 
 
-def _says_something(node: Node) -> bool:
+def _is_nonempty(node: Node) -> bool:
     """Return whether a node is anything but the empty string. Repeating the empty string leaves it empty.
 
-    >>> _says_something(Repeat(Sequence(()), 9, None)), _says_something(Either(()))
+    >>> _is_nonempty(Repeat(Sequence(()), 9, None)), _is_nonempty(Either(()))
     (False, True)
     """
     if isinstance(node, Sequence):
-        return any(map(_says_something, node.parts))
+        return any(map(_is_nonempty, node.parts))
     if isinstance(node, Repeat):
-        return node.most != 0 and _says_something(node.part)
+        return node.most != 0 and _is_nonempty(node.part)
     return True
 
 
@@ -173,6 +173,7 @@ def automaton(node: Node) -> Automaton:
     pieces = _Pieces()
     first = pieces.state()
     last = pieces.add(node, first)
+    # Bytes between two neighbouring ends of ranges lead from every state to the same states: they form one class.
     edges = {0, 256}
     for steps in pieces.byte:
         for low, high, _ in steps:
@@ -284,6 +285,8 @@ def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.nda
     label = accepting.astype(np.int64) + alive
     count = len(np.unique(label))
     for _ in range(_ROUNDS):
+        # Two states remain equivalent if their labels and the labels of their next states are equal. The keys are
+        # compared as bytes, which is faster than `np.unique` over an axis.
         keys = np.concatenate([label[:, None], label[next]], axis=1).astype(np.int32)
         rows = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
         label = np.unique(rows, return_inverse=True)[1].reshape(-1)

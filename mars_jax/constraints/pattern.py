@@ -13,8 +13,10 @@ import functools
 import importlib
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
+from mars_jax.constraints import nodes
 from mars_jax.constraints.nodes import (
     LARGEST,
     Chars,
@@ -22,7 +24,6 @@ from mars_jax.constraints.nodes import (
     Node,
     Ranges,
     Repeat,
-    Sequence,
     WorkBudget,
     complement,
     ranges_of,
@@ -74,9 +75,9 @@ class _Reader:
     def __init__(self, pattern: str, flags: int, budget: WorkBudget):
         self._pattern, self._flags, self._budget = pattern, flags, budget
 
-    def _refuse(self, what: str) -> MarsError:
+    def _refuse(self, problem: str) -> MarsError:
         return MarsError(
-            f"the pattern {short_repr(self._pattern)} {what}, which no automaton can follow: write it without."
+            f"the pattern {short_repr(self._pattern)} {problem}, which no automaton can follow: write it without."
         )
 
     def all_of(self, items: list[Any]) -> Node:
@@ -87,32 +88,32 @@ class _Reader:
             items = items[:-1]
         return self.sequence(items)
 
-    def sequence(self, items: Any) -> Node:
+    def sequence(self, items: Iterable[Any]) -> Node:
         parts = tuple(self.one(*item) for item in items)
-        return parts[0] if len(parts) == 1 else Sequence(parts)
+        return parts[0] if len(parts) == 1 else nodes.Sequence(parts)
 
-    def one(self, op: Any, given: Any) -> Node:
+    def one(self, op: object, argument: Any) -> Node:
         name = str(op)
         if name in _REFUSED:
             raise self._refuse(_REFUSED[name])
         if name == "AT":
             raise self._refuse("has an anchor or a word boundary inside")
         if name == "LITERAL":
-            return self._chars(self._cased([(given, given)]))
+            return self._chars(self._cased([(argument, argument)]))
         if name == "NOT_LITERAL":
-            return self._chars(complement(self._cased([(given, given)])))
+            return self._chars(complement(self._cased([(argument, argument)])))
         if name == "ANY":
-            dot_all = self._flags & re.DOTALL
-            return Chars(ranges_of([(0, LARGEST)]) if dot_all else complement(((10, 10),)))
+            excluded = () if self._flags & re.DOTALL else ((10, 10),)
+            return Chars(complement(excluded))
         if name == "IN":
-            return self._chars(self._members(given))
+            return self._chars(self._members(argument))
         if name == "BRANCH":
-            return Either(tuple(self.sequence(branch) for branch in given[1]))
+            return Either(tuple(self.sequence(branch) for branch in argument[1]))
         if name == "SUBPATTERN":
-            _, add, drop, items = given
+            _, add, drop, items = argument
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, maximum, items = given
+            least, maximum, items = argument
             unlimited = maximum is _parser.MAXREPEAT or int(maximum) >= int(_parser.MAXREPEAT)
             return Repeat(self.sequence(items), int(least), None if unlimited else int(maximum))
         if name == "FAILURE":

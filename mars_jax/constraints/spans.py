@@ -82,7 +82,7 @@ def _tracker(name: str) -> _Tags | _Json:
     return _Tags(tags[0].encode(), tags[1].encode())
 
 
-def checked_spans(given: str | Iterable[str]) -> tuple[str, ...]:
+def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
     """Return one or several spans as a checked tuple.
 
     Raises:
@@ -91,12 +91,12 @@ def checked_spans(given: str | Iterable[str]) -> tuple[str, ...]:
     >>> checked_spans("think"), checked_spans(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
     """
-    check_type("the span", given, (str, list, tuple), "a text, or a list of texts")
-    span_names = (given,) if isinstance(given, str) else tuple(given)
-    for name in span_names:
+    check_type("the span", spans, (str, list, tuple), "a text, or a list of texts")
+    names = (spans,) if isinstance(spans, str) else tuple(spans)
+    for name in names:
         check_text("the span", name)
         _tracker(name)
-    return span_names
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
