@@ -7,7 +7,8 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,6 @@ from mars_jax.utils.errors import MarsError, check_type, short_repr
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import read_text
 from mars_jax.utils.types import JsonObject
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +161,9 @@ def _written(schema: object) -> str:
         raise too_deep() from None
 
 
-def _listed(values: Iterable[T]) -> tuple[T, ...]:
-    """Return the entries of an iterable; () for any other value."""
-    try:
-        return tuple(values)
-    except TypeError:
-        return ()
+def _listed(values: Iterable[Any], refused: type | UnionType) -> tuple[Any, ...]:
+    """Return the entries of an iterable; () for any other value, and for iterables of the `refused` types."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, refused) else ()
 
 
 def choice(texts: Iterable[str]) -> Constraint:
@@ -179,7 +175,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    listed_texts = () if isinstance(texts, str) else _listed(texts)
+    listed_texts = _listed(texts, str)
     if not listed_texts or not all(isinstance(item, str) and item for item in listed_texts):
         raise MarsError(
             f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
@@ -196,7 +192,7 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    listed_ids = () if isinstance(ids, bytes | Mapping) else _listed(ids)
+    listed_ids = _listed(ids, bytes | Mapping)
     if not listed_ids or not all(
         isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids
     ):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -144,13 +144,3 @@ def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
     next = byte_table.next.copy()
     next[:, 0] = np.arange(len(next))  # a token without text keeps the state
     return byte_table._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))
-
-
-def state_after(spans: Spans, vocabulary: Vocabulary, tokens: Sequence[int]) -> int:
-    """Return the state of the span table after a prompt."""
-    return _state_after(spans, vocabulary, tuple(tokens))
-
-
-@functools.lru_cache(maxsize=4096)
-def _state_after(spans: Spans, vocabulary: Vocabulary, tokens: tuple[int, ...]) -> int:
-    return spans.table(vocabulary).run(list(tokens))

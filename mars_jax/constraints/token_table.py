@@ -9,6 +9,7 @@ Token prefixes fall into few classes, so each class is composed with each byte o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class TokenTable(NamedTuple):
         """bool[S, C]; the token classes that each state allows."""
         return self.next != DEAD
 
-    def run(self, tokens: list[int], state: int = FIRST) -> int:
+    def run(self, tokens: Sequence[int], state: int = FIRST) -> int:
         """Return the state after these tokens."""
         for token in tokens:
             state = int(self.next[state, self.classes[token]])

@@ -18,7 +18,6 @@ from mars_jax import drafters
 from mars_jax.constraints import vocabulary
 from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, join_tables
-from mars_jax.constraints.spans import state_after
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -69,7 +68,7 @@ class RequestGuides(NamedTuple):
         start_states = [FIRST] * len(requests)
         for row, (request, span) in enumerate(zip(requests, spans, strict=True)):
             if span is not None and self.words is not None:
-                start_states[row] = state_after(span, self.words, request.prompt_tokens)
+                start_states[row] = span.table(self.words).run(request.prompt_tokens)
         return GuideRows(
             constraint=self.constraint and self.constraint.rows([r.constraint for r in requests]),
             span=self.span and self.span.rows(spans, start_states),

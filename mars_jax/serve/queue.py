@@ -118,12 +118,12 @@ class Queue:
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
         """Yield new tokens, if the queue is `telling`, and each completion as it ends; `early` as for `finished`."""
         state, stats = self._first()
-        ended: list[_Ended] = []
-        while self._going():
+        completions: Iterator[Finished] = iter(())
+        while any(index is not None for index in self._holds):
             # The device decodes while the host detokenizes the rows that ended before. With stop strings, it runs only
             # a few steps at a time.
             state, stats, steps = self._advanced(state, stats, early)
-            yield from self._completed(ended)
+            yield from completions
             parts, steps = fetch(((state.tokens, state.length, state.failed, state.done, stats), steps))
             rows = Rows(*parts)
             finished = rows.done.copy()
@@ -137,16 +137,16 @@ class Queue:
                 self.state = state
             yield from new_texts
             self.forwards += int(np.max(steps))
-            current_time = time.perf_counter()
             ended = []
             for row, index in enumerate(self._holds):
                 if index is not None and finished[row]:
-                    ended.append(_Ended(row, index, current_time - self._began[row], rows))
+                    ended.append((row, index, time.perf_counter() - self._began[row]))
                     self._holds[row] = self._texts[row] = None
+            completions = self._completed(rows, ended)
             if self._waiting:
                 self.state = None
                 state, stats = self._refilled(state, stats)
-        yield from self._completed(ended)
+        yield from completions
 
     def warm_up(self) -> None:
         """Compile the programs of this queue by decoding one token of its first requests, cut to a few tokens.
@@ -204,9 +204,6 @@ class Queue:
         self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=params))
         self._read = None  # its prompt was read with the old weights
 
-    def _going(self) -> bool:
-        return any(index is not None for index in self._holds)
-
     def _next(self, row: int) -> int:
         """Assign the next request to this row, and return its index."""
         self._began[row] = time.perf_counter()
@@ -243,7 +240,8 @@ class Queue:
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
         if not self._shares:
-            entries = [self._next(row) if self._waiting else None for row in range(len(self._holds))]
+            for row in range(min(len(self._holds), len(self._waiting))):
+                entries[row] = self._next(row)
         record = self._prepared.width if self._log_probs or self._telling else None
         stats = zero_stats(len(entries), self._prepared.decoder.max_depth, record=record)
         mesh = self._prepared.target.mesh
@@ -262,7 +260,7 @@ class Queue:
         chunks have hundreds of tokens (`prefill.chunk_of`).
         """
         if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
-            if self._going() or not self._waiting:
+            if not self._waiting or any(index is not None for index in self._holds):
                 return state, stats
             self._steps = self.state = None
             return self._first()
@@ -331,21 +329,13 @@ class Queue:
         # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
         return bool(fetch(previous.sound))
 
-    def _completed(self, ended: Sequence[_Ended]) -> Iterator[Finished]:
-        for row, index, seconds, rows in ended:
-            if not self._log_probs:
-                rows = rows._replace(stats=dataclasses.replace(rows.stats, tokens=None))
+    def _completed(self, rows: Rows, ended: Sequence[tuple[int, int, float]]) -> Iterator[Finished]:
+        """Yield the completions of the rows that have ended, given as (row, index of its request, seconds)."""
+        if not self._log_probs:
+            rows = rows._replace(stats=dataclasses.replace(rows.stats, tokens=None))
+        for row, index, seconds in ended:
             completion = complete(self._prepared.target, self._prepared.requests[index], row, rows, seconds)
             yield Finished(index, completion)
-
-
-class _Ended(NamedTuple):
-    """A row whose request has ended."""
-
-    row: int
-    index: int  # index of the request
-    seconds: float
-    rows: Rows  # all rows at that time
 
 
 class Reading(NamedTuple):

@@ -112,13 +112,13 @@ class RowFile:
           MarsError: the file belongs to a run with different weights, or is not a file of rows. It is then closed.
         """
         try:
-            self._read(fingerprints)
+            self._read(fingerprints or {})
         except MarsError:
             self.close()
             raise
 
-    def _read(self, fingerprints: Mapping[str, str] | None) -> None:
-        self._settings["fingerprints"] = dict(fingerprints or {})
+    def _read(self, fingerprints: Mapping[str, str]) -> None:
+        self._settings["fingerprints"] = dict(fingerprints)
         self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
         recorded = self._data and compare_settings(self._settings_path, self._settings, self.path, self._flag)
         *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
@@ -379,18 +379,18 @@ def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
     >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
     False
     """
-    parts = [_config(Path(checkpoint)) for checkpoint in checkpoints]
+    parts = []
+    for checkpoint in map(Path, checkpoints):
+        if is_gguf(checkpoint):
+            config = gguf_config.gguf_to_json(read_gguf(checkpoint))
+            parts.append(json.dumps(config, sort_keys=True).encode())
+        else:
+            parts.append((checkpoint / "config.json").read_bytes())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
         parts.append(fetch(_some_rows(weight)).tobytes())
     return digest(b"".join(parts))
-
-
-def _config(checkpoint: Path) -> bytes:
-    if is_gguf(checkpoint):
-        return json.dumps(gguf_config.gguf_to_json(read_gguf(checkpoint)), sort_keys=True).encode()
-    return (checkpoint / "config.json").read_bytes()
 
 
 def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
