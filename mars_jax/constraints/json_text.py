@@ -99,10 +99,8 @@ def _same_length(low: str, high: str) -> Node:
 
 
 _SHORT = {0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t", 0x22: '"', 0x5C: "\\"}
-_ESCAPED = {
-    code: text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}")
-    for code in sorted({*range(0x20), *_SHORT})
-}
+_ESCAPED = {code: text(f"\\u{code:04x}") for code in range(0x20)}
+_ESCAPED |= {code: text(f"\\{letter}") for code, letter in _SHORT.items()}
 """Characters that a JSON string must escape, as `json.dumps` writes them."""
 
 
@@ -121,4 +119,4 @@ def _char_in_string(ranges: Ranges) -> Node:
     if not parts:
         return Chars(ranges)
     unescaped = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
-    return Either((*parts, Chars(unescaped))) if unescaped else Either(tuple(parts))
+    return Either((*parts, Chars(unescaped)))

@@ -135,7 +135,7 @@ class _Reader:
             elif name == "RANGE":
                 literals.append(tuple(argument))
             elif name == "CATEGORY":
-                named += _category(str(argument), bool(self._flags & re.ASCII))
+                named += _category(str(argument), self._flags & re.ASCII)
             else:
                 raise self._refuse(f"has {name.lower()} in a class")
         members = ranges_of([*self._cased(literals), *named])
@@ -146,7 +146,7 @@ class _Reader:
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
         variants = list(ranges_of(ranges))
-        codes, partners = _partners(bool(self._flags & re.ASCII))
+        codes, partners = _partners(self._flags & re.ASCII)
         for low, high in tuple(variants):
             for same in partners[bisect.bisect_left(codes, low) : bisect.bisect_right(codes, high)]:
                 variants += same
@@ -164,10 +164,10 @@ def _all_characters() -> str:
 
 
 @functools.cache
-def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]:
+def _partners(ascii_flag: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """Return the cased code points, and for each one the code points that match it when `re` ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
-    flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
+    flags = re.IGNORECASE | ascii_flag
     pairs = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
     return [code for code, _ in pairs], [same for _, same in pairs]
 
@@ -176,9 +176,9 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 
 @functools.cache
-def _category(name: str, ascii_only: bool) -> list[tuple[int, int]]:
+def _category(name: str, ascii_flag: int) -> list[tuple[int, int]]:
     """Return the code points that Python's `re` assigns to a category."""
     letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
-    singles = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
+    singles = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), ascii_flag)]
     ranges = ranges_of(singles)
     return list(complement(ranges) if "NOT_" in name else ranges)

@@ -298,7 +298,9 @@ class _Writer:
         maximum = None if maximum is None else maximum - len(begun)
         further = Repeat(self._after_comma(item), max(least - len(begun), 0), maximum)
         inside = sequence(*self._separated(begun), further)
-        return sequence(text("["), inside if first or least else optional(inside), text("]"))
+        if not first and not least:
+            inside = optional(inside)
+        return sequence(text("["), inside, text("]"))
 
     def _object(self, keywords: JsonObject, where: str, depth: int) -> Node:
         properties, required = keywords.get("properties"), keywords.get("required", [])
@@ -321,7 +323,9 @@ class _Writer:
             value = self.value(property_schema, f"{where}/{_part(name)}", depth + 1)
             pairs.append((sequence(self._literal(name), self._colon, value), name in needed))
         inside = self._members(pairs)
-        return sequence(text("{"), inside if needed else optional(inside), text("}"))
+        if not needed:
+            inside = optional(inside)
+        return sequence(text("{"), inside, text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
         """Return the node for one or more of an object's members, in order and separated by commas.

@@ -72,14 +72,14 @@ class _Json:
 def _tracker(name: str) -> _Tags | _Json:
     if name == "json":
         return _Json()
-    opening, between, closing = name.partition(_BETWEEN)
-    tags = NAMED.get(name) or ((opening, closing) if between else ("", ""))
-    if not all(tags):
+    opening, _, closing = name.partition(_BETWEEN)
+    opening, closing = NAMED.get(name, (opening, closing))
+    if not opening or not closing:
         raise MarsError(
             f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
             f"'<plan>{_BETWEEN}</plan>'."
         )
-    return _Tags(tags[0].encode(), tags[1].encode())
+    return _Tags(opening.encode(), closing.encode())
 
 
 def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
@@ -128,7 +128,9 @@ class Spans:
             rows.append(row)
         inside = np.asarray([[False] * len(names)] + [[s[0] > 0 for s in states] for states in todo])
         may, may_not = inside[:, : len(self.relax_in)], inside[:, len(self.relax_in) :]
-        strict = may_not.any(axis=1) | (~may.any(axis=1) if self.relax_in else False)
+        strict = may_not.any(axis=1)
+        if self.relax_in:
+            strict |= ~may.any(axis=1)
         accepting = np.arange(len(rows)) > 0
         return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
 

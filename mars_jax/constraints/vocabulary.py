@@ -172,6 +172,8 @@ def _inside(tokenizer: Any) -> Callable[[str], list[int]]:
 
     def encode(text: str) -> list[int]:
         both = ids("\n" + text)
-        return both[len(line_break_ids) :] if both[: len(line_break_ids)] == line_break_ids else ids(text)
+        if both[: len(line_break_ids)] == line_break_ids:
+            return both[len(line_break_ids) :]
+        return ids(text)
 
     return encode

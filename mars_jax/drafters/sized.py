@@ -10,7 +10,6 @@ Oracle: the drafter of a fixed size, token for token, and a simulation in Python
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -120,9 +119,11 @@ def sized(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, a "
             "chain of a model or of an EAGLE head, or replay."
         )
-    lengths = usual_sizes(longest.max_depth) if sizes is None else tuple(int(size) for size in sizes)
-    increasing = all(a < b for a, b in itertools.pairwise(lengths))
-    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not increasing or lengths[-1] > longest.max_depth:
+    if sizes is None:
+        sizes = usual_sizes(longest.max_depth)
+    lengths = tuple(int(size) for size in sizes)
+    rises = list(lengths) == sorted(set(lengths))
+    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not rises or lengths[-1] > longest.max_depth:
         raise MarsError(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."

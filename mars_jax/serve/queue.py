@@ -349,7 +349,7 @@ class Reading(NamedTuple):
 @jax.jit
 def _sound(caches: PyTree) -> Array:
     floats = [x for x in jax.tree.leaves(caches) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])) if floats else jnp.bool_(True)
+    return jnp.all(jnp.asarray([jnp.all(jnp.isfinite(x)) for x in floats], bool))
 
 
 _counted = jax.jit(accumulate, donate_argnums=0)

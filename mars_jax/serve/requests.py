@@ -238,14 +238,14 @@ def make_requests(
         if prompt_options.get("stop_strings"):
             prompt_options = _with_special(target, prompt_options)
         if isinstance(prompt, str):
+            prompt_options["prompt"] = prompt
             ids = target.encode(prompt, chat=chat, system=system, template_args=template_args)
-            requests.append(Request(prompt=prompt, prompt_tokens=tuple(ids), **prompt_options))
         elif _is_conversation(prompt):
+            prompt_options["messages"] = tuple(prompt)
             ids = target.encode_chat(prompt, system=system, template_args=template_args)
-            requests.append(Request(messages=tuple(prompt), prompt_tokens=tuple(ids), **prompt_options))
         else:
             ids = target.check_tokens(token_ids(f"prompt {index}", prompt))
-            requests.append(Request(prompt_tokens=ids, **prompt_options))
+        requests.append(Request(prompt_tokens=tuple(ids), **prompt_options))
     return _sampled(requests, samples, one_seed=not np.ndim(settings["seed"]))
 
 

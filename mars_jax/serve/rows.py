@@ -334,7 +334,7 @@ def to_line(row: Mapping[str, object]) -> str:
 
 def _finite(value: object) -> object:
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -351,7 +351,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if hasattr(value, "_asdict"):

@@ -143,7 +143,9 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
     >>> ends_in_loop([5, 6, 7, 8] * 3), ends_in_loop([1, 2, 3, 1, 2, 3, 1, 2]), ends_in_loop([9] * 11)
     (True, False, False)
     """
-    text = list(tokens[:-1] if len(tokens) and tokens[-1] in stop_tokens else tokens)
+    text = list(tokens)
+    if text and text[-1] in stop_tokens:
+        text.pop()
     for period in range(1, min(LONGEST_PERIOD, len(text) // 3) + 1):
         span = max(3 * period, LOOP_TOKENS)
         tail = text[-span:]

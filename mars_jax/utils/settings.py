@@ -192,7 +192,8 @@ def _each(value: Any) -> list[Any]:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if not isinstance(value, list | tuple):
         return [value]
     lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
