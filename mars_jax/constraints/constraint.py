@@ -7,7 +7,6 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -161,9 +160,12 @@ def _written(schema: object) -> str:
         raise too_deep() from None
 
 
-def _listed(values: Iterable[Any], refused: type | UnionType) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for any other value, and for iterables of the `refused` types."""
-    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, refused) else ()
+def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the entries of an iterable; () for any other value, also for an array without axes."""
+    try:
+        return tuple(values)
+    except TypeError:
+        return ()
 
 
 def choice(texts: Iterable[str]) -> Constraint:
@@ -175,7 +177,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    listed_texts = _listed(texts, str)
+    listed_texts = () if isinstance(texts, str) else _listed(texts)
     if not listed_texts or not all(isinstance(item, str) and item for item in listed_texts):
         raise MarsError(
             f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
@@ -192,7 +194,7 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    listed_ids = _listed(ids, bytes | Mapping)
+    listed_ids = () if isinstance(ids, bytes | Mapping) else _listed(ids)
     if not listed_ids or not all(
         isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids
     ):

@@ -122,23 +122,19 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
         )
     as_bytes = _byte_level if "ByteLevel" in decoders else _piece
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
+    special = {i for i, token in added.items() if token.special}
+    special |= {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
     tokens: list[bytes | None] = [None] * size
     marks = []
     for piece, i in tokenizer.get_vocab().items():
-        if not 0 <= i < size:
+        # An added token is plain text, whatever the tokenizer's alphabet.
+        data = str(added[i]).encode() if i in added else as_bytes(piece)
+        if not data or not 0 <= i < size:
             continue
-        token = added.get(i)
-        if token is None:
-            tokens[i] = as_bytes(piece) or None
-        elif token.special:
-            marks.append((i, str(token).encode()))
+        if i in special:
+            marks.append((i, data))
         else:
-            tokens[i] = str(token).encode() or None
-    special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
-    for i in special:
-        if 0 <= i < size and tokens[i] is not None:
-            marks.append((i, tokens[i]))
-            tokens[i] = None
+            tokens[i] = data
     return Vocabulary(tokens=tuple(tokens), marks=tuple(sorted(marks)), encode=_inside(tokenizer))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,10 +68,16 @@ def score(
     check_pretrained(target)
     if isinstance(texts, str):
         raise MarsError("texts is one text: give a list of them.")
-    if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+    try:
+        raw_texts = list(texts)  # an iterator is read once
+    except TypeError:  # not iterable, or an array without axes
+        raw_texts = None
+    if raw_texts is None or isinstance(texts, bytes | Mapping):
         raise MarsError(f"texts is {short_repr(texts)}: expected a list of texts, or of token ids.")
     check_count("rows", rows)
-    texts = [target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in texts]
+    texts = [
+        target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in raw_texts
+    ]
     context = target.config.max_positions
     for number, text in enumerate(texts):
         if len(text) > context:

@@ -100,7 +100,6 @@ class Queue:
         batch = of_mesh(prepared.target, rows)
         self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling)
         self._shares = shares_of(prepared, order) if shared is None else shared
-        self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
         # The iterator of a drafter that runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
@@ -324,7 +323,8 @@ class Queue:
         """Return whether a prompt is read from the end of a prefix that it shares with the last prompt."""
         if previous.sound is None or len(prompt) == 1:
             return False
-        if not self._compiling and not forwards_saved(previous.prompt, prompt, self._chunk):
+        chunk = chunk_of_decoder(self._prepared)
+        if not self._compiling and not forwards_saved(previous.prompt, prompt, chunk):
             return False
         # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
         return bool(fetch(previous.sound))

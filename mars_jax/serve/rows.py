@@ -9,6 +9,7 @@ therefore leaves whole lines and at most one torn line at the end.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -111,31 +112,29 @@ class RowFile:
         Raises:
           MarsError: the file belongs to a run with different weights, or is not a file of rows. It is then closed.
         """
-        try:
-            self._read(fingerprints or {})
-        except MarsError:
-            self.close()
-            raise
-
-    def _read(self, fingerprints: Mapping[str, str]) -> None:
-        self._settings["fingerprints"] = dict(fingerprints)
-        self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
-        recorded = self._data and compare_settings(self._settings_path, self._settings, self.path, self._flag)
-        *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
-        if lines and b"\0" in lines[-1]:
-            # After a power cut, a file may have its new length and NUL bytes in place of its last line.
-            lines.pop()
-        if torn and self._lock is not None and not (lines or recorded):
-            raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
-        for number, line in enumerate(lines, start=1):
-            row = parse_line(line)
-            if row is None or row.get("fingerprint") != self.fingerprint:
-                raise MarsError(
-                    f"line {number} of '{self.path}' is not a row of this run: choose another {self._flag}, or the "
-                    "settings, weights and prompts of the run that wrote it."
-                )
-            self.rows.append(row)
-        self._intact = sum(len(line) + 1 for line in lines)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            self._settings["fingerprints"] = dict(fingerprints or {})
+            self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
+            recorded = self._data and compare_settings(
+                self._settings_path, self._settings, self.path, self._flag
+            )
+            *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
+            if lines and b"\0" in lines[-1]:
+                # After a power cut, a file may have its new length and NUL bytes in place of its last line.
+                lines.pop()
+            if torn and self._lock is not None and not (lines or recorded):
+                raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
+            for number, line in enumerate(lines, start=1):
+                row = parse_line(line)
+                if row is None or row.get("fingerprint") != self.fingerprint:
+                    raise MarsError(
+                        f"line {number} of '{self.path}' is not a row of this run: choose another {self._flag}, or the "
+                        "settings, weights and prompts of the run that wrote it."
+                    )
+                self.rows.append(row)
+            self._intact = sum(len(line) + 1 for line in lines)
+            on_error.pop_all()
 
     def begin(self) -> None:
         """Record the settings, and cut off a torn line. The first `append` does this as well."""

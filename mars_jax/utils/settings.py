@@ -352,38 +352,32 @@ REQUEST = settings_of(RequestSettings)
 """The settings of a request, by name. A row of a prompts file may set each of them."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that affect only sampling; off by default."""
+
+
+def _count(name: str, most: int, help: str) -> Setting:
+    words = f"a whole number from 1 to {most}"
+    return Setting(name=name, kind=int, ranges=Range(words, 1, most), help=help)
+
+
 BATCH = by_name(
-    Setting(
-        name="batch_size",
-        kind=int,
-        ranges=Range(f"a whole number from 1 to {BATCH_ROWS}", 1, BATCH_ROWS),
-        help="prompts decoded at once (default: 1 to stream, else 8)",
+    _count("batch_size", BATCH_ROWS, "prompts decoded at once (default: 1 to stream, else 8)"),
+    _count(
+        "num_draft_tokens",
+        DRAFT_TOKENS,
+        "tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as long as "
+        "they can; 3 for a mixture of experts",
     ),
-    Setting(
-        name="num_draft_tokens",
-        kind=int,
-        ranges=Range(f"a whole number from 1 to {DRAFT_TOKENS}", 1, DRAFT_TOKENS),
-        help="tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as "
-        "long as they can; 3 for a mixture of experts",
+    _count("refine_every", 2**16, "with --refine: completions between two updates (default: 32)"),
+    _count(
+        "samples",
+        SAMPLES,
+        "completions of each prompt, which follow each other; they need a temperature (default: 1)",
     ),
-    Setting(
-        name="refine_every",
-        kind=int,
-        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
-        help="with --refine: completions between two updates (default: 32)",
-    ),
-    Setting(
-        name="samples",
-        kind=int,
-        ranges=Range(f"a whole number from 1 to {SAMPLES}", 1, SAMPLES),
-        help="completions of each prompt, which follow each other; they need a temperature (default: 1)",
-    ),
-    Setting(
-        name="prefill_chunk",
-        kind=int,
-        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
-        help="prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long "
-        "buffers; elsewhere 512)",
+    _count(
+        "prefill_chunk",
+        2**16,
+        "prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long buffers; "
+        "elsewhere 512)",
     ),
 )
 """Settings of a batch."""
