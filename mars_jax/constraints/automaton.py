@@ -70,10 +70,12 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
 def _split(low: bytes, high: bytes) -> list[Bytes]:
     """Return byte-range sequences for all encodings from `low` to `high`, which have equal lengths."""
     lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    # All continuation bytes are free: one sequence covers the range.
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
         return [((low[0], low[0]), *following) for following in _split(low[1:], high[1:])]
+    # Divide at a lead byte: the first part ends with the highest continuation bytes, the second begins with the lowest.
     last = high[0] - 1 if low[1:] == lowest else low[0]
     return [*_split(low, bytes([last]) + highest), *_split(bytes([last + 1]) + lowest, high)]
 
@@ -205,6 +207,7 @@ def _subsets(
         return frozenset(s for s in reached_states if by_class[s] or s == last)
 
     start = closed(frozenset([first]))
+    # A constraint that matches nothing has an empty start.
     ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
     state_of: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
     todo = [start]
@@ -252,6 +255,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
     representative = np.zeros(len(ranked), np.int64)
     representative[number[order]] = first
     merged = number[label[next[representative]]]
+    # Byte classes with equal columns lead every state to the same states.
     columns, kind = np.unique(merged, axis=1, return_inverse=True)
     return Automaton(
         next=columns.astype(np.int32),
@@ -262,6 +266,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
 
 def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
     """Return bool[S]: the states that can reach an accepting state."""
+    # Search backwards from the accepting states, over edges sorted by their targets.
     alive = accepting.copy()
     sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
     order = np.argsort(targets, kind="stable")

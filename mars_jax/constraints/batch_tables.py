@@ -92,6 +92,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     kinds = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
     groups = _bucket(len(tables) + 1, 4)
     next = np.full((size, kinds), DEAD, np.uint16)
+    # Rows without a constraint stay in the state FREE, of group 0.
     next[FREE] = FREE
     classes = np.zeros((groups, vocab), np.uint16)
     rows = np.zeros(size, np.int32)
@@ -111,6 +112,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
         accepting[states] = table.accepting[1:]
         strict[states] = table.strict[1:]
         forced[states] = table.forced[1:]
+        # A closed state accepts the text so far and allows no further token, so the row ends.
         closed[states] = (table.accepting & ~table.allowed.any(axis=1))[1:]
         # States with the same allowed tokens share a row of bits.
         patterns, of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)

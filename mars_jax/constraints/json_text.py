@@ -59,6 +59,7 @@ def integers(low: int | None, high: int | None) -> Node:
     >>> [n for n in range(-200, 200) if made.matches(str(n))] == list(range(-3, 121))
     True
     """
+    # A negative number is a minus sign and its absolute value, which is at most -low.
     parts: list[Node] = []
     if high is None or high >= 0:
         parts.append(_naturals(max(low or 0, 0), high))
@@ -83,6 +84,7 @@ def _same_length(low: str, high: str) -> Node:
     """Return numbers from `low` to `high`, which have the same number of digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
+    # Split by the leading digit. Between its ends, all other digits are free.
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
     first, last = ord(low[0]), ord(high[0])
     if first == last:

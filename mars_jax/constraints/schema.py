@@ -14,17 +14,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mars_jax.constraints import json_text
 from mars_jax.constraints.automaton import Automaton, automaton
-from mars_jax.constraints.json_text import (
-    BOOLEAN,
-    FORMATS,
-    NULL,
-    NUMBER,
-    POSITIVE_NUMBER,
-    in_string,
-    integers,
-    string,
-)
 from mars_jax.constraints.nodes import Either, Node, Repeat, WorkBudget, optional, sequence, text
 from mars_jax.constraints.pattern import parse_pattern
 from mars_jax.utils.errors import MarsError, short_repr
@@ -100,8 +91,8 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "maxLength": _COUNT,
     "pattern": (lambda value: isinstance(value, str), "a text"),
     "format": (
-        lambda value: isinstance(value, str) and value in FORMATS,
-        f"one of {', '.join(FORMATS)}, or a pattern",
+        lambda value: isinstance(value, str) and value in json_text.FORMATS,
+        f"one of {', '.join(json_text.FORMATS)}, or a pattern",
     ),
 }
 """Checks of keyword values, and the expected values for messages."""
@@ -178,6 +169,7 @@ class _Writer:
             return self._any[ANY_DEPTH]
         for name in ("$ref", "allOf", "anyOf"):
             if name in keywords:
+                # The other keywords apply to every alternative.
                 alternatives = self._alternatives(name, keywords.pop(name), where)
                 return Either(
                     tuple(
@@ -223,6 +215,7 @@ class _Writer:
         _only(keywords, {"const", "enum", "type"}, f" beside {named}", where)
         values = keywords.get("enum", [keywords.get("const")])
         if "const" in keywords:
+            # Compare as JSON, because in Python 1 == True and 1 == 1.0.
             const_json = json.dumps(keywords["const"], sort_keys=True)
             values = [value for value in values if json.dumps(value, sort_keys=True) == const_json]
         if "type" in keywords:
@@ -239,21 +232,21 @@ class _Writer:
         return text(literal_json)
 
     def _boolean(self, keywords: JsonObject, where: str, depth: int) -> Node:
-        return BOOLEAN
+        return json_text.BOOLEAN
 
     def _null(self, keywords: JsonObject, where: str, depth: int) -> Node:
-        return NULL
+        return json_text.NULL
 
     def _string(self, keywords: JsonObject, where: str, depth: int) -> Node:
         if "pattern" not in keywords and "format" not in keywords:
-            return string(*_least_and_most(keywords, "Length", where))
+            return json_text.string(*_least_and_most(keywords, "Length", where))
         if len(keywords) > 1:
             raise MarsError(
                 f"the string at {where} has {' and '.join(sorted(keywords))}: give one of them, since a text cannot "
                 "be held to both."
             )
-        pattern = keywords["pattern"] if "pattern" in keywords else FORMATS[keywords["format"]]
-        return sequence(text('"'), in_string(parse_pattern(pattern, self._budget)), text('"'))
+        pattern = keywords["pattern"] if "pattern" in keywords else json_text.FORMATS[keywords["format"]]
+        return sequence(text('"'), json_text.in_string(parse_pattern(pattern, self._budget)), text('"'))
 
     def _integer(self, keywords: JsonObject, where: str, depth: int) -> Node:
         for name, bound in keywords.items():
@@ -269,7 +262,7 @@ class _Writer:
         if low is not None and high is not None and low > high:
             raise MarsError(f"the integer at {where} is from {low} to {high}: correct the bounds.")
         self._budget.spend(sum(len(str(bound)) ** 2 for bound in (low, high) if bound is not None))
-        return integers(low, high)
+        return json_text.integers(low, high)
 
     def _number(self, keywords: JsonObject, where: str, depth: int) -> Node:
         if keywords not in ({}, {"minimum": 0}):
@@ -277,7 +270,7 @@ class _Writer:
                 f"the number at {where} has {' and '.join(keywords)}: only a minimum of 0 can be held to; bound an "
                 "integer, or leave them out."
             )
-        return POSITIVE_NUMBER if keywords else NUMBER
+        return json_text.POSITIVE_NUMBER if keywords else json_text.NUMBER
 
     def _array(self, keywords: JsonObject, where: str, depth: int) -> Node:
         least, maximum = _least_and_most(keywords, "Items", where)
@@ -293,6 +286,7 @@ class _Writer:
                     f"minItems at {where} is {least}, and prefixItems and items describe {len(first)}: describe all."
                 )
             return sequence(text("["), *self._separated(first), text("]"))
+        # Further items follow those at fixed positions. Without fixed items and a minimum, the array may be empty.
         item = self.value(items, f"{where}/items", depth + 1)
         begun = first or [item]
         maximum = None if maximum is None else maximum - len(begun)
@@ -346,12 +340,12 @@ class _Writer:
         return Either((begun, self._members(second)))
 
     def _map(self, value: Node) -> Node:
-        pair = sequence(string(), self._colon, value)
+        pair = sequence(json_text.string(), self._colon, value)
         return sequence(text("{"), optional(self._some(pair)), text("}"))
 
     def _anything(self, depth: int) -> Node:
         """Return the node for any value, with objects and arrays nested up to `depth`."""
-        simple = [string(), NUMBER, BOOLEAN, NULL]
+        simple = [json_text.string(), json_text.NUMBER, json_text.BOOLEAN, json_text.NULL]
         if depth:
             inner = self._anything(depth - 1)
             simple += [sequence(text("["), optional(self._some(inner)), text("]")), self._map(inner)]
@@ -395,6 +389,7 @@ def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
                 f"the schema at {where} has {key!r} beside {partner!r} of the schema around it: write them as one."
             )
     if "type" in keywords and "type" in beside:
+        # An integer satisfies both "integer" and "number".
         kinds, outer = _types(keywords["type"]), _types(beside["type"])
         both = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
         if not both:

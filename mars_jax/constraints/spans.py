@@ -115,6 +115,7 @@ class Spans:
         classes = np.zeros(256, np.uint8)
         classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
         other_byte = next(b for b in range(256) if b not in tag_bytes)
+        # The product automaton of the trackers, found from its start. Bytes that no tracker distinguishes are class 0.
         start = ((0, 0),) * len(trackers)
         ids, todo, rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:

@@ -61,6 +61,7 @@ class Vocabulary:
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
+        # Take the longest token at each position. Stop where no token fits; a prefix is enough for a draft.
         ids, position = [], 0
         while position < len(data):
             for end in range(min(len(data), position + self._most), position, -1):
@@ -75,6 +76,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _by_bytes(self) -> dict[bytes, int]:
+        # Of several ids with the same bytes, the last written is the lowest.
         return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
 
     @functools.cached_property

@@ -152,6 +152,7 @@ class Prepared:
             controls = dataclasses.replace(controls, edits=self._edits(requests))
         controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
+        # Rows that only fill the batch take the rule of request 0.
         numbers = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
         row_prompts = Prompts(
             jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
@@ -232,6 +233,7 @@ def prepared(
     if tables is not None and target.mesh is not None:
         replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
         tables = put(tables, jax.tree.map(lambda _: replicated, tables))
+    # A drafter with a reduced vocabulary reads bit masks over its own token ids.
     if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
         tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))
     params = Params(target=target.params, draft=drafter.params, verify=rule.params, guides=tables)

@@ -184,6 +184,7 @@ class Queue:
                 self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
                 state, info = next(self._steps)
                 return state, _counted(stats, info, state.length), jnp.ones(1, jnp.int32)
+            # Return when enough rows have ended to refill or yield them; otherwise decode until all have ended.
             min_ended = max(1, len(self._holds) // WAIT)
             if not (early or self._waiting):
                 min_ended = len(self._holds)
@@ -425,6 +426,7 @@ def longest_first(requests: Sequence[Request]) -> list[int]:
     [1, 0, 2]
     """
     order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
+    # Neighbours in the order of prompts share the longest prefixes.
     alike = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
     pairs = itertools.pairwise(requests[i].prompt_tokens for i in alike)
     return alike if sum(common_length(a, b) for a, b in pairs if a != b) >= SAVED else order

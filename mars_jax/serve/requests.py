@@ -289,6 +289,7 @@ def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[R
         raise MarsError(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
         )
+    # Sample j of prompt i draws with seed + i * samples + j, or with seed[i] + j.
     stride = samples if one_seed else 0
     return [
         dataclasses.replace(request, seed=(request.seed + index * stride + sample) % 2**32)

@@ -181,6 +181,7 @@ class RowFile:
         if not self._by_key:
             self._by_key = {tuple(row.get(name) for name in fields): row for row in self.rows}
         key_values = [tuple(key.values()) for key in keys]
+        # The rows of a batch are decoded together, so a missing one is made with the others.
         if not self._by_key.keys() >= set(key_values):
             for key, row in zip(key_values, make(), strict=True):
                 if key not in self._by_key:

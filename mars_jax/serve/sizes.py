@@ -71,6 +71,7 @@ def _measure(prepared: Prepared, batch: int, *, log_probs: bool) -> list[float]:
     ]
     prepared = dataclasses.replace(prepared, requests=requests)
     entries = [i % len(requests) for i in range(batch)]
+    # All sizes run the same compiled program, which reads the size from the costs.
     num_sizes = len(prepared.drafter.params.costs)
     fixed = [_with_drafter(prepared, with_size(prepared.drafter, index)) for index in range(num_sizes)]
     rounds = [[_step_seconds(size, entries, log_probs=log_probs) for size in fixed] for _ in range(ROUNDS)]

@@ -48,6 +48,7 @@ class RowText:
         # A stop string may be complete in characters that the detokenizer holds back.
         pending = self._detokenizer.pending() if self._stops else ""
         searched = text if pending.endswith(REPLACEMENT) else text + pending
+        # The text ends before the first stop string.
         cuts = [index for stop in self._stops if (index := searched.find(stop)) >= 0]
         if cuts:
             self.stopped, self._held = True, ""
