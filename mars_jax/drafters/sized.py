@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -355,17 +355,8 @@ class SizedDrafter(Drafter):
             idle=jnp.zeros(length.shape, jnp.int32),
         )
 
-    def observe(
-        self,
-        params: Params,
-        state: SizedState,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
-    ) -> SizedState:
-        draft = self.longest.observe(_inner(params), state.draft, tokens, first, length, output)
-        return dataclasses.replace(state, draft=draft)
+    def observe(self, params: Params, state: SizedState, *chunk: Any) -> SizedState:
+        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
 
     def catch_up(
         self, params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
