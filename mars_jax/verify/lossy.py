@@ -32,7 +32,6 @@ class Lossy(Rule):
         ranges=WHOLE,
         help="tokens at the start of each answer that are verified strictly",
         flag=True,
-        metavar="N",
     )
 
     def strict_edges(self, evidence: Evidence) -> Array:

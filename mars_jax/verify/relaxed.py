@@ -61,7 +61,6 @@ class Relaxed(Lossy):
         help="relaxed tokens in a row that are allowed",
         word="any",
         flag=True,
-        metavar="N",
     )
     max_relaxed: Any = None  # i32[] or [B]; maximum relaxed tokens per step; None is unlimited
     needs: ClassVar[tuple[str, ...]] = ("draft",)
