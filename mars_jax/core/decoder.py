@@ -320,11 +320,7 @@ def _common_prefix(state: DecodeState, tokens: Array, lengths: Array) -> Array:
 
 
 def speculative_decoder(
-    target: LanguageModel,
-    drafter: Drafter,
-    verify: Rule,
-    *,
-    prefill_chunk: int | None = None,
+    target: LanguageModel, drafter: Drafter, verify: Rule, *, prefill_chunk: int | None = None
 ) -> Decoder:
     """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
 

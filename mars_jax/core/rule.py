@@ -24,14 +24,7 @@ from mars_jax.core.struct import settings_of
 from mars_jax.core.types import Controls, DraftTree, PyTree, Verdict, keys_from_seeds
 from mars_jax.mesh.axes import vocabulary_axes
 from mars_jax.utils.errors import MarsError, short_repr
-from mars_jax.utils.user_code import (
-    MODULES,
-    described,
-    failure,
-    frames_in,
-    is_user_module,
-    location_of,
-)
+from mars_jax.utils.user_code import MODULES, described, failure, frames_in, is_user_module, location_of
 
 
 @struct.dataclass(kw_only=True)

@@ -417,13 +417,7 @@ def map_devices(
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     # check_vma cannot infer that values computed on every device from the same gathered arrays are equal.
-    return jax.shard_map(
-        function,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=free,
-        check_vma=False,
-    )
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
 
 def over_vocabulary(

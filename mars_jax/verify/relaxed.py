@@ -120,8 +120,9 @@ class Relaxed(Lossy):
         free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
         # id1 is the target's top token, the one that a strict greedy walk would take instead of x.
         # Relaxing a stop token would end an output that the target continues, or continue one that it ends.
-        free &= ~is_stop(tree.tokens, stop_tokens)
-        free &= ~at_parent(tree, is_stop(evidence.stats.id1, stop_tokens))
+        free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
+            tree, is_stop(evidence.stats.id1, stop_tokens)
+        )
         if evidence.strict_nodes is not None:
             free &= ~at_parent(tree, evidence.strict_nodes)
         relaxable = _spread(self.relaxable(evidence), tree.tokens.shape)
