@@ -20,7 +20,7 @@ from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.tree import gather_path, last_token, said
+from mars_jax.core.tree import last_token, step_tokens
 from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
@@ -174,12 +174,14 @@ class Eagle(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> EagleState:
-        on_path = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
+        on_path = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=on_path[0], features=on_path[1], cache=output.cache)
         # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
         # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
         first = length - 1
-        return self._absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
+        return self._absorb(
+            params, state, output, step_tokens(tree, verdict), first, first + verdict.num_accepted
+        )
 
 
 eagle = Eagle

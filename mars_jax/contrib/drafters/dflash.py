@@ -23,8 +23,9 @@ from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
+from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed
-from mars_jax.core.tree import chain, gather_path, last_token
+from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
@@ -166,7 +167,7 @@ class DFlash(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> DFlashState:
-        features = tuple(gather_path(x, verdict.path) for x in output.features)
+        features = tuple(pick(x, verdict.path) for x in output.features)
         return self._absorb(params, state, output._replace(features=features), length - 1)
 
     def _absorb(self, params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:

@@ -22,7 +22,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k_logits
-from mars_jax.core.tree import chain, gather_path, last_token, static_topology
+from mars_jax.core.tree import chain, last_token, static_topology
 from mars_jax.core.types import NO_TOKEN, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.draw import draw_siblings, with_leaves
@@ -193,7 +193,7 @@ class Medusa(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> Array:
-        return gather_path(output.hidden, verdict.path[:, -1:]).astype(state.dtype)
+        return pick(output.hidden, verdict.path[:, -1:]).astype(state.dtype)
 
 
 medusa = Medusa
