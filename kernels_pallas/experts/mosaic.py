@@ -11,7 +11,6 @@ by the expert's matrix and masks the rows of other experts, as in Megablox (arXi
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import LANES, block_width, round_up
+from kernels_pallas.common import LANES, Interpret, block_width, round_up
 
 ROWS = 128
 """Maximum rows per tile."""
@@ -59,7 +58,7 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
 
 
 def dense_by_expert_int8(
-    x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Any = False
+    x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
     """See `api.dense_by_expert_int8`."""
     count, inner = x.shape

@@ -6,11 +6,11 @@ R rows, K inputs, N outputs, G groups of `size` inputs. Oracle: numpy in tests/k
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.int4 import mosaic, xla
 
@@ -24,7 +24,7 @@ def dense_int4(
     chip: str = "",
     implementation: str | None = None,
     platform: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Array:
     """Multiply x [R, K] by the matrix `values * scale + offset`: f32[R, N]. Differentiable.
 

@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import SUBLANES, TWO_CORES, block_width, round_up
+from kernels_pallas.common import SUBLANES, TWO_CORES, Interpret, block_width, round_up
 
 CHUNK = 128
 """Inputs unpacked at a time: the depth of a matrix unit."""
@@ -66,7 +66,7 @@ def block_sizes(inputs: int, outputs: int, groups: int, *, narrow: bool) -> tupl
 
 
 def dense_int4(
-    x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Any = False
+    x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Interpret = False
 ) -> Array:
     """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `supports_product` for the shapes.
 

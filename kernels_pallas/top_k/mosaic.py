@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, bits, round_up
+from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, Interpret, bits, round_up
 from kernels_pallas.top_k.shapes import block_rows
 
 CHAINS = 4
@@ -27,7 +27,7 @@ STRIP = 16
 """Vectors along the vocabulary per iteration of a scan's loop."""
 
 
-def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
+def top_k(logits: Array, k: int, *, interpret: Interpret = False) -> Array:
     """Return the k largest of logits [R, V] as i32[2, R, 128], packed as by `reference.pack`."""
     rows, vocab = logits.shape
     block = block_rows(rows, vocab, k, logits.dtype)
@@ -36,7 +36,7 @@ def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
     return _call(kernel, logits, in_spec, rows, block, interpret, "top_k")
 
 
-def join(parts: Array, k: int, size: int, *, interpret: Any = False) -> Array:
+def join(parts: Array, k: int, size: int, *, interpret: Interpret = False) -> Array:
     """Join the results i32[W, 2, R, 128] of W vocabulary parts, `size` tokens each, into i32[2, R, 128]."""
     count, _, rows, _ = parts.shape
     block = min(rows, SUBLANES)
@@ -51,7 +51,7 @@ def _call(
     in_spec: pl.BlockSpec,
     rows: int,
     block: int,
-    interpret: Any,
+    interpret: Interpret,
     name: str,
 ) -> Array:
     """Run a kernel on blocks of `block` rows; it writes i32[2, R, 128]."""

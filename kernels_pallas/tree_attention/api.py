@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import check_options
 from kernels_pallas.tree_attention import reference, xla
 from kernels_pallas.tree_attention.operands import NewRows, Operands
@@ -38,7 +39,7 @@ def tree_attention(
     v_scale: Array | None = None,
     implementation: str | None = None,
     blocks: AttentionBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Array:
     """Compute grouped-query attention of N queries over a cache whose batch rows have different lengths.
 
@@ -96,7 +97,7 @@ def write_and_attend(
     scale: float | None = None,
     implementation: str | None = None,
     blocks: AttentionBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> tuple[Array, Array, Array]:
     """Write new rows into keys and values, then compute `tree_attention`. Donated caches are updated in place.
 
@@ -132,7 +133,7 @@ def _attend(
     new: NewRows | None,
     implementation: str | None,
     blocks: AttentionBlocks | None,
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
     """Fill in the defaults and run an implementation; return its result and the caches, with any new rows."""
     check_options(implementation, FORMS, blocks, interpret)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import LANES, LOWEST, tile_rows
+from kernels_pallas.common import LANES, LOWEST, Interpret, tile_rows
 from kernels_pallas.tree_attention.operands import NewRows, Operands, pack_bits
 from kernels_pallas.tree_attention.shapes import AttentionBlocks, attention_blocks, is_flat
 
@@ -56,7 +56,7 @@ def tree_attention(
     new: NewRows | None = None,
     *,
     blocks: AttentionBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> tuple[Array, Array, Array]:
     """Return the result of `kernels_pallas.tree_attention`, and the caches with the new rows, if there are any.
 
@@ -102,7 +102,7 @@ def _call(
     table: Array,
     queries: Array,
     columns: Array,
-    interpret: Any,
+    interpret: Interpret,
 ) -> list[Array]:
     """Run the kernel; return its result [B, T, K, M, D] and, with new rows, the caches."""
     heads, m, dim = queries.shape[2:]
