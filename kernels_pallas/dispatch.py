@@ -185,15 +185,10 @@ def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
     name = function.__name__.strip("_")
     if failure is not None and name not in _logged:
         _logged.add(name)
+        operand, chip = shapes[0], jax.local_devices()[0].device_kind
         _log.warning(
-            "the kernel %s does not compile for %s%s on %s (%s): the XLA form runs in its place; %s=0 leaves all "
-            "kernels out.",
-            name,
-            shapes[0].dtype.name,
-            list(shapes[0].shape),
-            jax.local_devices()[0].device_kind,
-            failure,
-            SWITCH,
+            f"the kernel {name} does not compile for {operand.dtype.name}{list(operand.shape)} on {chip} ({failure}): "
+            f"the XLA form runs in its place; {SWITCH}=0 leaves all kernels out."
         )
     return failure is None
 

@@ -14,7 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -53,8 +53,8 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     # Visit v belongs to the first expert with visit_ends > v. The clamps apply to visits that are not real.
     expert = jnp.minimum(jnp.sum(visit_ends[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
     tile = first[expert] + number - (visit_ends - visit_counts)[expert]
-    as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
-    return as_index(expert), as_index(jnp.clip(tile, 0, tiles - 1)), as_index(jnp.maximum(visit_ends[-1], 1))
+    tile, count = jnp.clip(tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
+    return expert.astype(jnp.int32), tile.astype(jnp.int32), count.astype(jnp.int32)
 
 
 def dense_by_expert_int8(
@@ -71,12 +71,16 @@ def dense_by_expert_int8(
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
     by_columns = inner % 128 != 0 and outer % 128 == 0
-    block, block_index = (width, inner), lambda n: (n, 0)
     if by_columns:
-        values, block, block_index = values.swapaxes(1, 2), (inner, width), lambda n: (0, n)
+        # A view of the stored layout, [X, K, N], whose blocks are columns.
+        values = values.swapaxes(1, 2)
+        block, block_index = (inner, width), lambda n: (0, n)
+    else:
+        block, block_index = (width, inner), lambda n: (n, 0)
     padded_product = pl.pallas_call(
         functools.partial(_kernel, by_columns=by_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
+            # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
             grid=(pl.cdiv(outer, width), real),
@@ -97,13 +101,28 @@ def dense_by_expert_int8(
     return padded_product[:count]
 
 
-def _kernel(expert, tile, begins, ends, x, w, scale, out, *, by_columns: bool) -> None:
+def _kernel(
+    expert: Ref,  # i32[visits]
+    tile: Ref,  # i32[visits]
+    begins: Ref,  # i32[X]; the first row of each expert
+    ends: Ref,  # i32[X]; the row after its last one
+    x_ref: Ref,  # [rows, K]
+    w: Ref,  # i8[width, K], or i8[K, width] if `by_columns`
+    scale: Ref,  # f32[1, width]
+    out: Ref,  # f32[rows, width]
+    *,
+    by_columns: bool,
+) -> None:
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
-    x = x[...]
+    x = x_ref[...]
+    # Products of integers below 2^7 with bfloat16 rows are exact in one pass; float32 rows need several.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    inner_axis = 0 if by_columns else 1
     product = lax.dot_general(
-        *(x, w[...].astype(x.dtype), (((1,), (0 if by_columns else 1,)), ((), ()))),
+        x,
+        w[...].astype(x.dtype),
+        (((1,), (inner_axis,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
     )

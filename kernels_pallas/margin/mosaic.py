@@ -246,19 +246,18 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
         pl.when(block == last)(lambda: fold_block(partial=True))
 
 
-def _fold_strip(
-    logits_ref: Ref,
-    top1_ref: Ref,
-    id1_ref: Ref,
-    top2_ref: Ref,
-    id2_ref: Ref,
-    sum_ref: Ref | None = None,
-    *,
-    block: int | Array,
-    vocab: int,
-    partial: bool,
-) -> None:
-    """Fold a strip of rows of block number `block`. Only a `partial` block contains ids from V on."""
+class _State(NamedTuple):
+    """State of a strip of rows, [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ..."""
+
+    top1: Ref  # f32; the largest
+    id1: Ref  # i32; its id
+    top2: Ref  # f32; the second largest
+    id2: Ref  # i32; its id
+    total: Ref | None = None  # f32; sum of exp(z - top1); None unless the logsumexp is requested
+
+
+def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: int, partial: bool) -> None:
+    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids from V on."""
     rows, tokens = logits_ref.shape
     # The token ids of the block's first 128 columns. Chunk c adds c * 128, so an id stays in lane id % 128.
     lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
@@ -270,9 +269,8 @@ def _fold_strip(
             z = jnp.where(lanes < vocab - c * LANES, z, -jnp.inf)
         return z
 
-    # [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ...
-    state_refs = (top1_ref, id1_ref, top2_ref, id2_ref)
-    top1, id1, top2, id2 = (ref[...] for ref in state_refs)
+    state = _State(*state_refs)
+    top1, id1, top2, id2 = (ref[...] for ref in state[:4])
     old_shift = jnp.maximum(top1, LOWEST)
     for c in range(tokens // LANES):
         z, ids = chunk(c), lanes + c * LANES
@@ -282,15 +280,15 @@ def _fold_strip(
         top2 = jnp.where(leads, top1, jnp.where(follows, z, top2))
         id2 = jnp.where(leads, id1, jnp.where(follows, ids, id2))
         top1, id1 = jnp.where(leads, z, top1), jnp.where(leads, ids, id1)
-    for ref, value in zip(state_refs, (top1, id1, top2, id2), strict=True):
+    for ref, value in zip(state[:4], (top1, id1, top2, id2), strict=True):
         ref[...] = value
-    if sum_ref is not None:
+    if state.total is not None:
         shift = jnp.maximum(top1, LOWEST)
         # Rescale the sum of exp(z - old maximum) to the new maximum, as flash attention does.
-        total = sum_ref[...] * jnp.exp(old_shift - shift)
+        total = state.total[...] * jnp.exp(old_shift - shift)
         for c in range(tokens // LANES):
             total += jnp.exp(chunk(c) - shift)
-        sum_ref[...] = total
+        state.total[...] = total
 
 
 def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
@@ -301,26 +299,20 @@ def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
         top = jnp.max(z, axis=1, keepdims=True)
         return top, jnp.min(jnp.where(z == top, ids, LAST_ID), axis=1, keepdims=True)
 
-    def one_strip(
-        packed_ref: Ref,
-        top1_ref: Ref,
-        id1_ref: Ref,
-        top2_ref: Ref,
-        id2_ref: Ref,
-        sum_ref: Ref | None = None,
-    ) -> None:
-        top1, id1, top2, id2 = (ref[...] for ref in (top1_ref, id1_ref, top2_ref, id2_ref))
+    def one_strip(packed_ref: Ref, *state_refs: Ref) -> None:
+        state = _State(*state_refs)
+        top1, id1, top2, id2 = (ref[...] for ref in state[:4])
         # The row's runner-up is the winning lane's second entry, or another lane's first. i32[rows, 1] each.
         best, best_id = largest(top1, id1)
         winner = id1 == best_id
         second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
         best_id, second_id = close(best, best_id, second, second_id, vocab)
         columns = [bits(best), best_id, bits(second), second_id]
-        if sum_ref is not None:
+        if state.total is not None:
             shift = jnp.maximum(best, LOWEST)
             # Each lane's sum is relative to its own maximum.
             scale = jnp.exp(jnp.maximum(top1, LOWEST) - shift)
-            columns.append(bits(shift + jnp.log(jnp.sum(sum_ref[...] * scale, axis=1, keepdims=True))))
+            columns.append(bits(shift + jnp.log(jnp.sum(state.total[...] * scale, axis=1, keepdims=True))))
         packed_ref[...] = _in_lanes(columns, packed_ref.shape)
 
     _each_strip(one_strip, packed_ref, *state)
