@@ -102,30 +102,35 @@ def dense_by_expert_int8(
 
 
 def _kernel(
-    expert: Ref,  # i32[visits]
-    tile: Ref,  # i32[visits]
-    begins: Ref,  # i32[X]; the first row of each expert
-    ends: Ref,  # i32[X]; the row after its last one
-    x_ref: Ref,  # [rows, K]
-    w: Ref,  # i8[width, K], or i8[K, width] if `by_columns`
-    scale: Ref,  # f32[1, width]
-    out: Ref,  # f32[rows, width]
+    expert: Ref,
+    tile: Ref,
+    begins: Ref,
+    ends: Ref,
+    x_ref: Ref,
+    w_ref: Ref,
+    scale: Ref,
+    out: Ref,
     *,
     by_columns: bool,
 ) -> None:
+    """Compute one visit for one block of outputs.
+
+    Args:
+      expert, tile: i32[visits].
+      begins, ends: i32[X]; the first row of each expert, and the row after its last one.
+      x_ref: [rows, K].
+      w_ref: i8[width, K], or i8[K, width] if `by_columns`.
+      scale: f32[1, width].
+      out: f32[rows, width].
+    """
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
     x = x_ref[...]
-    # Products of integers below 2^7 with bfloat16 rows are exact in one pass; float32 rows need several.
+    # Products of int8 and bfloat16 numbers are exact in one pass of the matrix unit; float32 rows need several.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    inner_axis = 0 if by_columns else 1
-    product = lax.dot_general(
-        x,
-        w[...].astype(x.dtype),
-        (((1,), (inner_axis,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    dimensions = (((1,), (0 if by_columns else 1,)), ((), ()))
+    w = w_ref[...].astype(x.dtype)
+    product = lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
     row = tile_id * x.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])

@@ -11,7 +11,7 @@ from typing import Any
 from jax import Array, lax
 
 from kernels_pallas.common import LANES, Axis, Interpret
-from kernels_pallas.dispatch import dispatch
+from kernels_pallas.dispatch import Form, dispatch
 from kernels_pallas.top_k import reference, xla
 from kernels_pallas.top_k.reference import TopKEntries, pack, unpack
 from kernels_pallas.top_k.shapes import fits_in_vmem
@@ -38,9 +38,10 @@ def top_k(
     ([1, 2], [3.0, 2.0])
     """
     form = functools.partial(xla.top_k, k=k)
-    forms = {"reference": functools.partial(reference.top_k, k=k), "xla": form, "partitioned": form}
-    kernel = functools.partial(_top_k_kernel, k=k)
-    forms["pallas_tpu"] = kernel if _takes(logits, k, implementation) else form
+    forms = {"reference": functools.partial(reference.top_k, k=k)}
+    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), form)
+    if _runs_kernel(logits, k, implementation):
+        forms["pallas_tpu"] = functools.partial(_top_k_kernel, k=k)
     return dispatch(implementation, interpret, (logits,), forms)
 
 
@@ -63,11 +64,12 @@ def sharded_top_k(
         parts = lax.all_gather(packed_top_k(part, k, interpret=interpret), axis)
         return join_top_k(parts, k, part.shape[-1], interpret=interpret)
 
-    kernel: Any = functools.partial(form, interpret=False)
-    # A collective needs the mesh, which the trial's thread does not have.
-    kernel.trial = functools.partial(_top_k_of_parts, k=k)
-    forms = {"reference": form, "xla": form, "partitioned": form}
-    forms["pallas_tpu"] = kernel if _takes(part, k, implementation) else form
+    forms: dict[str, Form] = dict.fromkeys(("reference", "xla", "partitioned", "pallas_tpu"), form)
+    if _runs_kernel(part, k, implementation):
+        kernel: Any = functools.partial(form, interpret=False)
+        # A collective needs the mesh, which the trial's thread does not have.
+        kernel.trial = functools.partial(_top_k_of_parts, k=k)
+        forms["pallas_tpu"] = kernel
     return dispatch(implementation, interpret, (part,), forms)
 
 
@@ -97,11 +99,12 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None =
         return xla.join(parts, k, size)
     from kernels_pallas.top_k import mosaic
 
+    # The kernel's rows are all leading dimensions together.
     flat = parts.reshape(parts.shape[0], 2, -1, LANES)
     return unpack(mosaic.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 
 
-def _takes(logits: Array, k: int, implementation: str | None) -> bool:
+def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:
     """Return True if the kernel should run: it fits, or it was named explicitly and raises if it does not fit."""
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 

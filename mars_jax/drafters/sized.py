@@ -10,6 +10,7 @@ Oracle: the drafter of a fixed size, token for token, and a simulation in Python
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from mars_jax.core import struct
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import Drafter, DraftInput
+from mars_jax.core.rule import Rule
 from mars_jax.core.step import propose, step_keys
 from mars_jax.core.types import (
     NO_KIND,
@@ -59,8 +61,8 @@ class SizedParams(NamedTuple):
     """`Params.draft` of a drafter with several sizes."""
 
     weights: PyTree  # params of the wrapped drafter
-    costs: Any  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
-    forced: Any  # i32[]; index of the size that every step uses; -1: each step chooses the best
+    costs: Array | np.ndarray  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
+    forced: Array | np.int32  # i32[]; index of the size that every step uses; -1: each step chooses the best
 
 
 @struct.dataclass(kw_only=True)
@@ -171,7 +173,7 @@ class Sizes:
     lengths: tuple[int, ...]  # lengths of their chains, increasing from 0
     any_rule: bool  # also allow lossy rules
 
-    def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> SizedDecoder:
+    def decoder(self, target: LanguageModel, longest: Drafter, verify: Rule) -> SizedDecoder:
         """Return the decoder for a target. Its state is that of the longest draft.
 
         Raises:
@@ -203,19 +205,21 @@ class SizedDecoder(Decoder):
         with jax.named_scope("draft"):
             acceptance = self._expected_acceptance(params, state)
             index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
-        steps = [
-            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk)._step
+        decoders = [
+            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk)
             for drafter in self.sizes.drafters
         ]
-        info_shapes = jax.eval_shape(steps[-1], params, state)[1]
+        # All sizes must return the same shapes, so pad the info of each to the longest draft's. Only the step of the
+        # chosen size runs, and replaces the zeros.
+        info_shapes = jax.eval_shape(decoders[-1]._step, params, state)[1]
         info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes)
-        for number, step in enumerate(steps):
 
-            def padded_step(state: DecodeState, step: Callable[..., Any] = step) -> Any:
-                next_state, step_info = step(params, state)
-                return next_state, _pad_info(step_info, info_shapes)
+        def padded_step(decoder: Decoder, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+            next_state, step_info = decoder._step(params, state)
+            return next_state, _pad_info(step_info, info_shapes)
 
-            state, info = _run_if(index == number, padded_step, state, info)
+        for number, decoder in enumerate(decoders):
+            state, info = _run_if(index == number, functools.partial(padded_step, decoder), state, info)
         return state, info
 
     def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
@@ -263,7 +267,8 @@ def _pad_info(info: StepInfo, shapes: StepInfo) -> StepInfo:
     def pad(path: tuple[Any, ...], x: Array, shape: jax.ShapeDtypeStruct) -> Array:
         widths = [(0, longest - length) for length, longest in zip(x.shape, shape.shape, strict=True)]
         name = path[-1].name
-        if name == "path":  # repeats the last node
+        if name == "path":
+            # A path repeats its last node.
             return jnp.pad(x, widths, mode="edge")
         return jnp.pad(x, widths, constant_values=fills.get(name, 0))
 
@@ -291,6 +296,7 @@ def best_size(
     >>> [int(best_size(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
     [2, 1]
     """
+    # bool[B]: the live rows, or all rows if none is live.
     counts = live | ~jnp.any(live)
     accepted_tokens = jnp.sum(state.accepted, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
     expected_tokens = jnp.sum(state.expected, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
@@ -299,6 +305,7 @@ def best_size(
     size = _fastest(params, lengths, acceptance, counts)
     # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
     trial_size = _fastest(params, lengths, jnp.where(has_draft, acceptance + OPTIMISM, 0.0), counts)
+    # One row whose pause is over makes the whole batch try.
     is_trial = jnp.any(counts & (state.idle >= state.pause))
     return jnp.where((size == 0) & is_trial, trial_size, size)
 
@@ -311,11 +318,13 @@ def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, cou
     powers = jnp.cumprod(
         jnp.broadcast_to(jnp.minimum(acceptance, 1.0), (max(lengths), *acceptance.shape)), axis=0
     )
-    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[i] is the mean of a^(i + 1).
+    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[i] is the mean of a^(i + 1) over
+    # the rows, f32[longest].
     powers = jnp.mean(powers, axis=1, where=counts)
     tokens = jnp.stack([1.0 + jnp.sum(powers[:length]) for length in lengths])
     # Without measurements all sizes are assumed to cost the same.
     costs = jnp.where(params.costs > 0, params.costs, 1.0)
+    # Tokens per unit of cost. Index 0 is no draft.
     speeds = (tokens / costs).at[0].multiply(MARGIN)
     best = jnp.argmax(speeds).astype(jnp.int32)
     return jnp.where(params.forced >= 0, params.forced, best)
@@ -418,6 +427,7 @@ class SizedDrafter(Drafter):
         # After a pause, older counts have half the weight. A sparse drafter that found no draft did not pause.
         paused = state.idle >= (state.pause if self.size.sparse else 1)
         decay = jnp.where(paused, DECAY / 2, DECAY)
+        # By the drafter's estimate, `expected` of the tested tokens are accepted. `best_size` compares both counts.
         return SizedState(
             draft=self.size.update(_own(params), state.draft, tree, verdict, output, length),
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
