@@ -95,7 +95,7 @@ def load(
             f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
     length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
-    # (whether the caller set it, the field of the definition that allows it)
+    # Name: (whether the caller set it, the field of the definition that allows it).
     optional = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
@@ -118,6 +118,7 @@ def load(
         raise MarsError(
             "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
         )
+    # A length overrides the usual tree, so EAGLE then drafts a chain.
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
@@ -179,6 +180,7 @@ def check_finite_weights(name: str, params: PyTree) -> None:
         if jnp.issubdtype(weight.dtype, jnp.floating)
     ]
     arrays = [weight for _, weight in weights]
+    # A draft on a CPU is checked without compiling.
     if all(map(_on_host, arrays)):
         results = map(_is_finite, arrays)
     else:

@@ -114,7 +114,8 @@ class DraftModel(ShapedDrafter):
             if hidden_rows is not None:
                 # Entry 0 is the root's. Slot `length + r` is entry 1 + r, as `grow` numbers rows.
                 entries = 1 + level.visible.slot - inputs.length
-                hidden_rows = jax.vmap(_write_rows)(hidden_rows, output.hidden, entries)
+                write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
+                hidden_rows = jax.vmap(write)(hidden_rows, output.hidden, entries)
             return self._unembed(params, output.hidden), (output.cache, hidden_rows)
 
         hidden, cache = feed_last(self._model, params.draft, state.cache, inputs.tokens, inputs.length)
@@ -172,11 +173,6 @@ def feed_last(
     output = model.forward(weights, window, Visible.causal(first, 2), cache)
     # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or 0 for a one-token prompt.
     return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
-
-
-def _write_rows(rows: Array, new: Array, first: Array) -> Array:
-    """Write [W, E] into [R, E] from row `first` on."""
-    return lax.dynamic_update_slice_in_dim(rows, new, first, 0)
 
 
 def load_model(arguments: Asked) -> LoadedDrafter:

@@ -127,7 +127,8 @@ def longest_match(
       of tokens that matched, i32[B].
     """
     size = past.shape[1]
-    # A candidate match ends just before this index.
+    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `matched` counts the
+    # tokens of the row's suffix that precede e.
     end = jnp.arange(size, dtype=jnp.int32)[None]
     matched = jnp.zeros(past.shape, jnp.int32)
     alive = (end >= 1) & (end < past_length[:, None])
