@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jax import Array
 
@@ -14,9 +14,6 @@ from mars_jax.core.types import DecodeState, LanguageModel, Params, PyTree, Step
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.shardings import place
-
-if TYPE_CHECKING:
-    from mars_jax.drafters.sized import Sizes
 
 Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, StepInfo]]]
 
@@ -29,7 +26,7 @@ class LoadedDrafter(NamedTuple):
     # i32[U]; the target's id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
     # prepares a constraint's tables for it.
     draft_ids: Array | None = None
-    sizes: Sizes | None = None  # the lengths to choose from in each step
+    sizes: DraftSizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
     # Yields the steps of a batch, in place of `refill.advance`. Rows then do not refill.
     steps: Steps | None = None
     max_positions: int | None = None  # the longest context that its weights were trained for
@@ -43,6 +40,14 @@ class LoadedDrafter(NamedTuple):
         if self.sizes is not None:
             return self.sizes.decoder(target, self.drafter, verify)
         return speculative_decoder(target, self.drafter, verify)
+
+
+class DraftSizes(Protocol):
+    """Drafters of several sizes that share one state; implemented by `drafters.sized.Sizes`."""
+
+    drafters: tuple[Drafter, ...]
+
+    def decoder(self, target: LanguageModel, longest: Drafter, verify: Rule) -> Decoder: ...
 
 
 class Asked(NamedTuple):

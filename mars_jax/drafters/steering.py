@@ -9,7 +9,7 @@ the draw would not be lossless.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,14 +19,11 @@ from mars_jax.core.guide import DEAD, Guide
 from mars_jax.core.sampling import argmax
 from mars_jax.core.types import NO_TOKEN
 
-if TYPE_CHECKING:
-    from mars_jax.drafters.grow import Growth
-
 
 class Steering(NamedTuple):
     """A constraint applied to a draft. Without a guide it is the identity and adds nothing to the program."""
 
-    growth: Growth  # the drafter, for its `to_target` and `widen`
+    growth: Any  # the drafter's `grow.Growth`, for its `to_target` and `widen`
     sample: bool
     guide: Guide | None
 
