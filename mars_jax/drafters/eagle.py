@@ -89,6 +89,7 @@ class Eagle(ShapedDrafter):
     def init(self, params: Params, tokens: Array, length: Array) -> EagleState:
         batch, buffer = tokens.shape
         slots = buffer + max(self.shape.rows, self.shape.depth + 1)
+        # `observe` replaces it before the first draft.
         feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
         return EagleState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
@@ -107,6 +108,7 @@ class Eagle(ShapedDrafter):
         i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
         """
         n = following.shape[1]
+        # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
         feature = head.fuse(self.config, params.draft, output)
         hidden, cache = self._forward(params, feature, following, Visible.causal(first, n), state.cache)
         # i32[B, 1]; clamped for windows without `last`, whose gathered value is discarded below.
@@ -187,21 +189,25 @@ class Eagle(ShapedDrafter):
 eagle = Eagle
 
 
-def load_eagle_drafter(asked: Asked) -> LoadedDrafter:
+def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
     """Load `eagle` from a head's checkpoint.
 
     Raises:
       MarsError: as for `hub.load_eagle`.
     """
-    target = asked.target
+    target = arguments.target
     config, params = hub.load_eagle(
-        asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
+        arguments.path,
+        target.config,
+        target.params,
+        dtype=arguments.heads_dtype,
+        head_embed=arguments.head_embed,
     )
     # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
 
-    drafter = eagle(config, target.model, asked.chain, **asked.shape, cache_dtype=cache_dtype)
-    params = asked.placed(params, config)
+    drafter = eagle(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)
+    params = arguments.placed(params, config)
     longest = config.layer.max_positions
     return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)
 
