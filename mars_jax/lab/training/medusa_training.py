@@ -6,11 +6,10 @@ Oracle: acceptance of the exported heads (tests/lab/commands/test_distill.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
@@ -26,7 +25,7 @@ from mars_jax.models.transformer import language_model
 
 
 def medusa(
-    count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
+    count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: DTypeLike = "bfloat16"
 ) -> Loss:
     """Return the loss of `count` heads: head i learns the token i + 2 positions after the one that it reads.
 
@@ -42,9 +41,9 @@ def medusa(
         drafted = medusa_layers.logits(cast(params, dtype), hidden, count).reshape(rows, length, count, -1)
         segments, losses, accepted = batch.segments, [], []
         for i in range(count):
+            # Head i reads position t and drafts token t + 2 + i, which the target predicts at position t + 1 + i.
             n = length - 1 - i
             logits, target_logits = drafted[:, :n, i], lesson.logits[:, 1 + i :]
-            # The target predicts token t + 2 + i given one document up to t + 1 + i.
             valid = segments[:, :n] == segments[:, 1 + i : length]
             same = (jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
             losses.append(objectives.masked_mean(divergence(target_logits, logits), valid))
