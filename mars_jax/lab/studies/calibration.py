@@ -89,6 +89,7 @@ def calibrate(
         return None if numbers is None else numbers[0]
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
+        # Every rule decodes the same problems with the same seeds, so losses are paired.
         arm = Arm(name=name, loaded_rule=loaded_rule, drafts=True, meaning="")
 
         def make(group: Sequence[Problem], seeds: Sequence[int]) -> list[Row]:

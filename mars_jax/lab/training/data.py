@@ -143,9 +143,11 @@ def draft_vocabulary(
     """
     if not 1 <= size <= vocab_size:
         raise MarsError(f"a draft vocabulary of {size}: expected 1 to {vocab_size}, the target's vocabulary.")
+    # Relative frequency of each token, weighted over the streams.
     share = np.zeros(vocab_size)
     for source in streams:
         counts = np.bincount(source.tokens, minlength=vocab_size)[:vocab_size]
         share += source.weight * counts / len(source.tokens)
+    # Rank required tokens first. The stable sort breaks ties by token id.
     share[list(always)] = np.inf
     return np.sort(np.argsort(-share, kind="stable")[:size]).astype(np.int32)

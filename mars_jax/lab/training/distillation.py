@@ -96,16 +96,17 @@ def train(
       MarsError: the rows cannot be divided among the devices, or the text is shorter than a row.
     """
     rows = max(1, step_tokens // length)
+    parts = 1 if mesh is None else size_of("data", mesh)
+    if rows % parts:
+        raise MarsError(
+            f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
+            "per step that makes a multiple of them."
+        )
     batches = data.batches(streams, rows=rows, length=length, seed=seed)
     training = _training(apprentice, batches, tokens, rows * length, learning_rate)
     low = cast(teacher, jnp.bfloat16)
     if mesh is None:
         return _with_ids(fit(training, work, teacher=low, description="distilling"), apprentice)
-    if rows % (parts := size_of("data", mesh)):
-        raise MarsError(
-            f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
-            "per step that makes a multiple of them."
-        )
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
 

@@ -127,7 +127,7 @@ def eagle3(
                 included &= batch.wanted[:, 2:]
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         losses, accepted = [], []
-        chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps, dtype)
+        chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps)
         for drafted, valid in chain:
             losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & included))
             accepted.append(_agreement(config, both, drafted, labels.choice, valid))
@@ -144,7 +144,6 @@ def drafted_ahead(
     tokens: Array,
     segments: Array,
     steps: int,
-    dtype: DTypeLike,
 ) -> Iterator[tuple[Array, Array]]:
     """Yield the drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
 
@@ -152,7 +151,7 @@ def drafted_ahead(
       config, target, both: the head, its target, and the weights of both.
       output: the target's output at the n entries, [B, n, ...].
       tokens, segments: i32[B, L + 1] with L = n + 1; the last column is not read.
-      steps, dtype: as for `eagle3`.
+      steps: as for `eagle3`.
 
     Yields:
       For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
@@ -165,7 +164,7 @@ def drafted_ahead(
     position = jnp.broadcast_to(entry, (rows, n))
     together = document_mask(segments[:, :n])
     # The cache is `steps` blocks of n slots. Block i holds the entries of step i.
-    cache = config.init_cache(rows, steps * n, dtype)
+    cache = config.init_cache(rows, steps * n, both.draft["fc"].dtype)
     distance = (entry[:, None] - entry[None, :])[None]  # from the attended entry
     for j in range(steps):
         # Entry t attends to the target's features up to t - j, which are block 0, and to the entry t - (j - i) of each

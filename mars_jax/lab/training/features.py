@@ -49,6 +49,7 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
     ([[7, 8, 9, 9], [1, 2, 3, 0], [5, 6, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, -1], [0, 0, -1, -1]])
     """
     rows: list[list[Sequence[int]]] = []
+    # Number of free positions in each row.
     room: list[int] = []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
         row = next((i for i, free in enumerate(room) if free >= len(ids)), len(rows))

@@ -9,36 +9,42 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.contrib.teaching import Batch, Loss, teach
-from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.contrib.teaching import Batch, teach
+from mars_jax.core.types import PyTree
 from mars_jax.lab.training import objectives
 from mars_jax.lab.training.eagle_training import unembedding
 from mars_jax.lab.training.loop import Apprentice
-from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
+from mars_jax.lab.training.objectives import Divergence, cast
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import init_params
 from mars_jax.models.transformer import language_model
 
 
-def medusa(
-    count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: DTypeLike = "bfloat16"
-) -> Loss:
-    """Return the loss of `count` heads: head i learns the token i + 2 positions after the one that it reads.
+def new_medusa(
+    target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """Return `count` heads of one block each, initialized to the target's unembedding (2401.10774, section 2.2)."""
+    config = MedusaConfig(
+        num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+    )
+    model = language_model(target, dtype="bfloat16")
 
-    Args:
-      count: H.
-      target, divergence, dtype: as for `eagle_training.eagle3`.
-    """
+    def init() -> PyTree:
+        initial = init_params(config, jax.random.key(seed))
+        for head in initial["heads"]:
+            head["unembed"] = jnp.array(unembedding(target, params))
+            head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
+        return initial
 
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
-        lesson = teach(target, teacher, batch)
+        lesson = teach(model, teacher, batch)
         rows, length, size = lesson.output.hidden.shape
         hidden = lesson.output.hidden.reshape(rows * length, 1, size)
-        drafted = medusa_layers.logits(cast(params, dtype), hidden, count).reshape(rows, length, count, -1)
+        heads = cast(params, "bfloat16")
+        drafted = medusa_layers.logits(heads, hidden, count).reshape(rows, length, count, -1)
         segments, losses, accepted = batch.segments, [], []
         for i in range(count):
             # Head i reads position t and drafts token t + 2 + i, which the target predicts at position t + 1 + i.
@@ -50,23 +56,4 @@ def medusa(
             accepted.append(objectives.masked_mean(same, valid))
         return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
 
-    return loss
-
-
-def new_medusa(
-    target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
-) -> Apprentice:
-    """Return `count` heads of one block each, initialized to the target's unembedding (2401.10774, section 2.2)."""
-    config = MedusaConfig(
-        num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
-    )
-
-    def init() -> PyTree:
-        first = init_params(config, jax.random.key(seed))
-        for head in first["heads"]:
-            head["unembed"] = jnp.array(unembedding(target, params))
-            head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
-        return first
-
-    loss = medusa(count, language_model(target, dtype="bfloat16"), divergence=divergence)
     return Apprentice(config=config, init=init, loss=loss)

@@ -58,6 +58,7 @@ def divergence(names: str) -> Divergence:
     >>> round((divergence("kl+2*tv")(*z) - divergence("kl")(*z)).item(), 5)
     0.5
     """
+    # The terms of the sum, each with its weight.
     parts: list[tuple[float, Divergence]] = []
     for part in names.split("+"):
         weight, star, name = part.strip().rpartition("*")

@@ -262,6 +262,7 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
+    # Greedy verification accepts if the best tokens agree, and rejection with probability sum of min(p, q).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
@@ -275,6 +276,7 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
         )
 
     def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
+        # Position t predicts token t + 1, so the mask moves by one.
         weight, segments = loss_mask[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
         p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
         log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
@@ -310,7 +312,7 @@ def _head_learner(
         lesson = teach(model, teacher, Batch(tokens, segments))
         target_logits = lesson.logits[:, 1:]
         output = entries(lesson.output, target_logits.shape[1])
-        chain = drafted_ahead(config, model, both, output, tokens, segments, depth, "float32")
+        chain = drafted_ahead(config, model, both, output, tokens, segments, depth)
         return [_agreement(target_logits, config.widen(both, drafted), temperature) for drafted, _ in chain]
 
     return Learner(loss, acceptance, ahead=2)

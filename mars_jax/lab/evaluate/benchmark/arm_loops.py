@@ -65,10 +65,9 @@ class Evaluation:
 
     def decode(self, show: Show) -> None:
         """Decode all rows that are not on file."""
-        total, chat, size = 0, self._decoding.chat, self._decoding.group
-        for task, temperature in self._places():
-            total += turns_of(self._tasks[task], chat) * len(self.arms[temperature])
-        recorder = Recorder(self._file, show, total)
+        size = self._decoding.group
+        turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
+        recorder = Recorder(self._file, show, turns * sum(map(len, self.arms.values())))
         for task, temperature in self._places():
             problems = self._tasks[task]
             for first in range(0, len(problems), size):

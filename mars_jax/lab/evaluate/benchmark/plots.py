@@ -89,18 +89,13 @@ def _speed_quality(axis: Axes, arms: Sequence[JsonObject]) -> None:
         members = sorted(members, key=lambda arm: arm["theta"] or 0)
         x = [arm["tokens_per_second"] for arm in members]
         y, y_intervals = zip(*map(quality, members), strict=True)
-        axis.errorbar(
-            x,
-            y,
-            xerr=whiskers(x, [arm["intervals"]["tokens_per_second"] for arm in members]),
-            yerr=whiskers(y, y_intervals),
-            elinewidth=0.8,
-            label=family,
-            **look(family).line,
-        )
+        x_errors = whiskers(x, [arm["intervals"]["tokens_per_second"] for arm in members])
+        y_errors = whiskers(y, y_intervals)
+        line = look(family).line
+        axis.errorbar(x, y, xerr=x_errors, yerr=y_errors, elinewidth=0.8, label=family, **line)
         if len(members) > 1:
-            for place, arm in zip(zip(x, y, strict=True), members, strict=True):
-                axis.annotate(f"{arm['theta']:g}", place, (5, 4), textcoords="offset points", fontsize=7)
+            for point, arm in zip(zip(x, y, strict=True), members, strict=True):
+                axis.annotate(f"{arm['theta']:g}", point, (5, 4), textcoords="offset points", fontsize=7)
     axis.set_xlim(left=0)
     axis.set_xlabel("tokens/s")
     if is_scored:
@@ -154,14 +149,8 @@ def _depth(axis: Axes, arms: Sequence[JsonObject]) -> None:
         intervals = arm["intervals"]["acceptance_by_depth"][: len(rates)]
         # Offset the arms so that their whiskers do not hide each other.
         depths = [depth + 1 + 0.08 * number for depth in range(len(rates))]
-        axis.errorbar(
-            depths,
-            rates,
-            yerr=whiskers(rates, intervals),
-            elinewidth=0.8,
-            label=family,
-            **look(family).line,
-        )
+        errors = whiskers(rates, intervals)
+        axis.errorbar(depths, rates, yerr=errors, elinewidth=0.8, label=family, **look(family).line)
     axis.set_ylim(0, 1.02)
     axis.locator_params(axis="x", integer=True)
     axis.set(xlabel="depth of the draft", ylabel="share accepted")

@@ -115,12 +115,12 @@ def tuned(
         temperature: arms_at(study.rule, study.thetas, temperature, study.target, samples=True in drafters)
         for temperature in study.temperatures
     }
-    turns = 0
+    turns, num_arms = 0, sum(map(len, arms.values()))
     for group in tasks.values():
         split = _split(group)
-        for temperature_arms in arms.values():
-            turns += turns_of(group[:split], study.chat) * len(temperature_arms) * len(lengths)
-            turns += turns_of(group[split:], study.chat) * (1 + len(temperature_arms))
+        turns += turns_of(group[:split], study.chat) * num_arms * len(lengths)
+        # The autoregressive arm is decoded as well, once for each temperature.
+        turns += turns_of(group[split:], study.chat) * (num_arms + len(arms))
     with contextlib.closing(open_rows(folder, settings)) as file:
         run = _Run(study, drafters, Recorder(file, progress, turns), folder, lengths, cost)
         task_tables = [
@@ -158,12 +158,14 @@ class _Run:
         for (name, length), rows in trials.items():
             tokens, time = self._counts(rows, length).sum(axis=0)
             rates[name, length] = float(tokens / time)
+        # Each arm gets the length with its highest rate.
         best_lengths = [max(lengths, key=lambda n, arm=arm: rates[arm.name, n]) for arm in arms]
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], split, temperature, [(ALONE, 0), *tuned_arms])
         scored = {
             key: samples.with_results(self.folder, problems[split:], rows) for key, rows in decoded.items()
         }
+        # The problems that chose the lengths also choose the baseline, so the figures below have no selection bias.
         lossless, lossless_length = max(
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rates[choice[0].name, choice[1]],

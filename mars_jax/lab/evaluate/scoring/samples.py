@@ -79,6 +79,7 @@ def completion(code: Code, text: str) -> str:
     '    pass\\n\\n\\ndef one():\\n    return 1\\n'
     """
     blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
+    # Without a prompt, as in MBPP, the answer is the whole program.
     if not code.prompt:
         return next(iter(blocks), text.partition("[DONE]")[0])
     definition = f"def {code.entry_point}("

@@ -45,14 +45,17 @@ def is_hub_name(path: str) -> bool:
     >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
     (True, True, False)
     """
-    # A missing file in an existing folder is a typo, not a Hub name: do not look for it on the Hub.
     check_path(path)
     ending = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
-    if Path(path).is_file() or ending:
+    folder = Path(path)
+    if folder.is_file() or ending:
         return False
-    if not Path(path).is_dir() and "/" in path and Path(path).parent.is_dir():
+    if folder.is_dir():
+        return True
+    # A missing file in an existing folder is a typo: do not look for it on the Hub.
+    if "/" in path and folder.parent.is_dir():
         return False
-    return Path(path).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
 
 
 def read_hub(path: str, task: str) -> Iterator[Fields]:
