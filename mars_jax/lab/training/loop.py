@@ -22,8 +22,6 @@ from mars_jax.cli.progress import progress
 from mars_jax.contrib.teaching import Loss, Training
 from mars_jax.core.types import PyTree
 from mars_jax.mesh import hosts
-from mars_jax.models.config import ModelConfig
-from mars_jax.models.heads import HeadConfig
 from mars_jax.utils.errors import MarsError
 
 CHECKPOINTS = "orbax"
@@ -36,7 +34,7 @@ WARMUP, DECAY = 50, 0.35
 class Apprentice:
     """A drafter in training."""
 
-    config: ModelConfig | HeadConfig
+    config: Any  # config of a model or of a kind of head
     init: Callable[[], PyTree]  # returns the initial params, in float32
     loss: Loss
     ids: Array | None = None  # i32[W]; draft vocabulary of the head, if it has one
