@@ -14,8 +14,8 @@ Oracles: transformers reading the same files, and `dequantize` of the package gg
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -36,7 +36,7 @@ _INTERLEAVED = {"llama"}
 rotates halves."""
 
 
-def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a GGUF file in the same form as `files.tensors`.
 
     A tensor that is not part of the model keeps its GGUF name.
@@ -79,11 +79,12 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
 
 
-def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
+def _halves(read: Callable[[int, int], np.ndarray], size: int, first: int, last: int) -> np.ndarray:
     """Return rows `first .. last - 1` in the hub's order.
 
     A head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1.
     """
+    # Read whole heads.
     begin, end = first // size * size, -(-last // size) * size
     stored = read(begin, end)
     heads = stored.reshape(-1, size // 2, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)

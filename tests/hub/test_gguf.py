@@ -179,7 +179,7 @@ def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
         # A count beyond the end of the file, past which the reader of the package gguf would continue.
         (
             lambda data: data[:8] + (2**60).to_bytes(8, "little") + data[16:],
-            r"no GGUF file \(it ends before what its header announces",
+            r"no GGUF file \(it ends before the data that its header lists",
         ),
     ],
 )

@@ -51,9 +51,7 @@ def load_medusa(
     check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
-    # The generator keeps the file open until the tensors are read.
-    reader = (_bin if file.suffix == ".pt" else _safetensors)(file)
-    tensors = next(reader)
+    tensors = _bin(file) if file.suffix == ".pt" else _safetensors(file)
     prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
     if twice := sorted(prefixed.keys() & tensors.keys()):
         raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
