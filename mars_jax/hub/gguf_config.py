@@ -59,7 +59,7 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise MarsError(
-            f"'{file.path}' is of architecture '{file.architecture}': the supported ones in GGUF are {supported}."
+            f"'{file.path}' is of architecture '{file.architecture}': expected one of {supported}."
         )
     try:
         with of_its_kind("it holds metadata", "download it again"):
@@ -200,9 +200,7 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
     is_unscaled = kind == "none" or (kind == "linear" and factor in (None, 0, 1))
     if "rope_freqs.weight" in file.tensors:
         if not is_unscaled:
-            raise MarsError(
-                f"it has rope_freqs.weight and rope.scaling.type {kind!r}: only one of them is supported."
-            )
+            raise MarsError(f"it has rope_freqs.weight and rope.scaling.type {kind!r}: expected only one.")
         return _llama3(file)
     if is_unscaled:
         return None

@@ -56,7 +56,7 @@ class GGUFFile:
             return _decoded(self._values.get(key, default))
         except UnicodeDecodeError as error:
             raise MarsError(
-                f"'{self.path}' holds a {key} that cannot be read ({error}): download it again."
+                f"{key} of '{self.path}' is not valid UTF-8 ({error}): download it again."
             ) from None
 
     @property
@@ -187,7 +187,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
             return _Header(file, path, version).read()
     except ImportError:
         raise MarsError(
-            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install gguf."
+            f"the package gguf, which reads '{path}', is not installed: pip install gguf."
         ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None

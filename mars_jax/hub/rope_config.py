@@ -53,25 +53,21 @@ def read_rope(data: JsonObject, *, base: str = "rope_theta", theta: float = 1000
     if kind == "default":
         return Rope(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise MarsError(
-            f"rope type '{kind}' is not supported: the supported ones are default, linear, llama3, yarn."
-        )
+        raise MarsError(f"rope type '{kind}' is not supported: expected default, linear, llama3 or yarn.")
     longest = count(data, "max_position_embeddings", 2048)
     trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
     if factor is None and kind == "yarn":
         factor = longest / trained
     if factor is None:
-        raise MarsError(
-            f"rope type '{kind}' needs a factor, and config.json gives none: add it to rope_scaling."
-        )
+        raise MarsError(f"rope type '{kind}' needs a factor: add it to rope_scaling.")
     scaled = functools.partial(Rope, theta=theta, kind=kind, factor=float(factor))
     if kind == "linear":
         return scaled()
     if kind == "llama3":
         missing = [key for key in ("low_freq_factor", "high_freq_factor") if scaling.get(key) is None]
         if missing:
-            raise MarsError(f"rope type 'llama3' needs {missing[0]}, and config.json gives none: add it.")
+            raise MarsError(f"rope type 'llama3' needs {missing[0]}: add it to rope_scaling.")
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         return scaled(original_max_positions=trained, low_freq_factor=low, high_freq_factor=high)
     return scaled(
@@ -97,13 +93,9 @@ def _settings(data: JsonObject, base: str) -> JsonObject:
         ("rope_parameters", data.get("rope_parameters") or {}),
     ):
         if not isinstance(values, dict):
-            raise MarsError(
-                f'{place} is {values!r}: expected an object, such as {{"rope_type": "linear", "factor": 2.0}}.'
-            )
+            raise MarsError(f'{place} is {values!r}: expected an object, such as {{"rope_type": "default"}}.')
         if nested := [key for key in values if key.endswith("_attention")]:
-            raise MarsError(
-                f"{place} has settings for each layer type ({nested[0]}), and this model has one rope."
-            )
+            raise MarsError(f"{place} has settings for each layer type ({nested[0]}): expected one rope.")
         for key, value in values.items():
             if value is None:
                 continue

@@ -31,9 +31,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
         try:
             value = get(params, row.path)
             if isinstance(value, Quantized):
-                raise MarsError(
-                    "quantised weights are not saved in this layout: save those they were made of."
-                )
+                raise MarsError("quantised weights cannot be saved in this layout: save the original ones.")
             value = np.asarray(jax.device_get(value))
         except (KeyError, IndexError, TypeError):
             raise MarsError(
@@ -91,9 +89,7 @@ def save(
     arrays = named_arrays(weights(config), params)
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
     if from_json(data) != config:
-        raise MarsError(
-            f"config.json of the family '{config.family}' cannot express this config: choose another family."
-        )
+        raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
     return write_directory(target, arrays, data)
 
 

@@ -67,8 +67,8 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
     paths, structure = jax.tree.flatten_with_path(like)
     leaves = {_name(path): leaf for path, leaf in paths}
-    shapes = jax.eval_shape(_named, like)  # JAX sorts the names
-    expected = {}
+    shapes = jax.eval_shape(_named, like)  # sorted by name, unlike `leaves`
+    expected: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None) or default
         expected[name] = jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=sharding)
@@ -82,29 +82,32 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
         raise
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError and OSError, among others
         raise MarsError(
-            f"'{path}' cannot be read ({first_line(error)}): give a folder that save_state wrote."
+            f"'{path}' cannot be read ({first_line(error)}): expected a folder of save_state."
         ) from error
-    arrays = [
-        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(leaf) else restored[name]
-        for name, leaf in leaves.items()
-    ]
+    arrays = [restored[name] for name in leaves]
+    for i, leaf in enumerate(leaves.values()):
+        if _is_key(leaf):
+            arrays[i] = jax.random.wrap_key_data(arrays[i], impl=KEY_IMPL)
     return jax.tree.unflatten(structure, arrays)
 
 
-def _check_shapes(path: str | os.PathLike[str], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_shapes(
+    path: str | os.PathLike[str], stored: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]
+) -> None:
     """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
-    for name in [*wanted, *stored]:
-        expected_shape, stored_shape = (
-            tuple(arrays[name].shape) if name in arrays else None for arrays in (wanted, stored)
-        )
-        if expected_shape != stored_shape:
+    stored_shapes, expected_shapes = (
+        {name: tuple(array.shape) for name, array in arrays.items()} for arrays in (stored, expected)
+    )
+    for name in expected_shapes | stored_shapes:
+        stored_shape, expected_shape = stored_shapes.get(name), expected_shapes.get(name)
+        if stored_shape != expected_shape:
             raise MarsError(
                 f"'{path}' holds the state of another decoder or of other shapes ({name} is {stored_shape} there "
                 f"and {expected_shape} here): restore it with the rule, drafter, rows and buffer it was saved with."
             )
 
 
-def _named(state: PyTree) -> dict[str, Any]:
+def _named(state: PyTree) -> dict[str, jax.Array]:
     """Return the leaves by path, with random keys replaced by their raw words."""
     return {
         _name(path): jax.random.key_data(x) if _is_key(x) else x
@@ -112,9 +115,9 @@ def _named(state: PyTree) -> dict[str, Any]:
     }
 
 
-def _name(path: Any) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="-")
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
