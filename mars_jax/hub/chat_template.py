@@ -161,9 +161,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 value = len(value)
             product = max(1, _factor(value)) * sum(map(_factor, arguments))
             if product > 2 * TEMPLATE_SIZE:
-                raise TemplateError(
-                    f"the operands of {name} have a product of more than {2 * TEMPLATE_SIZE:,}"
-                )
+                raise TemplateError(f"the operands of {name} have a product above {2 * TEMPLATE_SIZE:,}")
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a filter to check its operands and count its result."""

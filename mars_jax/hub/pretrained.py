@@ -92,9 +92,7 @@ class Pretrained:
         if (config is None) == (max_positions is None):
             raise MarsError("from_parts takes either a config or max_positions: give one of the two.")
         if config is not None and stop_tokens:
-            raise MarsError(
-                "stop_tokens do not apply with a config, which has eos_token_ids: leave them out."
-            )
+            raise MarsError("stop_tokens do not apply if there is a config: set its eos_token_ids.")
         check_type("the model", model, LanguageModel, "a LanguageModel")
         model_config: Any = config
         if model_config is None:
@@ -140,12 +138,11 @@ class Pretrained:
             return None
         if self._plain is not None:
             return self._plain.token_to_id(name)
-        try:
+        # The tokenizer may be from another library, or its vocabulary may have no unknown token.
+        with contextlib.suppress(AttributeError, TypeError):
             token = self.tokenizer.convert_tokens_to_ids(name)
             if self.tokenizer.convert_ids_to_tokens(token) == name:
                 return token
-        except (AttributeError, TypeError):
-            pass  # the tokenizer is from another library, or its vocabulary has no unknown token
         return None
 
     @functools.cached_property
@@ -175,11 +172,10 @@ class Pretrained:
         if not self.has_tokenizer:
             return self.stop_tokens
         turns = [*as_turns("A question"), {"role": "assistant", "content": "An answer"}]
-        try:
-            with _bounded_templates():
-                text = self.tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception:  # there is no template, or it rejects these turns
-            text = ""
+        text = ""
+        # A tokenizer may have no template, or its template may reject these turns.
+        with contextlib.suppress(Exception), _bounded_templates():
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False)
         chat_ending = text.partition("An answer")[2]
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {token.content: i for i, token in added.items() if token.special}
@@ -299,14 +295,12 @@ class Pretrained:
         check_switch("chat", chat)
         encoded: list[list[int]] = []
         if not chat and all(isinstance(prompt, str) and len(prompt) <= PREFIXES[0] for prompt in prompts):
-            try:
-                with on_all_cores(), catch_panics(self.name):
-                    if self._plain is None:
-                        encoded = self.tokenizer(list(prompts))["input_ids"]
-                    else:
-                        encoded = [encoding.ids for encoding in self._plain.encode_batch(prompts)]
-            except Exception:  # encode one by one below, so that the error identifies the prompt
-                encoded = []
+            # After an error, encode one by one below, so that the error identifies the prompt.
+            with contextlib.suppress(Exception), on_all_cores(), catch_panics(self.name):
+                if self._plain is None:
+                    encoded = self.tokenizer(list(prompts))["input_ids"]
+                else:
+                    encoded = [encoding.ids for encoding in self._plain.encode_batch(prompts)]
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
         self._warn_of_second_bos(prompts, encoded)
@@ -387,9 +381,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
         if outside or any(isinstance(i, bool) for i in raw):
             raise ValueError
     except (TypeError, ValueError):
-        raise MarsError(
-            f"{name} is {errors.short_repr(values)}: expected a sequence of {expected}."
-        ) from None
+        raise MarsError(f"{name} is {errors.short_repr(values)}: expected a list of {expected}.") from None
     return ids
 
 

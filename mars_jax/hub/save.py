@@ -28,19 +28,18 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
+        name = ".".join(map(str, row.path))
         try:
             value = get(params, row.path)
             if isinstance(value, Quantized):
                 raise MarsError("quantised weights cannot be saved in this layout: save the original ones.")
             value = np.asarray(jax.device_get(value))
         except (KeyError, IndexError, TypeError):
-            raise MarsError(
-                f"params lack {'.'.join(map(str, row.path))}: they belong to another config."
-            ) from None
+            raise MarsError(f"params lack {name}: they belong to another config.") from None
         if value.shape != row.shape:
             raise MarsError(
-                f"params {'.'.join(map(str, row.path))} is {list(value.shape)} and the config says "
-                f"{list(row.shape)}: they belong to another config."
+                f"params {name} is {list(value.shape)} and the config says {list(row.shape)}: they belong to another "
+                "config."
             )
         arrays[row.name] = np.ascontiguousarray(value)
     return arrays

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     place = Path(path).absolute()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            stored = dict(checkpointer.metadata(place).item_metadata)
-            _check_shapes(path, stored, expected)
+            _check_shapes(path, _shapes(checkpointer.metadata(place).item_metadata), _shapes(expected))
             restored = checkpointer.restore(place, expected)
     except MarsError:
         raise
@@ -91,19 +91,19 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     return jax.tree.unflatten(structure, arrays)
 
 
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
 def _check_shapes(
-    path: str | os.PathLike[str], stored: dict[str, Any], expected: dict[str, jax.ShapeDtypeStruct]
+    path: str | os.PathLike[str], stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
-    stored_shapes, expected_shapes = (
-        {name: tuple(array.shape) for name, array in arrays.items()} for arrays in (stored, expected)
-    )
-    for name in expected_shapes | stored_shapes:
-        stored_shape, expected_shape = stored_shapes.get(name), expected_shapes.get(name)
-        if stored_shape != expected_shape:
+    for name in expected | stored:
+        if stored.get(name) != expected.get(name):
             raise MarsError(
-                f"'{path}' holds the state of another decoder or of other shapes ({name} is {stored_shape} there "
-                f"and {expected_shape} here): restore it with the rule, drafter, rows and buffer it was saved with."
+                f"'{path}' holds the state of another decoder or of other shapes ({name} is {stored.get(name)} there "
+                f"and {expected.get(name)} here): restore it with the rule, drafter, rows and buffer it was saved with."
             )
 
 

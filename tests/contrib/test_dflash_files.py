@@ -176,7 +176,7 @@ def changed(fields, **more):
         (changed(ZLAB, target_hidden_size=48), "target of width 48, not 32"),
         (
             changed(ZLAB, dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 5, 12]}),
-            "reads layer 12 of a target with layers 0 to 11",
+            "reads layer 12, and the target has 0 to 11",
         ),
         (changed(ZLAB, architectures=["DFlash2DraftModel"]), "DFlash-2"),
         (changed(DEEPSEEK, markov_head_type="gated"), "markov_head_type is 'gated'"),

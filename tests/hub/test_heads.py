@@ -272,7 +272,7 @@ MALFORMED = {
         {},
         "sliding window of 9, which is not supported",
     ),
-    "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9 of a target with layers 0 to 8"),
+    "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9, and the target has 0 to 8"),
     "family": ({"architectures": ["BloomForCausalLMEagle3"]}, {}, "architecture BloomForCausalLM is not supported"),
     "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
     "a permutation": (
@@ -348,7 +348,7 @@ def test_what_is_wrong_with_a_head_of_speculators_is_said(tmp_path):
     assert "has no transformer_layer_config" in text(transformer_layer_config="absent")
     assert "does not say norm_before_residual" in text(norm_before_residual="absent")
     assert "reads hidden state 0, the target's embedding" in text(**{LAYERS: [0, 4, 6]})
-    assert "reads layer 9 of a target with layers 0 to 8" in text(**{LAYERS: [2, 4, 10]})
+    assert "reads layer 9, and the target has 0 to 8" in text(**{LAYERS: [2, 4, 10]})
     assert "1 tensors are missing (input_norm.weight)" in text(norm_before_fc=True)
 
 

@@ -225,9 +225,7 @@ def to_head_json(
         raise MarsError("the layout of speculators is for EAGLE-3 heads only: choose the layout 'eagle'.")
     layer = to_json(config.layer, dtype=dtype)
     if layer_config(layer, {canonical(row.name) for row in config.weights()}) != config.layer:
-        raise MarsError(
-            f"the family '{config.layer.family}' cannot express the head's layer: choose another."
-        )
+        raise MarsError(f"the family '{config.layer.family}' cannot express the head's layer: use another.")
     if config.version == 1:
         return layer | {"bias": config.fc_bias}
     [named] = layer["architectures"]

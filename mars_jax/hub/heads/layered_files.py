@@ -21,8 +21,9 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.families import Fields
 from mars_jax.hub.files import Tensor, resolve, tensors
-from mars_jax.hub.load import DERIVED, check_tensors, collect, convert_tensor, resolve_dtype
+from mars_jax.hub.load import DERIVED, check_tensors, collect, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.stream import read_array, to_params
 from mars_jax.hub.values import of_its_kind, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
@@ -43,10 +44,12 @@ checked = of_its_kind("config.json holds a value", "correct it")
 _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
-_MAPS = ("d2t", "t2d")
-"""Tensors that map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens."""
-_VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that the speculators library uses in training. Some exports contain them."""
+_OTHER_TENSORS = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors that are not weights of a head.
+
+`d2t` and `t2d` map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens. The
+others are copies of the target's weights, which the speculators library uses in training and some exports contain.
+"""
 
 
 def canonical(name: str) -> str:
@@ -118,9 +121,7 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
         )
     layers = tuple(i - states for i in layers)
     if wrong := [i for i in layers if not 0 <= i < count]:
-        raise MarsError(
-            f"the {title} reads layer {wrong[0]} of a target with layers 0 to {count - 1}: {_OTHER}."
-        )
+        raise MarsError(f"the {title} reads layer {wrong[0]}, and the target has 0 to {count - 1}: {_OTHER}.")
     return layers
 
 
@@ -177,7 +178,7 @@ def load_head(
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
 
         def harmless(name: str) -> bool:
-            return bool(DERIVED.search(name)) or name in (*_MAPS, *_VERIFIERS)
+            return bool(DERIVED.search(name)) or name in _OTHER_TENSORS
 
         table = {canonical(row.name): row for row in config.weights()}
         check_tensors(directory, grouped, table, harmless)
@@ -218,11 +219,8 @@ def _read(
         raise MarsError("lm_head tied to the head's own embedding is not supported: save both.")
 
     def read(row: Weight) -> jax.Array | Quantized:
-        name, tensor = stored[canonical(row.name)]
-        try:
-            return convert_tensor(tensor.read(), dtype, bits=bits_of_head(row, bits))
-        except MarsError as error:
-            raise MarsError(f"tensor {name}: {error}") from None
+        named_tensor = stored[canonical(row.name)]
+        return to_params(read_array([named_tensor], row.shape, dtype, bits=bits_of_head(row, bits)), dtype)
 
     params = build_rows(config.weights(), read)
     if "d2t" in stored:
