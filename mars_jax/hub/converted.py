@@ -67,6 +67,7 @@ def restore_params(
       MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
     conversion = _read_manifest(directory)
+    # The dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else the floating-point one.
     stored = next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
     if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(
@@ -85,7 +86,7 @@ def restore_params(
         path = directory / WEIGHTS / file_name(array)
         try:
             if check and array in own_share and _checksum(path) != conversion.checksums[path.name]:
-                raise MarsError(f"'{path}' is damaged, its checksum differs: convert the checkpoint again.")
+                raise MarsError(f"'{path}' is damaged, its checksum differs: convert it again.")
             sharding = None if shardings is None else get(shardings, array.path)
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
@@ -101,7 +102,7 @@ def _read_manifest(directory: Path) -> Conversion:
     conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
     valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)
     if not valid_dtype or not isinstance(conversion.checksums, dict):
-        raise MarsError(f"'{directory / MANIFEST}' is damaged: convert the checkpoint again.")
+        raise MarsError(f"'{directory / MANIFEST}' is damaged: convert it again.")
     return conversion
 
 

@@ -124,6 +124,7 @@ def _read_qwen3_moe(data: JsonObject) -> Fields:
         "experts_per_token": data["num_experts_per_tok"],
         "expert_size": data["moe_intermediate_size"],
         "normalize_experts": bool(data.get("norm_topk_prob")),
+        # Layers count from 1 in `decoder_sparse_step` and from 0 in `mlp_only_layers`.
         "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in mlp_only),
     }
 

@@ -206,6 +206,7 @@ class _Header:
         """Return the metadata, with strings as bytes, and the tensors."""
         import gguf
 
+        # Magic number, version, counts, then key-value pairs, tensor entries and, after padding, the data.
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         if (version := self._number("I")) not in (2, 3):
@@ -263,5 +264,6 @@ class _Header:
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return name, shape, type and offset of a tensor."""
         name = self._text().decode()
+        # GGUF lists the contiguous dimension first.
         shape = tuple(self._number() for _ in range(self._number("I")))
         return name, shape[::-1], self._number("I"), self._number()

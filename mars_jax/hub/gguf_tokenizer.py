@@ -142,6 +142,7 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[T
 
     scores = file.get("tokenizer.ggml.scores")
     pieces = {token: i for token, (i, kind) in kinds.items() if kind == _NORMAL}
+    # Every split of a piece into two pieces is a merge. Its priority is the score of the result, then the lower id.
     merges = sorted(
         (-scores[i], i, piece[:cut], piece[cut:])
         for piece, i in pieces.items()

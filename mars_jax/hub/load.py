@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from mars_jax import assets
@@ -27,7 +25,7 @@ from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
+from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
@@ -233,20 +231,6 @@ def check_tensors(
             f"the weights in '{directory}' do not fit its config.json: {'; '.join(summaries)}: use the config "
             "the weights came with."
         )
-
-
-def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
-    """Convert a whole tensor to an array of params. `bits` comes from `quantize.bits_of`.
-
-    Raises:
-      MarsError: the tensor does not hold floating-point numbers.
-    """
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
-    if bits is not None:
-        return jax.device_put((quantize if bits == 8 else quantize_4)(array, dtype))
-    # Make a copy, since an array from a .bin file is mapped from that file.
-    return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:

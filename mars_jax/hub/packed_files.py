@@ -197,6 +197,7 @@ def _tensor(
 
     def rows(first: int, last: int) -> np.ndarray:
         m = matrix()
+        # (q - z) s for each input and each of these outputs; files store inputs first, the model outputs first.
         steps = m.q[:, first:last].astype(np.float32) - m.zero[m.group, first:last]
         return (steps * m.scale[m.group, first:last].astype(np.float32)).T
 
@@ -231,6 +232,7 @@ def _fit_float16(scales: Tensor) -> bool:
 
 def _spread(packed: np.ndarray) -> np.ndarray:
     """Unpack i32[..., n] to u8[..., 8 n], lowest bits first."""
+    # Eight copies of each word, shifted right by 0, 4, ..., 28 bits.
     wide = packed.view(np.uint32)[..., None] >> _NIBBLES & 15
     return wide.astype(np.uint8).reshape(*packed.shape[:-1], -1)
 
@@ -247,12 +249,14 @@ def _awq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
 
 def _gptq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
     q, zero = _spread(pieces["qweight"].T.copy()).T, _spread(pieces["qzeros"])
+    # The first version of the format stores z - 1.
     if _gptq_format(config) != "gptq_v2":
         zero = zero + np.uint8(1)
     return _matrix(q, zero, pieces["scales"], pieces.get("g_idx"))
 
 
 def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
+    # Stored outputs first; `_Matrix` holds inputs first.
     scale = pieces["weight_scale"].T
     q = _spread(pieces["weight_packed"]).T
     if "weight_zero_point" in pieces:

@@ -18,6 +18,7 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), following transformers' rules."""
 
     def mscale(weight: float) -> float:
+        # Without a stretch (factor <= 1) the logarithm is 0.
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
     if scaling.get("attention_factor") is not None:
@@ -57,6 +58,7 @@ def read_rope(data: JsonObject, *, base: str = "rope_theta", theta: float = 1000
     longest = count(data, "max_position_embeddings", 2048)
     trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
+    # As in transformers, YaRN's factor defaults to the ratio of the context to the trained length.
     if factor is None and kind == "yarn":
         factor = longest / trained
     if factor is None:

@@ -95,6 +95,7 @@ def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any
         numbers = (tensor.numbers or tensor.rows)(first, last)
         if numbers.dtype.itemsize > 1:
             raise MarsError(f"it holds {numbers.dtype} beside scales: weights in 8 bits have them.")
+        # f32[blocks of outputs, blocks of inputs]; each output takes its block's row, each input its block's column.
         row_scales = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
         row_scales = row_scales[np.arange(first, last) // tall]
         return numbers.astype(np.float32) * np.repeat(row_scales, wide, axis=1)[:, :inputs]

@@ -48,6 +48,7 @@ class HostArray:
 
         If tensors are stacked, return the range for tensor `number`, whose rows are on axis 1.
         """
+        # Parts may cover different ranges, so return the smallest range that contains them all.
         boxes = list(self.parts)
         if number is not None:
             boxes, axis = [box for box in boxes if box[0][0] <= number < box[0][1]], 1
@@ -128,6 +129,7 @@ def read_array(
     for i, (name, tensor) in enumerate(tensors):
         number = i if stacked else None
         first, last = host_arrays[0].rows(number, axis)
+        # Rows per block, counted in float32.
         step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
         for begin in range(first, last, step):
             end = min(begin + step, last)

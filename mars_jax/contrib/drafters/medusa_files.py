@@ -17,8 +17,9 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import convert_tensor, listed, resolve_dtype
+from mars_jax.hub.load import listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.stream import read_array, to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
 from mars_jax.models.weights import Weight, build_rows
@@ -142,12 +143,13 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
         )
 
     def take(row: Weight) -> jax.Array | Quantized:
-        array = tensors[row.name].read()
-        floating, bits = resolve_dtype(dtype, array.dtype.name)
+        tensor = tensors[row.name]
+        floating, bits = resolve_dtype(dtype, tensor.rows(0, 0).dtype.name)
         try:
-            return convert_tensor(array, floating, bits=bits_of_head(row, bits))
+            arrays = read_array([(row.name, tensor)], row.shape, floating, bits=bits_of_head(row, bits))
         except MarsError as error:
-            raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
+            raise MarsError(f"'{file}': {error}") from None
+        return to_params(arrays, floating)
 
     return build_rows(table, take)
 

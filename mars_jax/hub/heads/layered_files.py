@@ -81,7 +81,7 @@ def shared_fields(
     drafted = value_or_default(data, "draft_vocab_size", rows or target.vocab_size)
     if drafted != target.vocab_size and "d2t" not in shapes:
         raise MarsError(
-            f"the {title} drafts {drafted} of {target.vocab_size} tokens and has no d2t to name them: {_AGAIN}."
+            f"the {title} drafts from {drafted} of {target.vocab_size} tokens and has no d2t: {_AGAIN}."
         )
     return {
         "layer": layer,
@@ -171,8 +171,9 @@ def load_head(
             raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
         stored = {name: candidates[0] for name, candidates in grouped.items()}
         config = from_json(data, {name: t.shape for name, (_, t) in stored.items()}, target_config)
+        # The target's tables that the head may use: the head neither scales embeddings nor caps logits.
         shareable = {}
-        if not target_config.scale_embeddings:  # the head does not scale embeddings
+        if not target_config.scale_embeddings:
             shareable[_EMBED] = target_params["embed"]
         if shares(config) and target_config.logit_cap is None:
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
@@ -255,6 +256,7 @@ def _repeats(head_table: np.ndarray, target_table: jax.Array | Int8) -> bool:
     else:
         pairs = [(head_table, target_table)]
     is_copy = True
+    # Accept either rounding direction: a head may be stored in a narrower dtype than the target, or in a wider one.
     for a, b in pairs:
         for shard in b.addressable_shards:
             part, shard_values = np.asarray(a)[shard.index], np.asarray(shard.data)
@@ -327,6 +329,7 @@ def save_head(
         if "ids" not in params:
             raise MarsError("params lack ids: they belong to another config.")
         ids = np.asarray(params["ids"], np.int64)
+        # The inverse of `_draft_ids`; `t2d` bool[V] marks the target's tokens that have a draft token.
         arrays["d2t"] = ids - np.arange(len(ids))
         arrays["t2d"] = np.isin(np.arange(config.vocab_size), _draft_ids(config, arrays["d2t"]))
     return write_directory(target, arrays, data)
