@@ -17,8 +17,9 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import convert_tensor, listed, resolve_dtype
+from mars_jax.hub.load import listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.stream import read_array, to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
 from mars_jax.models.weights import Weight, build_rows
@@ -51,9 +52,7 @@ def load_medusa(
     check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
-    # The generator keeps the file open until the tensors are read.
-    reader = (_bin if file.suffix == ".pt" else _safetensors)(file)
-    tensors = next(reader)
+    tensors = _bin(file) if file.suffix == ".pt" else _safetensors(file)
     prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
     if twice := sorted(prefixed.keys() & tensors.keys()):
         raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
@@ -144,12 +143,13 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
         )
 
     def take(row: Weight) -> jax.Array | Quantized:
-        array = tensors[row.name].read()
-        floating, bits = resolve_dtype(dtype, array.dtype.name)
+        tensor = tensors[row.name]
+        floating, bits = resolve_dtype(dtype, tensor.rows(0, 0).dtype.name)
         try:
-            return convert_tensor(array, floating, bits=bits_of_head(row, bits))
+            arrays = read_array([(row.name, tensor)], row.shape, floating, bits=bits_of_head(row, bits))
         except MarsError as error:
-            raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
+            raise MarsError(f"'{file}': {error}") from None
+        return to_params(arrays, floating)
 
     return build_rows(table, take)
 
