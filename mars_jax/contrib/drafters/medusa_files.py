@@ -53,12 +53,13 @@ def load_medusa(
     file = directory / next(name for name in _FILES if (directory / name).is_file())
     # The generator keeps the file open until the tensors are read.
     reader = (_bin if file.suffix == ".pt" else _safetensors)(file)
-    tensors = next(reader)
-    prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
-    if twice := sorted(prefixed.keys() & tensors.keys()):
+    stored = next(reader)
+    prefixed = {name.removeprefix(_PREFIX): t for name, t in stored.items() if name.startswith(_PREFIX)}
+    if twice := sorted(prefixed.keys() & stored.keys()):
         raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
-    config = _config(directory, prefixed or tensors, target_config)
-    return config, _read(file, config, prefixed or tensors, dtype)
+    tensors = prefixed or stored
+    config = _config(directory, tensors, target_config)
+    return config, _read(file, config, tensors, dtype)
 
 
 def _directory(name_or_path: str | os.PathLike[str]) -> Path:
@@ -98,6 +99,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
         return data[key]
 
     names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
+    # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
     heads = len({match[1] for match in names})
     layers = len({match[2] for match in names if match[3]})
     for part, stated, count in (
@@ -110,9 +112,8 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
                 "heads came with."
             )
     shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
-    for part, head_size, target_size in zip(
-        ("vocabulary", "hidden size"), shape, (target.vocab_size, target.hidden_size), strict=False
-    ):
+    sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
+    for head_size, (part, target_size) in zip(shape, sizes, strict=False):
         if head_size != target_size:
             raise MarsError(
                 f"the Medusa heads in '{directory}' are for a {part} of {head_size} and the target has {target_size}: "
@@ -133,11 +134,7 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
         if row.name in tensors and tensors[row.name].shape != row.shape
     ]
     problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
-    descriptions = [
-        f"{len(names)} tensors are {problem} ({listed(names)})"
-        for problem, names in problems.items()
-        if names
-    ]
+    descriptions = [f"{len(x)} tensors are {problem} ({listed(x)})" for problem, x in problems.items() if x]
     if descriptions:
         raise MarsError(
             f"'{file}' does not match its config.json: {'; '.join(descriptions)}: use intact heads."

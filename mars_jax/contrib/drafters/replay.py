@@ -150,10 +150,10 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
         return asked.target.encode(line)
     try:
         row = json.loads(line)
-        columns = row.get("prompt_tokens", []), row["tokens"]
-        if not all(isinstance(part, list) and all(type(i) is int for i in part) for part in columns):
+        ids = row.get("prompt_tokens", []) + row["tokens"]
+        if not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise ValueError  # excludes 1.9 and true, which int() would accept
-        return [*columns[0], *columns[1]]
+        return ids
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."

@@ -56,8 +56,8 @@ class ByContext(Mars):
 
     @property
     def name(self) -> str:
-        inside = [self.margin] if self.margin != "ratio" else []
-        return over(f"mars({', '.join([*inside, f'by {self.by}'])})", self.base)
+        margin = "" if self.margin == "ratio" else f"{self.margin}, "
+        return over(f"mars({margin}by {self.by})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
         stats = evidence.stats
@@ -116,8 +116,10 @@ def _factor(table: Context, evidence: Evidence) -> Array:
         token_factors = table.factors[table.classes.astype(jnp.int32)]
         stats = evidence.stats
         return jnp.minimum(token_factors[stats.id1], token_factors[stats.id2])
-    by_entropy = table.by == "entropy"
-    value = entropy(evidence.logits) if by_entropy else evidence.tree.depths.astype(jnp.float32)
+    if table.by == "entropy":
+        value = entropy(evidence.logits)
+    else:
+        value = evidence.tree.depths.astype(jnp.float32)
     return table.factors[jnp.searchsorted(table.edges, value, side="right")]
 
 
@@ -185,7 +187,9 @@ def token_classes(texts: Sequence[str]) -> bytes:
 
     def class_of(text: str) -> int:
         if any(c.isdigit() for c in text):
-            return 1
-        return 2 if text.strip() and not any(c.isalpha() for c in text) else 0
+            return CLASSES.index("number")
+        if text.strip() and not any(c.isalpha() for c in text):
+            return CLASSES.index("punctuation")
+        return CLASSES.index("word")
 
     return bytes(class_of(text) for text in texts)

@@ -99,7 +99,7 @@ def dflash(
         flat = hidden.reshape(rows, count * drafts, -1)
         drafted = head.unembed(config, target, both, flat)
         if config.markov_rank:
-            drafted = drafted + head.markov(config, both.draft, previous_tokens.reshape(rows, -1))
+            drafted = drafted + head.markov(both.draft, previous_tokens.reshape(rows, -1))
         drafted = drafted.reshape(rows, count, drafts, -1)
 
         named = config.to_target(both, jnp.argmax(drafted, axis=-1))
