@@ -161,6 +161,7 @@ def random_rows(
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTree:
     """Build params for any table: dicts for keys that are names, tuples for keys that are numbers."""
+    # Nested dicts first, even if the keys are numbers, because rows come in any order.
     params: dict[str | int, PyTree] = {}
     for row in rows:
         *parents, last = row.path

@@ -49,9 +49,8 @@ DraftDevice = Any
 class Ahead(NamedTuple):
     """A target and a drafter that run in parallel; see `ahead`."""
 
-    decoder: Decoder  # decoder of the target; the caller supplies its drafts
+    decoder: Decoder  # decoder of the target, whose drafts of K tokens the caller supplies
     drafter: Drafter  # drafts K + 1 tokens
-    handed: Drafter  # drafts K tokens; the target's view of `drafter`
 
 
 @dataclasses.dataclass
@@ -79,8 +78,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
     >>> ahead(model, drafters.language_model(model, 4), verify.exact()).decoder.max_depth
     3
     """
-    handed_drafter = handed_by(drafter, target)
-    return Ahead(decode.speculative_decoder(target, handed_drafter, verify), drafter, handed_drafter)
+    return Ahead(decode.speculative_decoder(target, handed_by(drafter, target), verify), drafter)
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
@@ -272,12 +270,7 @@ _count = jax.jit(accumulate, donate_argnums=0)
 
 
 def run_ahead(
-    pair: Ahead,
-    params: Params,
-    prompts: Prompts,
-    *,
-    draft_device: DraftDevice,
-    pre_verify: bool = False,
+    pair: Ahead, params: Params, prompts: Prompts, *, draft_device: DraftDevice, pre_verify: bool = False
 ) -> tuple[DecodeState, DecodeStats, Guesses]:
     """Decode prompts to completion.
 

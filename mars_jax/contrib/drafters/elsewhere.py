@@ -88,7 +88,7 @@ def draft_elsewhere(
     loaded = _load(drafter, target, draft_device, options) if isinstance(drafter, str) else drafter
     if not isinstance(loaded, drafters.LoadedDrafter):
         loaded = drafters.LoadedDrafter(loaded, ())
-    longer, handed = loaded.drafter, handed_by(loaded.drafter, target.model)
+    handed = handed_by(loaded.drafter, target.model)
 
     def steps(decoder: Decoder, params: Params, state: DecodeState) -> Iterator[tuple[DecodeState, StepInfo]]:
         if needs_q(state.rule):
@@ -96,7 +96,7 @@ def draft_elsewhere(
                 f"the rule {state.rule.name} needs the draft's true probabilities, which a draft from another "
                 "device does not carry: verify with exact, or with mars over it."
             )
-        return stream_ahead(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
+        return stream_ahead(Ahead(decoder, loaded.drafter), params, state, draft_device=draft_device)
 
     return drafters.LoadedDrafter(handed, loaded.params, max_positions=loaded.max_positions, steps=steps)
 

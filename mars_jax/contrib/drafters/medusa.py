@@ -85,13 +85,7 @@ class Medusa(ShapedDrafter):
         return jnp.zeros((tokens.shape[0], 1, self.config.hidden_size), dtype)
 
     def observe(
-        self,
-        params: Params,
-        state: Array,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
+        self, params: Params, state: Array, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> Array:
         n = output.hidden.shape[1]
         index = length - 2 - first

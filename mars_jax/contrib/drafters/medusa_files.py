@@ -17,7 +17,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import convert_tensor, listed, resolve_dtype
+from mars_jax.hub.load import check_tensors, convert_tensor, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
@@ -126,19 +126,8 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
 
 def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
     table = config.weights()
-    missing = [row.name for row in table if row.name not in tensors]
-    extra = sorted(tensors.keys() - {row.name for row in table})
-    misshaped = [
-        f"{row.name} is {list(tensors[row.name].shape)} and not {list(row.shape)}"
-        for row in table
-        if row.name in tensors and tensors[row.name].shape != row.shape
-    ]
-    problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
-    descriptions = [f"{len(x)} tensors are {problem} ({listed(x)})" for problem, x in problems.items() if x]
-    if descriptions:
-        raise MarsError(
-            f"'{file}' does not match its config.json: {'; '.join(descriptions)}: use intact heads."
-        )
+    by_name = {name: [(name, tensor)] for name, tensor in tensors.items()}
+    check_tensors(file.parent, by_name, {row.name: row for row in table}, lambda name: False)
 
     def take(row: Weight) -> jax.Array | Quantized:
         array = tensors[row.name].read()

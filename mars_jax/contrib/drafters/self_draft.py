@@ -102,13 +102,7 @@ class SelfDraft(ShapedDrafter):
         return jax.tree.map(lambda x, y: x.at[:, :num_kept].set(rows(y, slot(position))), cache, target_cache)
 
     def observe(
-        self,
-        params: Params,
-        state: PyTree,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
+        self, params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> PyTree:
         return self._copied(state, output.cache, length, lambda position: position)
 

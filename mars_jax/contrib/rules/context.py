@@ -6,7 +6,7 @@ B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
@@ -25,16 +25,6 @@ from mars_jax.verify.relaxed import over
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
 """Classes of tokens, in the order of their ids in `Context.classes`. Anything but numbers and punctuation is a word."""
-
-# Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
-_TO_LOOSENESS: dict[str, Callable[[Array], Array]] = {
-    "ratio": lambda theta: 1 / theta - 1,  # the gap in units of z2
-    "gap": lambda theta: theta,
-}
-_TO_THETA: dict[str, Callable[[Array], Array]] = {
-    "ratio": lambda looseness: 1 / (1 + looseness),
-    "gap": lambda looseness: looseness,
-}
 
 
 @struct.dataclass(kw_only=True)
@@ -107,7 +97,12 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
             f"the rule has a context by {by} and Params.verify holds {stated}: pass "
             f'LoadedRule(by_context("{by}"), contrib.context("{by}", ...)).'
         )
-    scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * _factor(table, evidence))
+    # Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
+    if margin == "gap":
+        scaled = theta * _factor(table, evidence)
+    else:
+        looseness = 1 / theta - 1  # the gap in units of z2
+        scaled = 1 / (1 + looseness * _factor(table, evidence))
     return jnp.where(jnp.isinf(theta), theta, scaled)
 
 

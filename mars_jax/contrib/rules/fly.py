@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from mars_jax.contrib.rules.phrase import check_window
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Evidence, node_stats
 from mars_jax.core.sampling import top_k_logits
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
-from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact, target_tokens
@@ -70,12 +69,7 @@ class Fly(Relaxed):
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError if no window fits into a draft."""
-        least = int(np.min(np.asarray(self.window)))
-        if drafter.max_depth <= least:
-            raise MarsError(
-                f"window is {least}, and this draft is {drafter.max_depth} tokens deep, so that the rule fly could "
-                "relax nothing: draft deeper, or give a smaller window."
-            )
+        check_window("fly", self.window, drafter)
 
     def relaxable(self, evidence: Evidence) -> Array:
         tree = evidence.tree
