@@ -75,6 +75,12 @@ class LayeredHead(HeadConfig):
     own_unembed: bool = False  # False: share the target's unembedding
 
     def __post_init__(self):
+        width, target_width = self.layer.hidden_size, self.target_hidden_size
+        if width != target_width and not (self.own_embed and self.own_unembed):
+            raise MarsError(
+                f"the {self.title} is {width} wide and the target {target_width}: only a head with its own embedding "
+                "and lm_head may differ from its target."
+            )
         if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
             raise MarsError(
                 f"the {self.title} drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: then it "

@@ -91,25 +91,23 @@ def _dense_int4(x: Array, w: Int4) -> Array:
 
 def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, dtype: DTypeLike) -> Array:
     """Run the kernel on each device's shard if it supports the shapes; devices add up partial sums in `dtype`."""
-    sharded = outputs or inputs
-    axes = mesh.axes_here(*sharded) if sharded else None
-    parts = mesh.devices_of(*sharded) if sharded else 1
+    axes, parts = None, 1
+    if sharded := outputs or inputs:
+        axes, parts = mesh.axes_here(*sharded), mesh.devices_of(*sharded)
     if inputs and len(w.values) % parts:
         axes, parts = (), 1  # the matrix is replicated, see `Int4.leaves`
-    # The size of this device's shard.
-    out, inner = w.shape
+    # The size of this device's shard, and the mesh axes of each dimension.
+    (out, inner), by_out, by_in = w.shape, None, None
     if outputs:
-        out //= parts
+        out, by_out = out // parts, axes or None
     if inputs:
-        inner //= parts
+        inner, by_in = inner // parts, axes or None
     supported = supports_product(x.shape[0], inner, out, w.values.shape[1])
     if not supported or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
         return _dense_int4(x, w)
     on_device = functools.partial(dense_int4, chip=mesh.device_kind(), platform="tpu")
     if axes is None:
         return on_device(x, w.values, w.scale, w.offset)
-    by_out = axes or None if outputs else None
-    by_in = axes or None if inputs else None
 
     def part(*operands: Array) -> Array:
         y = on_device(*operands)

@@ -118,13 +118,16 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
     probabilities = jax.nn.softmax(dense(tokens, layer["router"], dtype=jnp.float32), axis=-1)
+    # f32[T, C] and i32[T, C]: the experts of each token, with their probabilities.
     share, expert_ids = lax.top_k(probabilities, count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     matrices = {name: layer[name] for name in ("expert_gate", "expert_up", "expert_down")}
 
     def local(matrices: dict[str, Array], tokens: Array, share: Array, expert_ids: Array) -> Array:
-        first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0] if by_expert else None
+        first = None
+        if by_expert:
+            first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0]
         return lax.psum(_mix(matrices, tokens, share, expert_ids, activation, first), (*by_expert, *by_unit))
 
     if by_expert or by_unit:

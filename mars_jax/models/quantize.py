@@ -153,6 +153,7 @@ def quantize(w: np.ndarray | Array, dtype: DTypeLike | None = None) -> Int8:
     xp = w.__array_namespace__()
     with np.errstate(invalid="ignore"):  # callers check the scale for NaN and infinities
         wide = w.astype("float32")
+        # The largest weight of a channel becomes 127. A channel of zeros has scale 0.
         scale = xp.max(xp.abs(wide), axis=-1) / 127
         values = xp.round(wide / xp.where(scale == 0, xp.ones_like(scale), scale)[..., None])
         return Int8(values=values.astype("int8"), scale=scale, dtype=jnp.dtype(dtype or w.dtype))

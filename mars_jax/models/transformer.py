@@ -60,8 +60,10 @@ def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: s
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
     """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
     x = embed(params["embed"], tokens)
-    # The factor is rounded to the dtype first, as in the oracle.
-    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
+    if config.scale_embeddings:
+        # The factor is rounded to the dtype first, as in the oracle.
+        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+    return x
 
 
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
@@ -153,6 +155,7 @@ def _ring_layer(
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
+            # Write each half of a piece on its own: they come from different devices, so they are not adjacent.
             for (_, *new_rows), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [
@@ -211,6 +214,7 @@ def _ring_layers(
     """Run the layers of `_forward` on a prompt's chunk x [B, N, E], whose rows travel around a ring of devices."""
 
     def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
+        # For each piece, in the order of `ring.starts`: visibility and positions of its two halves.
         n = x.shape[1]
         halves = [
             [Visible.causal(first + start, n // 2) for start in piece_halves]
@@ -384,8 +388,11 @@ def _language_model(
 
     @jax.named_scope("unembed")
     def unembed(params: PyTree, hidden: Array) -> Array:
-        logits = dense(hidden, params["embed" if config.tie_embeddings else "unembed"], dtype=jnp.float32)
-        return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)
+        matrix = params["embed"] if config.tie_embeddings else params["unembed"]
+        logits = dense(hidden, matrix, dtype=jnp.float32)
+        if config.logit_cap is not None:
+            logits = soft_cap(logits, config.logit_cap)
+        return logits
 
     def with_features(layers: tuple[int, ...]) -> LanguageModel:
         return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, sublayer_mask)

@@ -118,7 +118,10 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     """
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}
     for row in weights(config):
-        stacks.setdefault(row.path[:-1] if isinstance(row.path[-1], int) else row.path, []).append(row)
+        path = row.path
+        if isinstance(path[-1], int):
+            path = path[:-1]
+        stacks.setdefault(path, []).append(row)
     rows_by_leaf: dict[Weight, tuple[Weight, ...]] = {}
     for path, rows in stacks.items():
         stacked = rows[0].path != path
@@ -154,6 +157,7 @@ def random_rows(
     def make(row: Weight) -> Array:
         if row.init != "normal":
             return jnp.full(row.shape, 1 if row.init == "ones" else 0, dtype)
+        # Drawn in float32, so that narrower dtypes get the same numbers, rounded.
         return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
 
     return make

@@ -137,6 +137,7 @@ def _draft(
     if tree.draft_logits is not None:
         raise MarsError(f"the drafter '{drafter.name}' draws its drafts: make it with sample=False.")
     drafted = tree.tokens[:, 1:]
+    # Append the draft to the committed tokens. What exceeds the buffer is dropped.
     buffer = text.tokens.shape[1]
     row = jnp.arange(drafted.shape[0], dtype=jnp.int32)[:, None]
     positions = text.length[:, None] + jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
@@ -199,6 +200,7 @@ def stream_ahead(
     # the first token, the target gets the remaining tokens, and the guess is the first token of the next draft.
     first_known, finished = False, bool(jnp.all(state.done))
     while not finished:
+        # K of the K + 1 tokens: without the first, which is committed, or without the last, which is the guess.
         columns = slice(1, None) if first_known else slice(-1)
         handed = jax.device_put(remote.part(drafted, columns), sharding)
         state, info, text, done_rows = _verify(pair.decoder, target_params, state, handed)

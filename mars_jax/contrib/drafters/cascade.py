@@ -195,6 +195,7 @@ class Cascade(Drafter):
             # supplies the next token.
             full = decided & ~stopped & (carry.begin + count + k + 1 > limit)
             count = jnp.where(full, count - 1, jnp.minimum(count, stop))
+            # After a stop token, the target verifies the proxy's tokens; otherwise it verifies x.
             untrusted = jnp.where(
                 stopped[:, None], jnp.where(place <= differs[:, None], proxy_tokens, NO_TOKEN), x
             )

@@ -62,15 +62,8 @@ def load_dflash(
     >>> target = load("Qwen/Qwen3-8B")  # doctest: +SKIP
     >>> config, head = load_dflash("z-lab/Qwen3-8B-DFlash-b16", target.config, target.params)  # doctest: +SKIP
     """
-    return load_head(
-        name_or_path,
-        target_config,
-        target_params,
-        dtype,
-        from_dflash_json,
-        lambda config: True,
-        head_embed=head_embed,
-    )
+    checkpoint = name_or_path, target_config, target_params, dtype
+    return load_head(*checkpoint, from_dflash_json, lambda config: True, head_embed=head_embed)
 
 
 def save_dflash(

@@ -88,6 +88,7 @@ class Medusa(ShapedDrafter):
         self, params: Params, state: Array, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> Array:
         n = output.hidden.shape[1]
+        # Position length - 2 as an index into this chunk.
         index = length - 2 - first
         picked = pick(output.hidden, jnp.clip(index, 0, n - 1)[:, None])
         inside = (index >= 0) & (index < n)

@@ -83,6 +83,7 @@ class Replay(Drafter):
         )
         places = corpus_start[:, None] + steps
         corpus_tokens = jnp.take_along_axis(past, jnp.minimum(places, size - 1), axis=1)
+        # A draft ends where the answer does, at a NO_TOKEN or at the end of the corpus.
         ended = jnp.cumsum(((corpus_tokens < 0) | (places >= size)).astype(jnp.int32), axis=1) > 0
         corpus_tokens = jnp.where(ended, NO_TOKEN, corpus_tokens)
         own_tokens = jnp.where(has_own[:, None], own_tokens, NO_TOKEN)

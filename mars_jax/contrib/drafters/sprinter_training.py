@@ -60,6 +60,7 @@ def examples(
     def of_x(values: Array) -> Array:
         return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
 
+    # Drawn tokens: min(1, p / q). Best tokens: whether the target has the same one.
     accepted = jnp.where(
         drawn,
         jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0)),

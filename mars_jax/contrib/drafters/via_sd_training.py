@@ -80,6 +80,7 @@ def search(
       MarsError: the weights are in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
     """
     layers = len(params["layers"])
+    # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.
     places = [(i, j) for i in range(1, layers - 1) for j in range(2)]
     count = round(left_out * 2 * layers)
     if not 0 < count <= len(places):

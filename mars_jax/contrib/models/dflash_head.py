@@ -78,11 +78,6 @@ class DFlashConfig(LayeredHead):
         object.__setattr__(self, "causal", self.causal or (False,) * c.num_layers)
         if len(self.causal) != c.num_layers:
             raise MarsError(f"{len(self.causal)} values of causal for {c.num_layers} layers: give one each.")
-        if not (self.own_embed and self.own_unembed) and c.hidden_size != self.target_hidden_size:
-            raise MarsError(
-                f"the DFlash head is {c.hidden_size} wide and the target {self.target_hidden_size}: only a head with "
-                "its own embedding and lm_head may differ from its target."
-            )
         super().__post_init__()
         if self.confidence_markov and not (self.confidence and self.markov_rank):
             raise MarsError("confidence_markov requires a confidence head and a Markov head: unset it.")
@@ -163,6 +158,7 @@ def absorb(
     layer_config = config.layer
     batch, n, _ = fused.shape
     shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
+    # The context has keys and values only: no query comes from it.
     cos, sin = angles(positions, layer_config.rope, layer_config.head_dim)
     ks, vs = [], []
     for i, layer in enumerate(head["layers"]):

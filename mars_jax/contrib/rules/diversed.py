@@ -73,6 +73,7 @@ class Diversed(Retargeted):
         odds = mixer.weight_log_odds(evidence.params, evidence.hidden, log_p, log_q, drafted)
         odds = odds + self.shift[:, None]
         log_w, log_draft_weight = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+        # v = w p + (1 - w) q
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 
 

@@ -73,6 +73,7 @@ class Equivalent(Relaxed):
             )
         drafted_group = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
         target_group = at_parent(tree, groups.at[target_tokens(evidence)].get(mode="clip"))
+        # Group 0 is no class: its tokens are equivalent to no other.
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 

@@ -75,8 +75,9 @@ class Fly(Relaxed):
         tree = evidence.tree
         total = node_stats(evidence.logits, logsumexp=True).logsumexp
         assert total is not None
-        log_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - total[..., None])
-        unsure = jnp.sum(jax.scipy.special.entr(log_probs), axis=-1) >= self.entropy[:, None]
+        top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - total[..., None])
+        unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
+        # Edges along which the drafted token is the target's.
         native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
 
@@ -92,6 +93,7 @@ def followed(tree: DraftTree, native: Array) -> Array:
     [[0, 2, 1, 0]]
     """
     to_parents = jax.vmap(lambda lengths, parents: jnp.zeros_like(lengths).at[parents].max(lengths))
+    # After d iterations, `length` counts paths of up to d edges.
     length = jnp.zeros(native.shape, jnp.int32)
     for _ in range(tree.max_depth):
         through = jnp.where(native, length + 1, 0)

@@ -18,6 +18,7 @@ from mars_jax import assets
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.hub.save import write_directory
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import check_path, open_file, read_text
@@ -46,8 +47,6 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
     >>> read_weights(save(tempfile.mkdtemp(), params))["inner"].shape
     (64, 8)
     """
-    from safetensors.numpy import save_file
-
     check_path(directory)
     directory = Path(directory)
     width, hidden_size = params["inner"].shape
@@ -57,15 +56,7 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
     if (directory / WEIGHTS).exists():
         raise MarsError(f"'{directory}' holds weights already: name a new directory.")
     config = {"model_type": HEADS[rule][0], **sizes}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: np.asarray(leaf) for name, leaf in params.items()}, directory / WEIGHTS)
-        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise MarsError(
-            f"'{directory}' cannot be written ({error.strerror}): name another directory."
-        ) from None
-    return directory
+    return write_directory(directory, {name: np.asarray(leaf) for name, leaf in params.items()}, config)
 
 
 def read_weights(

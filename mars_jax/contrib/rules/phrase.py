@@ -104,6 +104,7 @@ def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
     """
     to_parents = jax.vmap(lambda sums, parents: jnp.full_like(sums, jnp.inf).at[parents].min(sums))
     parents = jnp.maximum(tree.parents, 0)
+    # After iteration `length`, sums[:, n] is the cheapest sum over node n and a path of `length` nodes below it.
     sums = selected = costs
     for length in range(1, tree.max_depth):
         sums = costs + to_parents(jnp.where(tree.depths > 0, sums, jnp.inf), parents)
