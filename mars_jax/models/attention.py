@@ -256,16 +256,13 @@ def attend(
             return _attend_blocks(q, k, v, mask, None, scale, cap, block)
 
     cuda = gpu
-    if flash and on_gpu() and current() is None and _suits_flash(q, k, cap):
+    queries = q.size // q.shape[-1]
+    has_many = queries > FLASH_QUERIES or (q.shape[1] == 1 and queries >= FLASH_SINGLE)
+    supported = cap is None and q.dtype == k.dtype and k.dtype in (jnp.bfloat16, jnp.float16)
+    if flash and on_gpu() and current() is None and has_many and supported:
         # cuDNN's attention, if it compiles. The gradient is that of the other form in both cases.
         cuda = with_gradient_of(gpu, kernel_or(functools.partial(_flash, scale=scale), gpu, platform="gpu"))
     return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere)
-
-
-def _suits_flash(q: Array, k: Rows, cap: float | None) -> bool:
-    queries, narrow = q.size // q.shape[-1], k.dtype in (jnp.bfloat16, jnp.float16)
-    many = queries >= FLASH_SINGLE if q.shape[1] == 1 else queries > FLASH_QUERIES
-    return many and narrow and q.dtype == k.dtype and cap is None
 
 
 def _flash(

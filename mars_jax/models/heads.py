@@ -75,6 +75,7 @@ class LayeredHead(HeadConfig):
     own_unembed: bool = False  # False: share the target's unembedding
 
     def __post_init__(self):
+        # A shared embedding or unembedding is as wide as the target.
         width, target_width = self.layer.hidden_size, self.target_hidden_size
         if width != target_width and not (self.own_embed and self.own_unembed):
             raise MarsError(

@@ -144,7 +144,9 @@ def abstract_params(
     >>> abstract_params(config, "bfloat16", bits=8)["embed"].scale.shape
     (32,)
     """
-    default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
+    default = None
+    if shardings is None:
+        default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
     def shape(row: Weight) -> PyTree:
         place: Sharding = default or get(shardings, row.path)

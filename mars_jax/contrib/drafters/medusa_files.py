@@ -53,13 +53,12 @@ def load_medusa(
     file = directory / next(name for name in _FILES if (directory / name).is_file())
     # The generator keeps the file open until the tensors are read.
     reader = (_bin if file.suffix == ".pt" else _safetensors)(file)
-    stored = next(reader)
-    prefixed = {name.removeprefix(_PREFIX): t for name, t in stored.items() if name.startswith(_PREFIX)}
-    if twice := sorted(prefixed.keys() & stored.keys()):
+    tensors = next(reader)
+    prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
+    if twice := sorted(prefixed.keys() & tensors.keys()):
         raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
-    tensors = prefixed or stored
-    config = _config(directory, tensors, target_config)
-    return config, _read(file, config, tensors, dtype)
+    config = _config(directory, prefixed or tensors, target_config)
+    return config, _read(file, config, prefixed or tensors, dtype)
 
 
 def _directory(name_or_path: str | os.PathLike[str]) -> Path:
