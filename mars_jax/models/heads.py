@@ -149,10 +149,11 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
 
     # Every device receives all W logits and keeps those of its shard of V.
     def local(logits: Array, ids: Array) -> Array:
-        size, place = vocab, ids
+        size, first = vocab, 0
         if axes:
             size = vocab // lax.axis_size(axes)
-            place = ids - lax.axis_index(axes) * size
+            first = lax.axis_index(axes) * size
+        place = ids - first
         place = jnp.where(place < 0, size, place)  # a negative index would count from the end
         empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
         return empty.at[..., place].set(logits, mode="drop")
