@@ -335,10 +335,10 @@ def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | No
     keys, key_scale = _parts(k)
     if key_scale is None:
         q = q.astype(keys.dtype)
-    else:
+    scores = jnp.einsum("bnkgd,bskd->bkngs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    if key_scale is not None:
         # A slot's scale is the same for all D numbers of its key, so it multiplies the sum over D.
         factor = factor * _by_slot(key_scale)
-    scores = jnp.einsum("bnkgd,bskd->bkngs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     scores = scores * factor
     if cap is not None:
         scores = soft_cap(scores, cap)
