@@ -174,7 +174,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         logits = dflash_head.unembed(config, model, params, hidden)
         if not config.confidence:
             return hidden, logits
-        corrected = logits + dflash_head.markov(config, params.draft, before)
+        corrected = logits + dflash_head.markov(params.draft, before)
         return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, before)
 
     found = ours(params, jnp.asarray(taken), jnp.asarray(last, jnp.int32), jnp.asarray(before, jnp.int32))

@@ -17,7 +17,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import listed, resolve_dtype
+from mars_jax.hub.load import check_tensors, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.hub.stream import read_array, to_params
 from mars_jax.models.config import ModelConfig
@@ -97,6 +97,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
         return data[key]
 
     names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
+    # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
     heads = len({match[1] for match in names})
     layers = len({match[2] for match in names if match[3]})
     for part, stated, count in (
@@ -109,9 +110,8 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
                 "heads came with."
             )
     shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
-    for part, head_size, target_size in zip(
-        ("vocabulary", "hidden size"), shape, (target.vocab_size, target.hidden_size), strict=False
-    ):
+    sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
+    for head_size, (part, target_size) in zip(shape, sizes, strict=False):
         if head_size != target_size:
             raise MarsError(
                 f"the Medusa heads in '{directory}' are for a {part} of {head_size} and the target has {target_size}: "
@@ -124,23 +124,8 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
 
 def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
     table = config.weights()
-    missing = [row.name for row in table if row.name not in tensors]
-    extra = sorted(tensors.keys() - {row.name for row in table})
-    misshaped = [
-        f"{row.name} is {list(tensors[row.name].shape)} and not {list(row.shape)}"
-        for row in table
-        if row.name in tensors and tensors[row.name].shape != row.shape
-    ]
-    problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
-    descriptions = [
-        f"{len(names)} tensors are {problem} ({listed(names)})"
-        for problem, names in problems.items()
-        if names
-    ]
-    if descriptions:
-        raise MarsError(
-            f"'{file}' does not match its config.json: {'; '.join(descriptions)}: use intact heads."
-        )
+    by_name = {name: [(name, tensor)] for name, tensor in tensors.items()}
+    check_tensors(file.parent, by_name, {row.name: row for row in table}, lambda name: False)
 
     def take(row: Weight) -> jax.Array | Quantized:
         tensor = tensors[row.name]

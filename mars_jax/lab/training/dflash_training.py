@@ -106,7 +106,7 @@ def dflash(
         previous_tokens = jnp.take_along_axis(tokens[:, None], inside, axis=2).reshape(rows, -1)
         drafted = head.unembed(config, target, both, flat)
         if config.markov_rank:
-            drafted = drafted + head.markov(config, both.draft, previous_tokens)
+            drafted = drafted + head.markov(both.draft, previous_tokens)
         drafted = drafted.reshape(*valid.shape, -1)
 
         drafted_tokens = config.to_target(both, jnp.argmax(drafted, axis=-1))
