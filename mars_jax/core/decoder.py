@@ -59,9 +59,7 @@ class Decoder:
 
     target: LanguageModel  # the model to sample from
     drafter: Drafter  # proposes the draft trees
-    rule_structure: (
-        Structure  # static part of the rule, see `rule.structure`; its parameters are in the state
-    )
+    rule_structure: Structure  # static part of the rule; its parameters are in the state
     prefill_chunk: int | None = None  # prompt tokens per forward of the target; see `prefill.chunk_of`
 
     @property

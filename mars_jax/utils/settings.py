@@ -109,7 +109,7 @@ class Setting:
         for item in items:
             if not self._is_valid(item, structural):
                 text = f"{item:g}" if type(item) is float else short_repr(item)
-                suggestion = did_you_mean(item, self.choices) if isinstance(item, str) else ""
+                suggestion = did_you_mean(item if isinstance(item, str) else short_repr(item), self.choices)
                 raise MarsError(
                     f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
                 )
