@@ -54,6 +54,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         dest="first",
     ),
     "--tokens": _flag("N", "tokens to train on (default: %(default)g)", float, default=2e6),
+    "--minutes": _flag("M", "end training after M minutes, and write the result as it is then", float),
     "--step-tokens": _flag("N", "tokens of one step (default: %(default)s)", int, default=2048),
     "--length": _flag("N", "tokens of a row (default: %(default)s)", int, default=256),
     "--learning-rate": _flag("X", "default: %(default)s", float, default=1e-3),
@@ -103,7 +104,7 @@ _DATA = ("--target", "--data", "--output")
 _GROUPS = {
     "data": (*_DATA, "--work", "--write"),
     "training": (
-        *("--tokens", "--step-tokens", "--length", "--learning-rate", "--loss", "--seed"),
+        *("--tokens", "--minutes", "--step-tokens", "--length", "--learning-rate", "--loss", "--seed"),
         *("--mesh", "--dtype"),
     ),
 }

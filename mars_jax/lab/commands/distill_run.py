@@ -55,8 +55,8 @@ from mars_jax.utils.errors import MarsError, say
 from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
-_NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, and the dtype of the result. File contents do."""
+_NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
+"""Flags that do not identify a training run: paths, devices, the time limit, and the dtype of the result. File contents do."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
@@ -151,7 +151,9 @@ def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
     """Train a head or a small model on text or on features, and write it."""
-    options = {name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed")}
+    options = {
+        name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed", "minutes")
+    }
     if args.write is not None:
         documents = _write_texts(args, target, documents, work)
     streams = []

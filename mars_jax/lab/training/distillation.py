@@ -73,6 +73,7 @@ def train(
     length: int = 256,
     learning_rate: float = 1e-3,
     seed: int = 0,
+    minutes: float | None = None,
     mesh: Mesh | None = None,
 ) -> PyTree:
     """Train an apprentice on text. A killed run continues bit for bit when it is started again.
@@ -86,6 +87,7 @@ def train(
       step_tokens, length: each step uses rows of `length` tokens, `step_tokens` in total.
       learning_rate: peak learning rate; see `loop.muon`.
       seed: seed of the order of the text.
+      minutes: time after which training ends early; default: no limit.
       mesh: divides the target over its axis `model` and each step's rows over `data`. The apprentice is replicated on
         every device.
 
@@ -106,7 +108,8 @@ def train(
     training = _training(apprentice, batches, tokens, rows * length, learning_rate)
     low = cast(teacher, jnp.bfloat16)
     if mesh is None:
-        return _with_ids(fit(training, work, teacher=low, description="distilling"), apprentice)
+        params = fit(training, work, teacher=low, minutes=minutes, description="distilling")
+        return _with_ids(params, apprentice)
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
 
@@ -115,7 +118,7 @@ def train(
 
     training = training._replace(init=lambda: _placed(apprentice.init(), replicated))
     with jax.set_mesh(mesh):
-        params = fit(training, work, teacher=low, prepare=prepare, description="distilling")
+        params = fit(training, work, teacher=low, prepare=prepare, minutes=minutes, description="distilling")
     return _with_ids(params, apprentice)
 
 
@@ -151,6 +154,7 @@ def train_on_features(
     step_tokens: int = 2048,
     learning_rate: float = 1e-3,
     seed: int = 0,
+    minutes: float | None = None,
 ) -> PyTree:
     """Train a head on features of its target. Figures of held-out rows are logged in `held_out.jsonl`.
 
@@ -158,7 +162,7 @@ def train_on_features(
       apprentice: its loss takes `Recorded` rows.
       teacher: the target's params; only the embedding is read.
       dumps: folders of features.
-      work, step_tokens, learning_rate, seed: as for `train`.
+      work, step_tokens, learning_rate, seed, minutes: as for `train`.
       tokens: number of tokens to train on, including padding.
 
     Raises:
@@ -174,7 +178,15 @@ def train_on_features(
         return means | {"tau": tau(means)}
 
     training = _training(apprentice, batches, tokens, size, learning_rate)
-    params = fit(training, work, teacher=low, save_every=25, held_out=measure, description="distilling")
+    params = fit(
+        training,
+        work,
+        teacher=low,
+        save_every=25,
+        minutes=minutes,
+        held_out=measure,
+        description="distilling",
+    )
     return _with_ids(params, apprentice)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -99,10 +100,11 @@ def fit(
     teacher: PyTree = (),
     prepare: Callable[[PyTree, Any], Any] = lambda params, batch: batch,
     save_every: int = 100,
+    minutes: float | None = None,
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Train and return the params. A killed run continues bit for bit when it is started again.
+    """Train and return the params. A run that was killed, or that `minutes` ended, continues bit for bit when repeated.
 
     Args:
       training: see `Training`.
@@ -110,6 +112,7 @@ def fit(
       teacher: frozen params, passed to the loss.
       prepare: (params, batch) -> the batch for the loss, for example placed on devices.
       save_every: steps between checkpoints.
+      minutes: time after which training ends early; default: no limit.
       held_out: params -> figures, logged in `held_out.jsonl` with each checkpoint.
       description: label of the progress bar.
 
@@ -126,6 +129,7 @@ def fit(
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     checkpoints = Checkpoints(directory, training.steps)
     with progress(description) as show, contextlib.closing(checkpoints):
         completed_steps, state = checkpoints.restore(state)
@@ -142,7 +146,9 @@ def fit(
                 rate = round(training.step_tokens / (time.perf_counter() - began))
                 log.write(json.dumps({"step": i, "tokens_per_s": rate, **figures}) + "\n")
                 show(i, training.steps, f"{rate:,} tokens/s, loss {figures['loss']:.3f}")
-                if i % save_every and i != training.steps:
+                # The processes of a mesh must stop after the same step, so the first one decides.
+                is_last = i == training.steps or bool(hosts.broadcast(int(time.monotonic() > deadline)))
+                if i % save_every and not is_last:
                     continue
                 state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
                 checkpoints.save(i, state)
@@ -150,6 +156,8 @@ def fit(
                     row = {"step": i, "tokens": i * training.step_tokens, **held_out(params)}
                     with (directory / "held_out.jsonl").open("a") as file:
                         file.write(json.dumps(row) + "\n")
+                if is_last:
+                    break
     return params
 
 

@@ -26,10 +26,10 @@ def example(number):
     return np.random.default_rng(number).normal(size=3).astype(np.float32)
 
 
-def train(directory, steps=STEPS, prepare=lambda params, batch: batch):
+def train(directory, steps=STEPS, prepare=lambda params, batch: batch, **options):
     batches = grain.MapDataset.source(range(16)).map(example).seed(0).shuffle().repeat().batch(8)
     training = Training(lambda: {"w": jnp.zeros((3,))}, loss, batches, optimizer=optax.adam(0.1), steps=steps)
-    return fit(training, directory, prepare=prepare, save_every=2)
+    return fit(training, directory, prepare=prepare, save_every=2, **options)
 
 
 class Killed(Exception):
@@ -65,6 +65,13 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path, step):
     log = log_of(tmp_path / "killed")
     assert log == log_of(tmp_path / "whole") and [row["step"] for row in log] == list(range(1, STEPS + 1))
     assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_a_run_without_time_left_ends_after_a_step_and_continues_bit_for_bit(tmp_path):
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "short", minutes=1e-9)
+    assert [row["step"] for row in log_of(tmp_path / "short")] == [1]
+    jax.tree.map(np.testing.assert_array_equal, train(tmp_path / "short"), whole)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
