@@ -258,7 +258,7 @@ def measure(what: str, name: str, shape: Shape, path: Path) -> None:
       shape: one of `SHAPES`.
       path: of the report.
     """
-    variant, report = VARIANTS[name], common.kept(path)
+    variant, report = VARIANTS[name], common.earlier_report(path)
     section = report["sections"][f"{what}: {name}"] = {"status": "unfinished", "rows": []}
 
     def add(row: dict[str, Any]) -> None:
@@ -344,7 +344,7 @@ def measure_in_child(what: str, name: str, shape: str, path: Path, limit: float)
     except subprocess.TimeoutExpired:
         status = f"stopped after {limit:.3g} s"
     if status != "complete":
-        report = common.kept(path)
+        report = common.earlier_report(path)
         report["sections"].setdefault(f"{what}: {name}", {"rows": []})["status"] = status
         common.write(path, report)
 
@@ -365,12 +365,12 @@ def main() -> None:
         return
     new = {"shape": args.shape, "machine": common.provenance("jaxlib"), "sections": {}}
     deadline = time.monotonic() + args.budget
-    report = common.kept(args.output) or new
+    report = common.earlier_report(args.output) or new
     if (report["shape"], report["machine"]["commit"]) != (args.shape, new["machine"]["commit"]):
         parser.error(f"{args.output} is the report of another shape or commit: choose another --output")
     common.write(args.output, report)
     for what, name in SECTIONS[args.shape]:
-        sections = common.kept(args.output)["sections"]
+        sections = common.earlier_report(args.output)["sections"]
         device = sections.get("device: default", {"rows": []})["rows"]
         if sections.get(f"{what}: {name}", {}).get("status") == "complete":
             continue

@@ -255,7 +255,11 @@ def tau(args: argparse.Namespace) -> None:
         for _, ids in margins.prompts(target, file, count, args.longest)
     ]
     shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": Dynamic(10, 8, 60)}}
-    report = common.kept(args.output) or {"prompts": len(prompts), "new_tokens": args.new_tokens, "heads": {}}
+    report = common.earlier_report(args.output) or {
+        "prompts": len(prompts),
+        "new_tokens": args.new_tokens,
+        "heads": {},
+    }
     report |= common.provenance(data=files, target=target.params)
     asked = {
         t: make_requests(target, prompts, temperature=t, max_new_tokens=args.new_tokens) for t in (0.0, 1.0)
