@@ -195,7 +195,8 @@ class Pair:
     def session(self, draft: str, sampled: bool) -> Session:
         """Return the session for a kind of draft. It keeps its compiled programs."""
         if (draft, sampled) not in self._sessions:
-            spec, options = "none", {}
+            spec = "none"
+            options: dict[str, Any] = {}
             if draft != "none":
                 shape = {"tree": TREE} if draft == "tree" else {"num_draft_tokens": CHAIN}
                 spec, options = f"model:{assets.DRAFT}", {"sample": sampled, "dtype": "float32"} | shape

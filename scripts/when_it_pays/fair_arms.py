@@ -39,7 +39,7 @@ from mars_jax.serve.session import Session
 from scripts import common
 from scripts.rules_compared import eval_rules
 from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
-from scripts.rules_compared.rules_report import Sums, key_of, score_of, spread, sums, tau_of, weights
+from scripts.rules_compared.rules_report import Rows, Sums, key_of, score_of, spread, sums, tau_of, weights
 
 CHEAP = {"chain": 0.05, "ngram": 0.01}
 """Cost of a drafted token in plain steps on a memory-bound accelerator: with a draft as small as an EAGLE head, and at
@@ -297,9 +297,7 @@ def time_steps(study: Study) -> dict[str, Any]:
     }
 
 
-def check(
-    study: Study, data: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def check(study: Study, data: Path, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure 30 prompts at batch 1 relative to plain decoding, next to the prediction from tau and costs."""
     pair, task = Pair(study, 1), study.tasks[study.clocked]
     prompts = pair.prompts(study.clocked, task.read(data)[-30:])
@@ -340,9 +338,7 @@ def check(
     return comparisons
 
 
-def choices(
-    study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+def choices(study: Study, rows: Rows, costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield, for each task, temperature and arm, tau by length, and the best length by device."""
     for (name, task), temperature in itertools.product(study.tasks.items(), (0.0, 1.0)):
         for arm in arms(study, temperature):
@@ -350,6 +346,7 @@ def choices(
             for n in study.lengths_of(arm):
                 arm_sums = sums_of(rows, name, temperature, sized(arm, n), range(task.choose))
                 taus[n] = float(tau_of(arm_sums, np.ones((1, task.choose)))[0])
+            device_costs = step_costs(study, costs, arm).items()
             yield {
                 "task": name,
                 "temperature": temperature,
@@ -357,18 +354,14 @@ def choices(
                 "lossless": arm.spec in LOSSLESS,
                 "kind": arm,
                 "taus": taus,
-                "best": {
-                    device: best(taus, by_length)
-                    for device, by_length in step_costs(study, costs, arm).items()
-                },
+                "best": {device: best(taus, by_length) for device, by_length in device_costs},
             }
 
 
-def sums_of(rows: Sequence[Mapping[str, Any]], task: str, temperature: float, arm: Arm, ids: range) -> Sums:
+def sums_of(rows: Rows, task: str, temperature: float, arm: Arm, ids: range) -> Sums:
     key = (task, temperature, arm.draft, arm.name)
-    return sums(
-        [row | {"id": row["id"] - ids.start} for row in rows if key_of(row) == key and row["id"] in ids]
-    )
+    arm_rows = [row for row in rows if key_of(row) == key and row["id"] in ids]
+    return sums([{**row, "id": row["id"] - ids.start} for row in arm_rows])
 
 
 def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
@@ -399,7 +392,7 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
             fill(choice["task"], choice["temperature"], sized(choice["kind"], n), scored)
 
 
-def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def report(study: Study, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a table for each task, temperature and device: arms at their best lengths, and the best lossless one."""
     tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     selected = list(choices(study, rows, costs))
