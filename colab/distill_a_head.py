@@ -78,9 +78,9 @@ where = [
     "the farm",
     "school",
 ]
-events = ["found a red ball", "saw a little bird", "met a big dog", "wanted to play"]
-beginnings = [f"One day, {a} went to {b}. {a} {c}." for a in who for b in where for c in events]
-_ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(beginnings), encoding="utf-8")
+what = ["found a red ball", "saw a little bird", "met a big dog", "wanted to play"]
+begun = [f"One day, {a} went to {b}. {a} {c}." for a in who for b in where for c in what]
+_ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf-8")
 
 # %% [markdown]
 # ## Train

@@ -124,8 +124,8 @@ if RUN_LARGE:
         target,
         tree=mj.drafters.Dynamic(top_k=10, depth=7, nodes=60),
     )
-    answer = mj.generate(target, drafter, ["Why is the sky blue?"], verify=mars, chat=True, temperature=1.0)
-    print(answer.text[0], f"\n\ntau {answer.metrics.tau:.2f}")
+    told = mj.generate(target, drafter, ["Why is the sky blue?"], verify=mars, chat=True, temperature=1.0)
+    print(told.text[0], f"\n\ntau {told.metrics.tau:.2f}")
 
 # %% [markdown]
 # ## Sweep theta
