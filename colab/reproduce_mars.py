@@ -82,8 +82,8 @@ def fits(name):
     return True
 
 
-chosen = next((name for name in LARGEST_FIRST if accelerated and fits(name)), "embedded")
-RECIPE = os.environ.get("RECIPE", chosen)
+largest = next((name for name in LARGEST_FIRST if accelerated and fits(name)), "embedded")
+RECIPE = os.environ.get("RECIPE", largest)
 print("recipe:", RECIPE)
 
 # %% [markdown]

@@ -152,25 +152,25 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 state = optimizer.init(policy.params)
-taus, rewards, compiled, said = [], [], [], []
+taus, rewards, compiled, completions = [], [], [], []
 for step in range(UPDATES):
-    before = len(compilations)
+    earlier = len(compilations)
     result = rollout(policy, draft, seed=100_000 * SEED + 1000 * step)
     batch, mean = arrays(result)
     if step == 0:
-        # What teacher forcing says of the samples is what the rollout said of them.
+        # Teacher forcing gives the log-probabilities of the rollout.
         visible = mj.types.Visible.causal(jnp.zeros((len(batch[0]),), jnp.int32), WIDTH)
         out = policy.model.forward(policy.params, batch[0], visible, policy.model.init_cache(*batch[0].shape))
         log_p = jax.nn.log_softmax(policy.model.unembed(policy.params, out.hidden)[:, :-1])
-        again = jnp.take_along_axis(log_p, batch[0][:, 1:, None], axis=2)[..., 0]
-        apart = float(jnp.max(jnp.abs(again - batch[2][:, 1:]) * batch[1][:, 1:]))
-        print(f"log-probabilities differ from teacher forcing by {apart:.1e}")
+        forced = jnp.take_along_axis(log_p, batch[0][:, 1:, None], axis=2)[..., 0]
+        difference = float(jnp.max(jnp.abs(forced - batch[2][:, 1:]) * batch[1][:, 1:]))
+        print(f"log-probabilities differ from teacher forcing by {difference:.1e}")
     params, state, value = update(policy.params, state, *batch)
     policy = dataclasses.replace(policy, params=params)
     taus.append(result.metrics.tau)
-    said += result.completions
+    completions += result.completions
     rewards.append(mean)
-    compiled.append(len(compilations) - before)
+    compiled.append(len(compilations) - earlier)
     print(f"update {step}: reward {mean:.2f}, tau {taus[-1]:.2f}, {compiled[-1]} compilations")
 
 # %% [markdown]
@@ -194,15 +194,14 @@ refiner = online.Refiner(
     width=WIDTH,
     temperature=1.0,
 )
-refiner.see_completions(said[-4 * len(result.completions) :])
-found = refiner.refine(policy.params, steps=REFRESH)
-fresh = draft._replace(params=found.params)
-print(
-    f"held-out tau {found.before:.2f} before and {found.after:.2f} after, {'kept' if found.kept else 'rolled back'}"
-)
+refiner.see_completions(completions[-4 * len(result.completions) :])
+refinement = refiner.refine(policy.params, steps=REFRESH)
+fresh = draft._replace(params=refinement.params)
+verdict = "kept" if refinement.kept else "rolled back"
+print(f"held-out tau {refinement.before:.2f} before and {refinement.after:.2f} after, {verdict}")
 
-stale, renewed = (rollout(policy, one, seed=77_000) for one in (draft, fresh))
-assert stale.tokens == renewed.tokens  # the draft is not what is said
+stale, renewed = (rollout(policy, drafter, seed=77_000) for drafter in (draft, fresh))
+assert stale.tokens == renewed.tokens  # samples do not depend on the draft
 print(f"tau with the stale draft {stale.metrics.tau:.2f}, refreshed {renewed.metrics.tau:.2f}")
 
 # %% [markdown]
@@ -223,5 +222,5 @@ display(Image("rollouts.png"))
 # The policy's answers to one prompt, before and after training:
 
 # %%
-for when, one in (("before", said[0]), ("after", renewed.completions[0])):
-    print(f"{when:7} {prompts[0]}|{one.text}\n")
+for when, completion in (("before", completions[0]), ("after", renewed.completions[0])):
+    print(f"{when:7} {prompts[0]}|{completion.text}\n")

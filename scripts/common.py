@@ -46,46 +46,44 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def in_turns(ways: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1) -> dict[Any, np.ndarray]:
-    """Return seconds f64[turns] of each way. Every second turn runs backwards, so that drift affects all ways alike.
+def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1) -> dict[Any, np.ndarray]:
+    """Return seconds f64[turns] of each arm. Every second turn runs backwards, so that drift affects all arms alike.
 
     Args:
-      ways: functions by name; results of JAX are waited for.
+      arms: functions by name; the time includes computing their JAX results.
       turns: number of timed turns.
       warm: turns before them, which compile and are not timed.
     """
     import jax
     import numpy as np
 
-    seconds: dict[Any, list[float]] = {name: [] for name in ways}
+    seconds: dict[Any, list[float]] = {name: [] for name in arms}
     for turn in range(warm + turns):
-        for name in list(ways)[:: -1 if turn % 2 else 1]:
+        for name in list(arms)[:: -1 if turn % 2 else 1]:
             began = time.perf_counter()
-            jax.block_until_ready(ways[name]())
+            jax.block_until_ready(arms[name]())
             seconds[name].append(time.perf_counter() - began)
-    return {name: np.asarray(taken[warm:]) for name, taken in seconds.items()}
+    return {name: np.asarray(times[warm:]) for name, times in seconds.items()}
 
 
-def ratio(over: Any, under: Any) -> dict[str, float]:
+def ratio(numerators: Any, denominators: Any) -> dict[str, float]:
     """Return the median of ratios of turns, with both one-sided 95% bounds by the bootstrap.
 
     Args:
-      over, under: seconds f64[turns], or f64[starts, turns] if processes were started several times; then the
-        bootstrap draws starts, and turns within them.
+      numerators, denominators: seconds f64[turns], or f64[starts, turns] if processes were started several
+        times; then the bootstrap draws starts, and turns within them.
 
     >>> ratio([2.0, 2.0], [1.0, 1.0])
     {'median': 2.0, 'lower_95': 2.0, 'upper_95': 2.0}
     """
     import numpy as np
 
-    each = np.atleast_2d(np.asarray(over, np.float64) / np.asarray(under, np.float64))
-    rng, (starts, turns) = np.random.default_rng(0), each.shape
-    drawn = (
-        rng.integers(starts, size=(RESAMPLES, starts, 1)),
-        rng.integers(turns, size=(RESAMPLES, starts, turns)),
-    )
-    low, high = np.quantile(np.median(each[drawn], axis=(1, 2)), [0.05, 0.95])
-    return {"median": float(np.median(each)), "lower_95": float(low), "upper_95": float(high)}
+    ratios = np.atleast_2d(np.asarray(numerators, np.float64) / np.asarray(denominators, np.float64))
+    rng, (starts, turns) = np.random.default_rng(0), ratios.shape
+    start_ids = rng.integers(starts, size=(RESAMPLES, starts, 1))
+    turn_ids = rng.integers(turns, size=(RESAMPLES, starts, turns))
+    low, high = np.quantile(np.median(ratios[start_ids, turn_ids], axis=(1, 2)), [0.05, 0.95])
+    return {"median": float(np.median(ratios)), "lower_95": float(low), "upper_95": float(high)}
 
 
 def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> list[float]:
@@ -108,8 +106,8 @@ def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> 
     return [round(float(x), digits) for x in (tops.sum() / max(bottoms.sum(), 1e-9), low, high)]
 
 
-def kept(path: Path | None) -> dict[str, Any]:
-    """Return the report of an earlier run to continue, or an empty one."""
+def earlier_report(path: Path | None) -> dict[str, Any]:
+    """Return the report of an earlier run, or an empty one."""
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
 
 
@@ -137,7 +135,7 @@ def span(mean: float, low: float, high: float, show: str = "{:.2f}") -> str:
     return f"{show.format(mean)} [{show.format(low)}, {show.format(high)}]"
 
 
-def made(name: str) -> str:
+def measured(name: str) -> str:
     """Return a sentence with the date and the commit of the figures of a JSON file."""
     return sentence(origin(load(name)))
 
@@ -154,7 +152,7 @@ def origin(report: Any) -> Origin:
     origins = list(_origins(report))
     if not origins:
         raise ValueError("a report has neither the commit and date of its run nor a record of its history.")
-    return max(origins, key=lambda one: one.date or one.committed or "")
+    return max(origins, key=lambda source: source.date or source.committed or "")
 
 
 def _origins(report: Any) -> Iterator[Origin]:
@@ -174,14 +172,14 @@ def _origins(report: Any) -> Iterator[Origin]:
         yield Origin(run["date"], run["commit"], None, machine, bool(run["dirty"]))
 
 
-def sentence(found: Origin) -> str:
+def sentence(source: Origin) -> str:
     """Return a sentence with the date of the measurement and the commit of its code."""
-    if found.committed is None:
-        changed = " with uncommitted changes" if found.dirty else ""
-        return f"Measured on {str(found.date)[:10]} at {found.commit}{changed}, {found.machine}."
-    if found.date is not None:
-        return f"Measured on {found.date[:10]}, committed in {found.commit}."
-    return f"Committed on {found.committed[:10]} in {found.commit}."
+    if source.committed is None:
+        changed = " with uncommitted changes" if source.dirty else ""
+        return f"Measured on {str(source.date)[:10]} at {source.commit}{changed}, {source.machine}."
+    if source.date is not None:
+        return f"Measured on {source.date[:10]}, committed in {source.commit}."
+    return f"Committed on {source.committed[:10]} in {source.commit}."
 
 
 def script_of(checkout: Path, name: str) -> str:
@@ -195,12 +193,7 @@ class Worker:
     def __init__(
         self, arguments: Sequence[str], *, checkout: Path = ROOT, environment: Mapping[str, str] | None = None
     ):
-        """
-        Args:
-          arguments: the script and its arguments.
-          checkout: provides the mars_jax that the script imports.
-          environment: additional variables.
-        """
+        """Start `arguments`, a script with its arguments, which imports the mars_jax of `checkout`."""
         self._name = shlex.join(arguments)
         self._process = subprocess.Popen(
             [sys.executable, *arguments], cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -60,9 +60,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     |---|---|
     | 1 | 2 |
     """
-    lines = [header, ["---"] * len(header), *rows]
-    texts = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([texts[0], "|" + "---|" * len(header), *texts[2:]])
+    head, *body = ("| " + " | ".join(cells) + " |" for cells in (header, *rows))
+    return "\n".join([head, "|" + "---|" * len(header), *body])
 
 
 def wrapped(text: str) -> str:
@@ -75,17 +74,13 @@ def wrapped(text: str) -> str:
     <BLANKLINE>
     # five
     """
-    fenced = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("```") else _filled(part) for part in fenced)
-
-
-def _filled(text: str) -> str:
-    blocks = re.split(r"(\n{2,})", text)
-    return "".join(block if _is_verbatim(block) else _fill(block) for block in blocks)
+    # Code fences and the blank lines between blocks are parts of their own.
+    parts = re.split(r"(^```.*?^```$|\n{2,})", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if _is_verbatim(part) else _fill(part) for part in parts)
 
 
 def _is_verbatim(block: str) -> bool:
-    return not block.strip() or block.lstrip("\n").startswith(("|", "#", "!", "<"))
+    return not block.strip() or block.lstrip("\n").startswith(("```", "|", "#", "!", "<"))
 
 
 def _fill(block: str) -> str:
@@ -106,43 +101,43 @@ def render(template: str) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown, from our own files
     )
-    environment.globals |= {"claim": claim, "table": table, "made": common.made}
+    environment.globals |= {"claim": claim, "table": table, "measured": common.measured}
     figures = importlib.import_module(f"scripts.{Path(template).parent}.tables").figures()
     return wrapped(environment.get_template(template).render(figures))
 
 
-def page(found: str, figures: str) -> str:
+def page(current: str, figures: str) -> str:
     """Return a page with new figures, which replace all of it or the part between its marks.
 
     >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
     True
     """
-    if BEGIN not in found:
+    if BEGIN not in current:
         return figures
-    before, rest = found.split(BEGIN)
-    return before + BEGIN + figures + END + rest.split(END)[1]
+    head, tail = current.split(BEGIN)
+    return head + BEGIN + figures + END + tail.split(END)[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where a page has drifted"
+        "--check", action="store_true", help="write nothing; exit with 1 if a page has drifted"
     )
     parser.add_argument(
         "--root", type=Path, default=common.ROOT, help="the checkout whose pages are written or checked"
     )
-    chosen = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     drift = []
     for name, template in PAGES.items():
-        path = chosen.root / name
-        found = path.read_text(encoding="utf-8") if path.exists() else ""
-        wanted = page(found, render(template))
+        path = args.root / name
+        current = path.read_text(encoding="utf-8") if path.exists() else ""
+        expected = page(current, render(template))
         drift += difflib.unified_diff(
-            found.splitlines(), wanted.splitlines(), name, "scripts/results", lineterm="", n=0
+            current.splitlines(), expected.splitlines(), name, "scripts/results", lineterm="", n=0
         )
-        if not chosen.check:
-            path.write_text(wanted, encoding="utf-8")
-    if not chosen.check or not drift:
+        if not args.check:
+            path.write_text(expected, encoding="utf-8")
+    if not args.check or not drift:
         return 0
     print("\n".join([*drift, "", "Run python -m scripts.results_page."]), file=sys.stderr)
     return 1

@@ -79,7 +79,7 @@ def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape
             said = re.sub(r"\w*\[[^\]]*\]( or None| or \[B\]| each)?", "", field.meaning)
             assert said.strip(" ;:"), f"{name.shown}.{field.name}"
             assert "Array" not in field.annotation or re.search(r"\[.*?\]|\(.*\)", field.meaning), field
-        assert all(f"  {f.name} (" in pages.told("", name.home) for f in told)
+        assert all(f"  {f.name} (" in pages.site_docstring("", name.home) for f in told)
         counted += len(told)
     assert counted > 150
 

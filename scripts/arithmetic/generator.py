@@ -165,9 +165,9 @@ def _worded(steps: list[_Step], rng: Random) -> Exercise:
 
     def say(phrases: list[str], step: _Step) -> str:
         """Return one of the phrases with its slots filled."""
-        (who, he, his, him), (other, *_) = people
+        (who, he, his, him), (second, *_) = people
         return rng.choice(phrases).format(
-            who=who, he=he, his=his, him=him, other=other, left=step.left, k=step.right,
+            who=who, he=he, his=his, him=him, other=second, left=step.left, k=step.right,
             kin=rng.choice(WORDS["kin"].split()),
             times="twice" if step.right == 2 else f"{step.right} times",
             eq=f"{step.left} {step.kind.sign} {step.right} = {step.result}",

@@ -77,7 +77,7 @@ class Order:
         keen: Collection[str] = (),
         first: Collection[str] = (),
     ):
-        self._known, self._keen, self._first = seconds, keen, set(first)
+        self._times, self._keen, self._first = seconds, keen, set(first)
         self._budget, self._stem = budget, Path(file).stem
         self._room = f"tests/{Path(file).parent.name}/"
         self._folders = tests_of(file) if file else []
@@ -89,11 +89,11 @@ class Order:
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         for file, name in self._own.items():
             suite = [item for item in items if item.nodeid.startswith(file)]
-            if own := [item for item in suite if name in item.nodeid.partition("[")[2]]:
-                items[:] = [item for item in items if item not in suite or item in own]
+            if own_tests := [item for item in suite if name in item.nodeid.partition("[")[2]]:
+                items[:] = [item for item in items if item not in suite or item in own_tests]
 
         def rank(item: Any) -> tuple[Any, ...]:
-            file, seconds = item.nodeid.partition("::")[0], self._known.get(item.nodeid, 1.0)
+            file, seconds = item.nodeid.partition("::")[0], self._times.get(item.nodeid, 1.0)
             if self._first & {file, item.nodeid}:
                 return (0, seconds)
             if item.nodeid in self._keen or file in OF_ALL[1:]:
@@ -119,7 +119,7 @@ class Order:
         if report.failed:
             self.failed = self.failed or report.nodeid
 
-    def found(self) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         return {"by": self.failed, "ran": len(self.seconds), "of": self.tests, "each": dict(self.seconds)}
 
 
@@ -131,15 +131,15 @@ def run(
     keen: Collection[str] = (),
     first: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Run tests in a fork of this process until one fails or the time is up."""
+    """Run tests in a fork of this process until one fails or the budget is spent."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told.json"
+        report_file = Path(folder) / "report.json"
         child = os.fork()
         if not child:
             os.setsid()
             order = Order(seconds, budget, mutant.file if mutant else "", keen, first)
-            _in_child(tests, mutant, told, order)
+            _in_child(tests, mutant, report_file, order)
         while time.monotonic() - began < budget * STUCK and not os.waitpid(child, os.WNOHANG)[0]:
             time.sleep(0.05)
         took = round(time.monotonic() - began, 1)
@@ -147,33 +147,33 @@ def run(
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return {"outcome": "timeout", "by": "", "seconds": took, "each": {}}
-        if told.with_name("unknown").exists():
-            raise SystemExit(f"one of {', '.join(tests)} is no test: correct --first.")
+        if report_file.with_name("unknown").exists():
+            raise SystemExit(f"one of {', '.join(tests)} is not a test: correct --first.")
         # A mutant that crashes the whole process counts as killed.
-        found = json.loads(told.read_text()) if told.exists() else {"by": "the process", "each": {}}
-    return {"outcome": "killed" if found["by"] else "survived", "seconds": took} | found
+        outcome = (
+            json.loads(report_file.read_text()) if report_file.exists() else {"by": "the process", "each": {}}
+        )
+    return {"outcome": "killed" if outcome["by"] else "survived", "seconds": took} | outcome
 
 
-def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Order) -> None:
+def _in_child(tests: Sequence[str], mutant: Mutant | None, report_file: Path, order: Order) -> None:
     import pytest
 
     try:
-        out = os.open(told.with_name("log"), os.O_WRONLY | os.O_CREAT)
+        out = os.open(report_file.with_name("log"), os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
         if mutant is not None:
             sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
-        options += [
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-        ]  # for modules that are already imported
-        code = int(pytest.main([*tests, *options], plugins=[order]))
-        if code == 3 and not order.failed:
-            order.failed = "pytest"  # pytest itself failed
-        if code == 4:
-            told.with_name("unknown").touch()
-        told.write_text(json.dumps(order.found()))
+        # Modules that are already imported cannot be rewritten.
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        code = pytest.main([*tests, *options], plugins=[order])
+        if code == pytest.ExitCode.INTERNAL_ERROR and not order.failed:
+            order.failed = "pytest"
+        if code == pytest.ExitCode.USAGE_ERROR:
+            report_file.with_name("unknown").touch()
+        report_file.write_text(json.dumps(order.outcome()))
     finally:
         os._exit(0)
 
@@ -182,81 +182,75 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--count", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, required=True, help="of the draw")
-    parser.add_argument("--again", action="store_true", help="run what survived once more")
+    parser.add_argument("--again", action="store_true", help="run the survivors once more")
     parser.add_argument(
         "--explain", nargs=2, metavar=("NUMBER", "REASON"), help="why a survivor changes nothing"
     )
     parser.add_argument(
         "--budget", type=float, default=300.0, help="processor seconds of tests for a mutant (default: 300)"
     )
-    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="with --again: these of them")
+    parser.add_argument(
+        "--only", type=int, nargs="+", metavar="NUMBER", help="with --again: only these mutants"
+    )
     parser.add_argument(
         "--first", nargs="+", default=[], metavar="TEST", help="with --again: tests to run before the others"
     )
-    chosen = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     os.chdir(ROOT)
-    results = common.RESULTS / f"mutants_{chosen.seed}.json"
-    held = common.kept(results)
-    if chosen.explain:
-        _explain(held, int(chosen.explain[0]), chosen.explain[1])
-        common.write(results, held)
+    results = common.RESULTS / f"mutants_{args.seed}.json"
+    report = common.earlier_report(results)
+    if args.explain:
+        _explain(report, int(args.explain[0]), args.explain[1])
+        common.write(results, report)
         return
-    drawn = draw(held.get("count", chosen.count), chosen.seed)
-    records = [one.as_json(number) for number, one in enumerate(drawn, start=1)]
-    if held and [one["diff"] for one in records] != [one["diff"] for one in held["mutants"]]:
-        raise SystemExit(
-            f"the code has changed since {results} was begun: move that file away to draw again."
-        )
-    if not held:
-        commit = common.git("rev-parse", "HEAD")
-        held = {
-            "count": chosen.count,
-            "seed": chosen.seed,
-            **common.provenance(),
-            "commit": commit,
-            "seconds": {},
-        }
-        held["mutants"] = records
+    drawn = draw(report.get("count", args.count), args.seed)
+    records = [mutant.as_json(number) for number, mutant in enumerate(drawn, start=1)]
+    if report and [mutant["diff"] for mutant in records] != [mutant["diff"] for mutant in report["mutants"]]:
+        raise SystemExit(f"the code has changed since {results} was begun: move it away to draw again.")
+    if not report:
+        report = {"count": args.count, "seed": args.seed} | common.provenance()
+        report |= {"commit": common.git("rev-parse", "HEAD"), "seconds": {}, "mutants": records}
     _warm()
-    for one, record in zip(drawn, held["mutants"], strict=True):
-        again = (
-            chosen.again
+    for mutant, record in zip(drawn, report["mutants"], strict=True):
+        repeated = (
+            args.again
             and record.get("outcome") == "survived"
             and "equivalent" not in record
-            and record["number"] in (chosen.only or [record["number"]])
+            and record["number"] in (args.only or [record["number"]])
         )
-        if "outcome" not in record or again:
-            before = "outcome" in record
-            keen = {str(other.get("by")) for other in held["mutants"] if other["file"] == one.file}
-            tests = list(dict.fromkeys([*chosen.first, *tests_of(one.file)]))
-            found = run(tests, held["seconds"], one, chosen.budget, keen, chosen.first)
-            held["seconds"] |= found.pop("each")
-            record |= found
-            if before and record["outcome"] != "survived":
+        if "outcome" not in record or repeated:
+            keen = {str(earlier.get("by")) for earlier in report["mutants"] if earlier["file"] == mutant.file}
+            tests = list(dict.fromkeys([*args.first, *tests_of(mutant.file)]))
+            outcome = run(tests, report["seconds"], mutant, args.budget, keen, args.first)
+            report["seconds"] |= outcome.pop("each")
+            record |= outcome
+            if repeated and record["outcome"] != "survived":
                 record["survived_at_first"] = True  # a test that was added later kills it
-            common.write(results, held)
-            told = (record["number"], one.file, one.line, one.operator, record["outcome"], record["seconds"])
-            print(*told, record["by"], flush=True)
-    _control(held)
-    common.write(results, held)
-    print(collections.Counter(record["outcome"] for record in held["mutants"]))
+            common.write(results, report)
+            place = (record["number"], mutant.file, mutant.line, mutant.operator)
+            print(*place, record["outcome"], record["seconds"], record["by"], flush=True)
+    _control(report)
+    common.write(results, report)
+    print(collections.Counter(record["outcome"] for record in report["mutants"]))
 
 
-def _control(held: dict[str, Any]) -> None:
+def _control(report: dict[str, Any]) -> None:
     """Run every test that killed a mutant, without a mutant. If it fails, discard its kills."""
-    held.setdefault("controlled", [])
-    killers = {one["by"] for one in held["mutants"] if one["outcome"] == "killed" and "::" in one["by"]}
-    left = sorted(killers - set(held["controlled"]))
-    while left:
-        found = run(left, {}, None, 3600)
-        passed = [name for name in found["each"] if name != found["by"]]
-        held["controlled"] += passed
-        left = [name for name in left if name not in found["each"]]
-        if found["by"]:
-            print(f"{found['by']} fails without a mutant: mend it.", file=sys.stderr)
-            for one in held["mutants"]:
-                if one["by"] == found["by"]:
-                    del one["outcome"]
+    report.setdefault("controlled", [])
+    killers = {
+        record["by"] for record in report["mutants"] if record["outcome"] == "killed" and "::" in record["by"]
+    }
+    pending = sorted(killers - set(report["controlled"]))
+    while pending:
+        outcome = run(pending, {}, None, 3600)
+        passed = [name for name in outcome["each"] if name != outcome["by"]]
+        report["controlled"] += passed
+        pending = [name for name in pending if name not in outcome["each"]]
+        if outcome["by"]:
+            print(f"{outcome['by']} fails without a mutant: fix it.", file=sys.stderr)
+            for record in report["mutants"]:
+                if record["by"] == outcome["by"]:
+                    del record["outcome"]
         if not passed:
             break
 
@@ -265,23 +259,16 @@ def _warm() -> None:
     """Import the third-party modules of all tests. No backend starts, so forks lose no threads."""
     import tests.conftest  # noqa: F401  # it sets the variables that jax reads on import
 
-    for name in (
-        "flax.struct",
-        "jax.experimental.pallas",
-        "scipy.stats",
-        "hypothesis",
-        "optax",
-        "pytest",
-        "transformers",
-    ):
+    modules = "flax.struct jax.experimental.pallas scipy.stats hypothesis optax pytest transformers"
+    for name in modules.split():
         importlib.import_module(name)
     # scripts.common imported mars_jax.lab.provenance. Unload the package, so that each fork imports it again.
     for name in [name for name in sys.modules if name.split(".")[0] in ("mars_jax", "kernels_pallas")]:
         del sys.modules[name]
 
 
-def _explain(held: dict[str, Any], number: int, reason: str) -> None:
-    [record] = [one for one in held["mutants"] if one["number"] == number]
+def _explain(report: dict[str, Any], number: int, reason: str) -> None:
+    [record] = [record for record in report["mutants"] if record["number"] == number]
     if record.get("outcome") != "survived":
         raise SystemExit(f"mutant {number} did not survive.")
     record["equivalent"] = reason

@@ -26,15 +26,15 @@ OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_tables.py")
 def tests_of(file: str) -> list[str]:
     """Return the tests of every room, of the file's room, of the matrix, and of the rooms that import the file."""
     rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *importers(file)])
-    found = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
-    found.insert(1, MATRIX)
-    return [*OF_ALL, *(path for path in found if (ROOT / path).exists())]
+    paths = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
+    paths.insert(1, MATRIX)
+    return [*OF_ALL, *(path for path in paths if (ROOT / path).exists())]
 
 
 def importers(file: str) -> list[str]:
     """Return the modules of the package that import a module, anywhere in their code."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    found = []
+    files = []
     for path in sorted((ROOT / "mars_jax").rglob("*.py")):
         names: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -43,8 +43,8 @@ def importers(file: str) -> list[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         if module in names and path != ROOT / "mars_jax" / "__init__.py":
-            found.append(str(path.relative_to(ROOT)))
-    return found
+            files.append(str(path.relative_to(ROOT)))
+    return files
 
 
 class Places(cst.CSTVisitor):
@@ -54,26 +54,21 @@ class Places(cst.CSTVisitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[
-            tuple[int, str, cst.CSTNode, cst.CSTNode]
-        ] = []  # (line, operator, node, changed node)
+        # (line, operator, node, changed node)
+        self.changes: list[tuple[int, str, cst.CSTNode, cst.CSTNode]] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.Annotation | cst.Raise | cst.Import | cst.ImportFrom):
             return False
         if isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString | cst.ConcatenatedString):
             return False
-        if (
-            isinstance(node, cst.If)
-            and isinstance(node.test, cst.Name)
-            and node.test.value == "TYPE_CHECKING"
-        ):
+        if isinstance(node, cst.If) and getattr(node.test, "value", "") == "TYPE_CHECKING":
             return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):
                 place: Any = self.get_metadata(PositionProvider, node)
                 name = operator.__name__.removeprefix("operator_")
-                self.found += [(place.start.line, name, node, made) for made in operator(node)]
+                self.changes += [(place.start.line, name, node, changed) for changed in operator(node)]
         return True
 
 
@@ -105,8 +100,8 @@ class Mutant(NamedTuple):
         """Return the record of the mutant."""
         lines = self.module.code.splitlines(), self.code.splitlines()
         diff = "\n".join(difflib.unified_diff(*lines, lineterm="", n=0)).partition("@@\n")[2]
-        known = {"room": self.room, "file": self.file, "line": self.line, "operator": self.operator}
-        return {"number": number} | known | {"diff": diff}
+        place = {"room": self.room, "file": self.file, "line": self.line, "operator": self.operator}
+        return {"number": number} | place | {"diff": diff}
 
 
 def mutants(room: str, file: str) -> list[Mutant]:
@@ -114,7 +109,7 @@ def mutants(room: str, file: str) -> list[Mutant]:
     wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()), unsafe_skip_copy=True)
     places = Places()
     wrapper.visit(places)
-    return [Mutant(room, file, line, name, wrapper.module, *both) for line, name, *both in places.found]
+    return [Mutant(room, file, line, name, wrapper.module, *both) for line, name, *both in places.changes]
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
@@ -123,14 +118,14 @@ def draw(count: int, seed: int) -> list[Mutant]:
     for room in ROOMS:
         by_operator: dict[str, list[Mutant]] = collections.defaultdict(list)
         for path in sorted((ROOT / "mars_jax" / room).glob("*.py")):
-            for one in mutants(room, str(path.relative_to(ROOT))):
-                by_operator[one.operator].append(one)
+            for mutant in mutants(room, str(path.relative_to(ROOT))):
+                by_operator[mutant.operator].append(mutant)
         kinds = [rng.sample(by_operator[name], len(by_operator[name])) for name in sorted(by_operator)]
         rng.shuffle(kinds)
         rooms.append(list(_in_turn(kinds)))
-    return list(itertools.islice((one for one in _in_turn(rooms) if one.compiles), count))
+    return list(itertools.islice((mutant for mutant in _in_turn(rooms) if mutant.compiles), count))
 
 
 def _in_turn(lists: Sequence[Sequence[Any]]) -> Iterable[Any]:
     for turn in range(max(map(len, lists))):
-        yield from (each[turn] for each in lists if turn < len(each))
+        yield from (items[turn] for items in lists if turn < len(items))

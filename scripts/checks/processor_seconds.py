@@ -31,41 +31,31 @@ _ADOPT = 36
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="append the figures to this JSON file")
-    parser.add_argument("--case", default="", help="what a page calls them")
+    parser.add_argument("--case", default="", help="name of the figures on the page")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    chosen = parser.parse_args()
-    if not chosen.command:
+    args = parser.parse_args()
+    if not args.command:
         parser.error("expected a command")
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
-    at, began = datetime.datetime.now(datetime.UTC), time.monotonic()
-    status = subprocess.run(chosen.command, check=False).returncode
+    date, began = datetime.datetime.now(datetime.UTC), time.monotonic()
+    status = subprocess.run(args.command, check=False).returncode
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    taken = {
+    figures = {
         "processor_seconds": round(used.ru_utime + used.ru_stime),
         "seconds": round(time.monotonic() - began),
         "largest_gib": round(used.ru_maxrss / 2**20, 2),
     }
-    words = (
-        "{processor_seconds} processor seconds in {seconds} seconds, the largest process {largest_gib} GiB"
-    )
-    print(words.format(**taken), file=sys.stderr)
-    if chosen.keep and not status:
-        kept = json.loads(chosen.keep.read_text()) if chosen.keep.exists() else []
-        kept.append(
-            {
-                "case": chosen.case,
-                **taken,
-                **common.stamp(),
-                **common.machine(),
-                "date": at.isoformat(timespec="minutes"),
-            }
-        )
-        kept[-1]["command"] = shlex.join(chosen.command)
-        common.write(chosen.keep, kept)
+    text = "{processor_seconds} processor seconds in {seconds} seconds, the largest process {largest_gib} GiB"
+    print(text.format(**figures), file=sys.stderr)
+    if args.keep and not status:
+        rows = json.loads(args.keep.read_text()) if args.keep.exists() else []
+        row = {"case": args.case} | figures | common.stamp() | common.machine()
+        row |= {"date": date.isoformat(timespec="minutes"), "command": shlex.join(args.command)}
+        common.write(args.keep, [*rows, row])
     raise SystemExit(status)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -52,17 +53,17 @@ def worker(case: str) -> None:
 
     draft, name = case.split(", ")
     target = mj.load()
+    model, head = "model:tiny/draft", "eagle:tiny/eagle3"
+    load = functools.partial(mj.drafters.load, target=target)
     drafter = {
-        "none": lambda: mj.drafters.load("none", target),
-        "chain": lambda: mj.drafters.load("model:tiny/draft", target),
-        "ngram": lambda: mj.drafters.load("ngram", target),
-        "chain of 8 rows": lambda: mj.drafters.load("model:tiny/draft", target),
-        "eagle chain": lambda: mj.drafters.load("eagle:tiny/eagle3", target, num_draft_tokens=5),
-        "eagle static tree": lambda: mj.drafters.load("eagle:tiny/eagle3", target, tree=(3, 2, 1)),
-        "sampled chain": lambda: mj.drafters.load("model:tiny/draft", target, sample=True),
-        "eagle tree": lambda: mj.drafters.load(
-            "eagle:tiny/eagle3", target, tree=mj.drafters.Dynamic(6, 4, 24)
-        ),
+        "none": lambda: load("none"),
+        "chain": lambda: load(model),
+        "ngram": lambda: load("ngram"),
+        "chain of 8 rows": lambda: load(model),
+        "eagle chain": lambda: load(head, num_draft_tokens=5),
+        "eagle static tree": lambda: load(head, tree=(3, 2, 1)),
+        "sampled chain": lambda: load(model, sample=True),
+        "eagle tree": lambda: load(head, tree=mj.drafters.Dynamic(6, 4, 24)),
     }[draft]()
     rule = getattr(mj.verify, name)()
     texts = ["Once upon a time"] * (8 if "8 rows" in draft else 1)
@@ -77,10 +78,8 @@ def worker(case: str) -> None:
     assert text is not None and costs is not None
     instructions = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
     steps = int(mj.run(decoder, params, state)[1].steps.max())
-    print(
-        json.dumps({"instructions": instructions, "bytes": costs["bytes accessed"], "steps": steps}),
-        flush=True,
-    )
+    program = {"instructions": instructions, "bytes": costs["bytes accessed"], "steps": steps}
+    print(json.dumps(program), flush=True)
     for _ in sys.stdin:
         seconds = 0.0
         for _ in range(REPEATS):
@@ -92,16 +91,16 @@ def worker(case: str) -> None:
 
 
 def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cache: Path) -> dict[str, Any]:
-    made, found = {}, []
+    programs, seconds_by_start = {}, []
     for _ in range(starts):
-        made, seconds = one_start(case, checkouts, pairs, cache)
-        found.append([seconds[name] for name in ("old", "new")])
-    steps = np.asarray([made[name]["steps"] for name in ("old", "new")])
-    per_step = np.asarray(found) / steps[None, :, None] / REPEATS  # [starts, 2, pairs]
+        programs, seconds = one_start(case, checkouts, pairs, cache)
+        seconds_by_start.append([seconds[name] for name in ("old", "new")])
+    steps = np.asarray([programs[name]["steps"] for name in ("old", "new")])
+    per_step = np.asarray(seconds_by_start) / steps[None, :, None] / REPEATS  # [starts, 2, pairs]
     return {
         "case": case,
         **{
-            name: made[name] | {"ms_per_step": float(np.median(per_step[:, i]) * 1e3)}
+            name: programs[name] | {"ms_per_step": float(np.median(per_step[:, i]) * 1e3)}
             for i, name in enumerate(("old", "new"))
         },
         "time_ratio": common.ratio(per_step[:, 1], per_step[:, 0]),
@@ -114,7 +113,6 @@ def one_start(
     case: str, checkouts: dict[str, Path], pairs: int, cache: Path
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Return the reports of both processes, and the seconds of their turns except the first, which warms up."""
-
     with contextlib.ExitStack() as stack:
         workers = {
             name: stack.enter_context(
@@ -126,49 +124,45 @@ def one_start(
             )
             for name, path in checkouts.items()
         }
-        made = {name: worker.answer() for name, worker in workers.items()}
+        programs = {name: worker.answer() for name, worker in workers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in workers}
         for turn in range(pairs + 1):
             for name in sorted(workers, reverse=bool(turn % 2)):
                 seconds[name].append(workers[name].ask())
-    return made, {name: taken[1:] for name, taken in seconds.items()}
+    return programs, {name: turns[1:] for name, turns in seconds.items()}
 
 
 def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
     """Return the seconds of `import mars_jax`, and of that together with the names that an embedded loop needs."""
     code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
     code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
-    found: dict[str, list[list[float]]] = {name: [] for name in checkouts}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in checkouts}
     for turn in range(pairs):
         for name in sorted(checkouts, reverse=bool(turn % 2)):
             environment = os.environ | {"PYTHONPATH": str(checkouts[name])}
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env=environment,
-                cwd=checkouts[name],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            found[name].append([float(x) for x in done.stdout.split()])
-    old, new = np.asarray(found["old"]), np.asarray(found["new"])
+            command = [sys.executable, "-c", code]
+            output = subprocess.check_output(command, env=environment, cwd=checkouts[name], text=True)
+            seconds[name].append([float(x) for x in output.split()])
+    old, new = np.asarray(seconds["old"]), np.asarray(seconds["new"])
     return {
-        what: {
+        name: {
             "old_s": float(np.median(old[:, i])),
             "new_s": float(np.median(new[:, i])),
             **common.ratio(new[:, i], old[:, i]),
         }
-        for i, what in enumerate(("import mars_jax", "with the names of an embedded loop"))
+        for i, name in enumerate(("import mars_jax", "with the names of an embedded loop"))
     }
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--old", default="HEAD", metavar="REV", help="one that has this script (default: HEAD)"
+        "--old", default="HEAD", metavar="REV", help="a commit that has this script (default: HEAD)"
     )
-    parser.add_argument("--starts", type=int, default=6, help="of the two processes of a case")
-    parser.add_argument("--pairs", type=int, default=6, help="of turns in a start")
+    parser.add_argument(
+        "--starts", type=int, default=6, help="number of starts of the two processes of a case"
+    )
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of turns in a start")
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -183,10 +177,9 @@ def main() -> None:
             checkouts = {"old": old, "new": ROOT}
             report: dict[str, Any] = {"old": args.old, **common.provenance(), "cases": []}
             for case in args.cases:
-                report["cases"].append(
-                    compare(case, checkouts, args.starts, args.pairs, Path(work) / "compiled")
-                )
-                print(json.dumps(report["cases"][-1]), flush=True)
+                row = compare(case, checkouts, args.starts, args.pairs, Path(work) / "compiled")
+                report["cases"].append(row)
+                print(json.dumps(row), flush=True)
             report["imports"] = imports(checkouts, args.starts * args.pairs)
             print(json.dumps(report["imports"]))
         finally:

@@ -2,9 +2,9 @@
 
     python -m scripts.checks.same_tokens --old REV --output FILE
 
-Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled texts must be equal too. The script needs
+Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled tokens must be equal too. The script needs
 git, and a checkout that contains the other commit. Everything runs in float32 on the embedded family. `--drafters` and
-`--rules` select cases; the figures of the others are kept.
+`--rules` select cases; the figures of other cases are kept.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ from scripts import common
 from scripts.common import ROOT, script_of
 
 NEW_TOKENS = 32
-ALONE = ("exact", "rejection", "mars", "typical")
+IN_GREEDY_BATCHES = ("exact", "rejection", "mars", "typical")
 """Rules that are also compared in greedy batches."""
 STORIES = [
-    "Once upon a time",
-    "The cat",
-    "Lily wanted to",
-    "One day, a boy",
-    "The old dog",
-    "Tom and his mom",
+    *("Once upon a time", "The cat", "Lily wanted to", "One day, a boy"),
+    *("The old dog", "Tom and his mom", "There was a", "It was a sunny"),
 ]
-STORIES += ["There was a", "It was a sunny"]
 
 
 def prompts(target: Any) -> list[list[int]]:
@@ -63,20 +58,20 @@ def rules(target: Any) -> dict[str, Any]:
     from mars_jax.contrib.models import indicator
 
     head = indicator.init_params(target.config.hidden_size, jax.random.key(0), width=8)
-    made = {
+    loaded = {
         "learned": verify.LoadedRule(contrib.learned(theta=0.4), head | {"bias": jax.numpy.asarray(-1.0)})
     }
     for name, row in verify.rules().items():
         if name == "learned":
             continue
         spec, settings = f"{name}:{WEIGHTS[name]}" if name in WEIGHTS else name, LOOSE.get(name, {})
-        made[name] = verify.load(spec, target, **settings)
+        loaded[name] = verify.load(spec, target, **settings)
         if "base" in row.settings:
             default, strict = row.settings["base"].default, row.settings["base"].choices
             for base in strict.keys() - {default}:
-                made[f"{name} over {base}"] = verify.load(spec, target, base=base, **settings)
+                loaded[f"{name} over {base}"] = verify.load(spec, target, base=base, **settings)
     table = contrib.context("position", (1.5, 0.5), edges=(2,))
-    return made | {
+    return loaded | {
         "block": verify.load("rejection", block=True),
         "mars over block": verify.load("mars", base="rejection", block=True, theta=0.6),
         "mars gap": verify.load("mars", margin="gap", theta=1.0),
@@ -108,7 +103,7 @@ def drafters(target: Any) -> dict[str, Any]:
     }
 
 
-def dump(path: Path, chosen: list[str], some: list[str]) -> None:
+def dump(path: Path, drafter_names: list[str], rule_names: list[str]) -> None:
     """Decode with the imported mars_jax, and write {case: tokens of every prompt}."""
     import jax
 
@@ -116,12 +111,12 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
     from mars_jax.serve.session import prepare
 
     target = mj.load(dtype="float32")
-    texts, found = prompts(target), {}
+    texts, decoded = prompts(target), {}
     for draft, drafter in drafters(target).items():
-        if chosen and draft not in chosen:
+        if drafter_names and draft not in drafter_names:
             continue
-        for name, given in rules(target).items():
-            if some and name not in some:
+        for name, rule in rules(target).items():
+            if rule_names and name not in rule_names:
                 continue
             greedy, sampled = (
                 mj.make_requests(target, texts, temperature=temperature, max_new_tokens=NEW_TOKENS)
@@ -129,19 +124,19 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
             )
             batches = {"temperatures 0 and 1": [*greedy, *sampled]}
             # A batch without sampling compiles to a different program.
-            batches |= {"temperature 0 alone": greedy} if name in ALONE else {}
-            for what, requests in batches.items():
+            batches |= {"temperature 0 alone": greedy} if name in IN_GREEDY_BATCHES else {}
+            for batch, requests in batches.items():
                 try:
-                    decoder, params, state = prepare(target, drafter, requests, verify=given)
+                    decoder, params, state = prepare(target, drafter, requests, verify=rule)
                     state, _ = mj.run(decoder, params, state)
                 except mj.MarsError:  # the rule does not support the drafter
                     break
                 tokens, length = jax.device_get((state.tokens, state.length))
-                found[f"{draft}, {name}, {what}"] = [
+                decoded[f"{draft}, {name}, {batch}"] = [
                     row[:n].tolist() for row, n in zip(tokens, length, strict=True)
                 ]
-        path.write_text(json.dumps(found))
-        print(f"{draft}: {len(found)} cases", file=sys.stderr, flush=True)
+        path.write_text(json.dumps(decoded))
+        print(f"{draft}: {len(decoded)} cases", file=sys.stderr, flush=True)
         jax.clear_caches()
 
 
@@ -158,11 +153,11 @@ def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--old", default="HEAD", metavar="REV", help="one that has this script (default: HEAD)"
+        "--old", default="HEAD", metavar="REV", help="a commit that has this script (default: HEAD)"
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--drafters", nargs="+", default=[], help="some of them (default: all)")
-    parser.add_argument("--rules", nargs="+", default=[], help="some of them (default: all)")
+    parser.add_argument("--drafters", nargs="+", default=[], help="default: all")
+    parser.add_argument("--rules", nargs="+", default=[], help="default: all")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dump is not None:
@@ -172,24 +167,24 @@ def main() -> None:
         old = Path(work) / "old"
         common.git("worktree", "add", "-q", "--detach", str(old), args.old)
         try:
-            theirs = run(old, Path(work) / "old.json", args)
+            old_tokens = run(old, Path(work) / "old.json", args)
         finally:
             common.git("worktree", "remove", "--force", str(old))
-        ours = run(ROOT, Path(work) / "new.json", args)
-    for case in sorted(ours.keys() ^ theirs.keys()):
+        new_tokens = run(ROOT, Path(work) / "new.json", args)
+    for case in sorted(new_tokens.keys() ^ old_tokens.keys()):
         print(f"{case}: only one of the two has it", file=sys.stderr)
-    found = {
-        case: sum(a != b for a, b in zip(ours[case], theirs[case], strict=True))
-        for case in ours
-        if case in theirs
+    counts = {
+        case: sum(a != b for a, b in zip(new_tokens[case], old_tokens[case], strict=True))
+        for case in new_tokens
+        if case in old_tokens
     }
-    kept = common.kept(args.output)
-    differ = (kept.get("texts_that_differ", {}) if kept.get("old") == args.old else {}) | found
+    earlier = common.earlier_report(args.output)
+    differ = (earlier.get("texts_that_differ", {}) if earlier.get("old") == args.old else {}) | counts
     report = {
         "environment": common.provenance(),
         "old": args.old,
         "cases": len(differ),
-        "prompts": len(next(iter(theirs.values()))),
+        "prompts": len(next(iter(old_tokens.values()))),
         "new_tokens": NEW_TOKENS,
         "different": sum(differ.values()),
         "texts_that_differ": differ,

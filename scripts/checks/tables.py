@@ -49,8 +49,8 @@ def same_cost() -> dict[str, Any]:
             for case in report["cases"]
         ],
         "imports": [
-            [name, span(*(found[key] for key in ("median", "lower_95", "upper_95")), show="{:.3f}")]
-            for name, found in report["imports"].items()
+            [name, span(*(ratio[key] for key in ("median", "lower_95", "upper_95")), show="{:.3f}")]
+            for name, ratio in report["imports"].items()
         ],
     }
 
@@ -86,16 +86,18 @@ def mutants() -> list[dict[str, Any]]:
 
 
 def _draw(report: dict[str, Any]) -> dict[str, Any]:
-    made = report["mutants"]
-    noticed = [one for one in made if one["outcome"] != "survived"]
-    first = [one for one in noticed if not one.get("survived_at_first")]
-    explained = [one for one in made if "equivalent" in one]
-    rooms = [[one["room"] for one in ones] for ones in (made, first, noticed, explained)]
+    mutants = report["mutants"]
+    noticed = [mutant for mutant in mutants if mutant["outcome"] != "survived"]
+    first = [mutant for mutant in noticed if not mutant.get("survived_at_first")]
+    explained = [mutant for mutant in mutants if "equivalent" in mutant]
+    rooms = [[mutant["room"] for mutant in group] for group in (mutants, first, noticed, explained)]
     counts = [collections.Counter(names) for names in rooms]
     return {
-        "count": len(made),
+        "count": len(mutants),
         "seed": report["seed"],
         "commit": report["commit"][:7],
         "rows": [[room, *(str(count[room]) for count in counts)] for room in counts[0]],
-        "noticed": [f"{100 * len(first) / count:.0f}%" for count in (len(made), len(made) - len(explained))],
+        "noticed": [
+            f"{100 * len(first) / count:.0f}%" for count in (len(mutants), len(mutants) - len(explained))
+        ],
     }

@@ -36,29 +36,29 @@ def measure(batch: int, nodes: int) -> dict[str, Any]:
     """Return the milliseconds of each form."""
     shapes = (batch, nodes, HEADS, GROUP, DIM), (batch, SLOTS, HEADS, DIM), (batch, SLOTS, HEADS, DIM)
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
-    seen = jnp.arange(SLOTS) <= (LIVE - nodes + jnp.arange(nodes))[:, None]
-    operands = q, k, v, jnp.broadcast_to(seen, (batch, nodes, SLOTS)), jnp.int32(LIVE)
+    visible = jnp.arange(SLOTS) <= (LIVE - nodes + jnp.arange(nodes))[:, None]
+    operands = q, k, v, jnp.broadcast_to(visible, (batch, nodes, SLOTS)), jnp.int32(LIVE)
     row: dict[str, Any] = {"rows": batch, "nodes": nodes, "bytes": 2 * batch * LIVE * HEADS * DIM * 2}
     first = None
     for name, form in FORMS.items():
         run = looped(form, TIMES, operands)
-        got = run().astype(jnp.float32)
-        first = got if first is None else first
+        output = run().astype(jnp.float32)
+        first = output if first is None else first
         seconds = min(seconds_of(run, 2)) / TIMES
-        row[name] = {"milliseconds": 1e3 * seconds, "off": float(jnp.max(jnp.abs(got - first)))}
+        row[name] = {"milliseconds": 1e3 * seconds, "off": float(jnp.max(jnp.abs(output - first)))}
     return row
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--output", type=Path, help="write the raw JSON here")
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     rows = []
     for shape in SHAPES:
         rows.append(measure(*shape))
         print(rows[-1], flush=True)
     machine = common.provenance() | {"device": jax.devices()[0].device_kind}
-    common.write(chosen.output, {"jax": jax.__version__, "machine": machine, "rows": rows})
+    common.write(args.output, {"jax": jax.__version__, "machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -81,12 +81,8 @@ def bench_accept(draft_name: str, vocab: int, repeats: int) -> dict[str, Any]:
     logits = jax.random.normal(jax.random.key(0), (b, n, vocab), jnp.float32)
     parents = jnp.broadcast_to(jnp.arange(-1, n - 1, dtype=jnp.int32), (b, n))
     tokens = jnp.concatenate([jnp.zeros((b, 1), jnp.int32), margin_stats(logits).id1[:, :-1]], axis=1)
-    controls = AcceptControls(
-        jnp.full((b,), 0.9),
-        jnp.zeros((b,), bool),
-        jnp.full((b,), 99, jnp.int32),
-        jnp.full((b, 2), -1, jnp.int32),
-    )
+    limits, stops = jnp.full((b,), 99, jnp.int32), jnp.full((b, 2), -1, jnp.int32)
+    controls = AcceptControls(jnp.full((b,), 0.9), jnp.zeros((b,), bool), limits, stops)
 
     def accept(implementation: str | None) -> Callable[..., Any]:
         return lambda z, t, p: margin_accept(
@@ -106,7 +102,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--output", type=Path, help="write the raw JSON here")
     parser.add_argument("--repeats", type=int, default=31)
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     backend = jax.default_backend()
     results = []
 
@@ -114,21 +110,21 @@ def main() -> None:
         results.append(result)
         print(result["name"], f"floor {result['floor_ms']:.3f} ms" if "floor_ms" in result else "")
         for name, form in result["forms"].items():
-            share = (
-                f"{form['share_of_bandwidth']:6.1%} of the bandwidth" if "share_of_bandwidth" in form else ""
-            )
-            print(f"  {name:28} {form['median_ms']:9.3f} ms  {share}", flush=True)
+            text = f"  {name:28} {form['median_ms']:9.3f} ms"
+            if "share_of_bandwidth" in form:
+                text += f"  {form['share_of_bandwidth']:6.1%} of the bandwidth"
+            print(text, flush=True)
 
     for shape in STATS_SHAPES[backend]:
         for dtype in (jnp.float32, jnp.bfloat16):
-            show(bench_stats(shape, dtype, chosen.repeats))
+            show(bench_stats(shape, dtype, args.repeats))
     for draft in ("chain",) if backend == "cpu" else ("chain", "chain-batch"):
-        show(bench_accept(draft, 128256, chosen.repeats))
+        show(bench_accept(draft, 128256, args.repeats))
     # A busy machine slows forms that use every core more than those that use one, such as `top_k`.
     machine = common.provenance() | {"load_average": os.getloadavg(), "backend": backend}
     machine |= {"device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
-    report = {"jax": jax.__version__, "machine": machine, "repeats": chosen.repeats, "results": results}
-    common.write(chosen.output, report)
+    report = {"jax": jax.__version__, "machine": machine, "repeats": args.repeats, "results": results}
+    common.write(args.output, report)
 
 
 if __name__ == "__main__":

@@ -226,8 +226,8 @@ def loop_operations(text: str) -> dict[str, Any]:
             if not (operation := _OPERATION.match(line)):
                 continue
             yield operation[1], operation[2], False
-            for one, several in _CALLED.findall(line):
-                for callee in filter(None, [one, *re.findall(r"[\w.-]+", several)]):
+            for computation, branches in _CALLED.findall(line):
+                for callee in filter(None, [computation, *re.findall(r"[\w.-]+", branches)]):
                     inside = operation[2] == "fusion"
                     yield from (
                         (shape, kind, fused or inside) for shape, kind, fused in reached(callee, visited)
@@ -249,30 +249,30 @@ def loop_operations(text: str) -> dict[str, Any]:
 # Sections.
 
 
-def measure(what: str, name: str, shape: Shape, path: Path) -> None:
+def measure(group: str, name: str, shape: Shape, path: Path) -> None:
     """Measure one section and write each figure into the report.
 
     Args:
-      what: "device", "steps", "prompts" or "batches".
+      group: "device", "steps", "prompts" or "batches".
       name: of the variant.
       shape: one of `SHAPES`.
       path: of the report.
     """
-    variant, report = VARIANTS[name], common.kept(path)
-    section = report["sections"][f"{what}: {name}"] = {"status": "unfinished", "rows": []}
+    variant, report = VARIANTS[name], common.earlier_report(path)
+    section = report["sections"][f"{group}: {name}"] = {"status": "unfinished", "rows": []}
 
     def add(row: dict[str, Any]) -> None:
         section["rows"].append(row)
-        print(f"{what}, {name}: {row}", flush=True)
+        print(f"{group}, {name}: {row}", flush=True)
         common.write(path, report)
 
-    if what == "device":
+    if group == "device":
         copy, product = large.copy_rate(shape.copied), large.product_rate(shape.side)
         rates = {"copy_bytes_per_second": copy, "product_flops": product}
         add(device_check.device() | rates | {"unsupported": _unsupported()})
     else:
         pair = large.random_pair(shape.config, shape.dtype, shape.context, attention=variant.attention)
-        if what == "prompts":
+        if group == "prompts":
             for chunk in shape.chunks:
                 model = transformer.language_model(
                     shape.config, dtype=shape.dtype, attention=variant.attention, prefill_chunk=chunk
@@ -280,17 +280,17 @@ def measure(what: str, name: str, shape: Shape, path: Path) -> None:
                 figures = large.attempt(functools.partial(_prompt, pair._replace(model=model), variant))
                 add({"chunk": chunk} | figures)
         else:
-            for arm, batch in _programs(what, variant, shape):
+            for arm, batch in _programs(group, variant, shape):
                 figures = large.attempt(functools.partial(_steps, pair, arm, batch, variant))
                 add({"arm": arm.name, "rows": batch} | figures)
     section["status"] = "complete"
     common.write(path, report)
 
 
-def _programs(what: str, variant: Variant, shape: Shape) -> list[tuple[TimedArm, int]]:
+def _programs(group: str, variant: Variant, shape: Shape) -> list[tuple[TimedArm, int]]:
     if variant.joined:
         return [(large.PLAIN, 1)]
-    if what == "steps":
+    if group == "steps":
         return [(arm, 1) for arm in shape.steps]
     return [(arm, shape.rows) for arm in shape.batches]
 
@@ -334,9 +334,9 @@ def _unsupported() -> dict[str, str]:
     return {name: result["failed"] for name, result in tried.items() if "failed" in result}
 
 
-def measure_in_child(what: str, name: str, shape: str, path: Path, limit: float) -> None:
+def measure_in_child(group: str, name: str, shape: str, path: Path, limit: float) -> None:
     """Measure one section in a child process. If it fails, record its status in the report."""
-    command = [sys.executable, __file__, "--shape", shape, "--output", str(path), "--section", what, name]
+    command = [sys.executable, __file__, "--shape", shape, "--output", str(path), "--section", group, name]
     try:
         environment = os.environ | {"PYTHONPATH": str(common.ROOT)}
         code = subprocess.run(command, timeout=limit, check=False, env=environment).returncode
@@ -344,8 +344,8 @@ def measure_in_child(what: str, name: str, shape: str, path: Path, limit: float)
     except subprocess.TimeoutExpired:
         status = f"stopped after {limit:.3g} s"
     if status != "complete":
-        report = common.kept(path)
-        report["sections"].setdefault(f"{what}: {name}", {"rows": []})["status"] = status
+        report = common.earlier_report(path)
+        report["sections"].setdefault(f"{group}: {name}", {"rows": []})["status"] = status
         common.write(path, report)
 
 
@@ -360,19 +360,19 @@ def main() -> None:
     parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)  # measure this one in this process
     args = parser.parse_args()
     if args.section:
-        what, name = args.section
-        measure(what, name, SHAPES[args.shape], args.output)
+        group, name = args.section
+        measure(group, name, SHAPES[args.shape], args.output)
         return
     new = {"shape": args.shape, "machine": common.provenance("jaxlib"), "sections": {}}
     deadline = time.monotonic() + args.budget
-    report = common.kept(args.output) or new
+    report = common.earlier_report(args.output) or new
     if (report["shape"], report["machine"]["commit"]) != (args.shape, new["machine"]["commit"]):
         parser.error(f"{args.output} is the report of another shape or commit: choose another --output")
     common.write(args.output, report)
-    for what, name in SECTIONS[args.shape]:
-        sections = common.kept(args.output)["sections"]
+    for group, name in SECTIONS[args.shape]:
+        sections = common.earlier_report(args.output)["sections"]
         device = sections.get("device: default", {"rows": []})["rows"]
-        if sections.get(f"{what}: {name}", {}).get("status") == "complete":
+        if sections.get(f"{group}: {name}", {}).get("status") == "complete":
             continue
         if device and name in device[0]["unsupported"]:
             continue
@@ -381,10 +381,10 @@ def main() -> None:
             print("the budget is spent: run the same command again to continue")
             break
         if args.shape == "tiny":
-            measure(what, name, SHAPES[args.shape], args.output)
+            measure(group, name, SHAPES[args.shape], args.output)
         else:
             # JAX is not initialised in this process, so the GPU's memory is free for the child.
-            measure_in_child(what, name, args.shape, args.output, limit)
+            measure_in_child(group, name, args.shape, args.output, limit)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,16 @@ def kernels() -> dict[str, Any]:
     """Return `margin_stats` on a CPU from bench_kernels_cpu.json, and attention on a TPU from tpu_cost_batch.json."""
     report = load("bench_kernels_cpu.json")
     prefix = "margin_stats "
-    found = [row for row in report["results"] if row["name"].startswith(prefix)]
     rows = []
-    for row in found:
+    for row in report["results"]:
+        if not row["name"].startswith(prefix):
+            continue
         ms = {name: form["median_ms"] for name, form in row["forms"].items()}
         name = row["name"].removeprefix(prefix)
-        plain, summed = ms["top_k"] / ms["margin_stats"], ms["top_k"] / ms["margin_stats logsumexp"]
+        ratio, ratio_logsumexp = ms["top_k"] / ms["margin_stats"], ms["top_k"] / ms["margin_stats logsumexp"]
         rows.append([
             f"`{name}`", f"{row['floor_ms']:.2f}", f"{ms['margin_stats']:.2f}", f"{ms['margin_stats logsumexp']:.2f}",
-            f"{ms['top_k']:.2f}", f"{plain:.2f}", f"{summed:.2f}",
+            f"{ms['top_k']:.2f}", f"{ratio:.2f}", f"{ratio_logsumexp:.2f}",
         ])  # fmt: skip
     return {
         "rows": rows,
@@ -107,11 +108,11 @@ def gpu() -> dict[str, Any]:
             [str(rows[0]["chunk"]), *(f"{row['milliseconds']:.0f}" for row in rows)] for rows in prompts
         ],
         "attended": attended,
-        "forms": [[f"`{name}`", *(f"{taken:.4f}" for taken in times)] for name, times in by_form.items()],
+        "forms": [[f"`{name}`", *(f"{time:.4f}" for time in times)] for name, times in by_form.items()],
         "right": not report["wrong"],
         "partitioned_is_fastest": all(
-            first <= min(others)
-            for first, *others in zip(
+            first <= min(times)
+            for first, *times in zip(
                 by_form["partitioned"], by_form["xla"], by_form["pallas_gpu"], strict=True
             )
         ),
@@ -123,5 +124,5 @@ def _of_batch(rows: str, label: str, draft: str) -> list[str]:
     xla, auto = (cases[f"{form}-{label}"][draft]["estimate"] for form in ("xla", "auto"))
     name = "none" if draft == "none" else f"EAGLE-3, chain of {draft.partition('-')[2]}"
     spans = [f"{1e3 * x['low_seconds']:.2f} .. {1e3 * x['high_seconds']:.2f}" for x in (xla, auto)]
-    over = f"{auto['low_seconds'] / auto['bytes_seconds']:.2f}"
-    return [rows, name, *spans, str(xla["ops"]), str(auto["ops"]), over]
+    ratio = f"{auto['low_seconds'] / auto['bytes_seconds']:.2f}"
+    return [rows, name, *spans, str(xla["ops"]), str(auto["ops"]), ratio]

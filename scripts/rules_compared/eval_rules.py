@@ -13,6 +13,7 @@ the same command continues. At temperature 0, `nucleus` and the rules of distrib
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -37,7 +38,7 @@ from mars_jax.serve.requests import Completion, make_requests
 from mars_jax.serve.session import Session
 from mars_jax.serve.text import ends_in_loop
 from scripts import common
-from scripts.rules_compared.rules_report import report
+from scripts.rules_compared.rules_report import key_of, report
 
 CHAIN, TREE = 5, mj.drafters.Dynamic(top_k=3, depth=5, nodes=12)
 # Together with the prompts, each task needs one width of the token buffer, and so one compilation per rule.
@@ -46,7 +47,6 @@ BATCH = 32
 TASKS = ("stories", "arithmetic")
 # Prompts of an arm. The rules of the paired comparison get most.
 MOST, MANY = 64, 32
-
 RATIOS, GAPS = (0.95, 0.9, 0.85, 0.8, 0.7), (0.5, 1.0, 1.5, 2.25, 3.5)
 
 
@@ -66,118 +66,103 @@ class Arm:
 
 
 def swept(
-    spec: str, draft: str, values: Sequence[Mapping[str, Any]], *, family: str = "", **more: Any
+    spec: str, draft: str, values: Sequence[Mapping[str, Any]], *, family: str = "", **options: Any
 ) -> list[Arm]:
     """Return an arm for each of the settings."""
     family = family or spec
 
     def words(settings: Mapping[str, Any]) -> str:
-        shown = {
-            k: v for k, v in settings.items() if k not in ("base", "margin", "trust", "window", "k", "block")
-        }
-        return ", ".join(f"{k} {v:g}" for k, v in shown.items())
+        fixed = ("base", "margin", "trust", "window", "k", "block")
+        return ", ".join(f"{name} {value:g}" for name, value in settings.items() if name not in fixed)
 
     return [
-        Arm(family=family, name=f"{family} {words(v)}".strip(), settings=v, draft=draft, spec=spec, **more)
+        Arm(family=family, name=f"{family} {words(v)}".strip(), settings=v, draft=draft, spec=spec, **options)
         for v in values
     ]
 
 
-def one(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any]]:
+def grid(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any]]:
+    """Return settings with each value of one setting and the same `fixed` ones."""
     return [{**fixed, name: value} for value in values]
 
 
 def margins(draft: str) -> list[Arm]:
     """Return the strict rule and the margins, over `exact`."""
     chain = draft == "chain"
-    many = {"prompts": MOST if chain else MANY, "base": "exact"}
-    some = slice(None) if chain else slice(1, 4, 2)
+    options = {"prompts": MOST if chain else MANY, "base": "exact"}
+    swept_values = slice(None) if chain else slice(1, 4, 2)
     return [
-        *swept("exact", draft, [{}], **many),
-        *swept("mars", draft, one("theta", RATIOS[some]), family="mars (ratio)", **many),
-        *swept("mars", draft, one("theta", GAPS[some], margin="gap"), family="mars (gap)", **many),
+        *swept("exact", draft, [{}], **options),
+        *swept("mars", draft, grid("theta", RATIOS[swept_values]), family="mars (ratio)", **options),
+        *swept(
+            "mars", draft, grid("theta", GAPS[swept_values], margin="gap"), family="mars (gap)", **options
+        ),
     ]
 
 
 def edges(draft: str) -> list[Arm]:
-    """Return the other relaxed rules over `exact`; on a tree, some of them at one setting."""
-    few = {"prompts": MANY, "base": "exact"}
+    """Return the other relaxed rules over `exact`; on a tree, three of them at one setting each."""
+    options = {"prompts": MANY, "base": "exact"}
     if draft == "tree":
         return [
-            *swept("topk", draft, one("delta", (1.2,)), **few),
-            *swept("adaptive", draft, one("theta", (0.3,)), **few),
-            *swept("budget", draft, one("gap", (0.25,)), **few),
+            *swept("topk", draft, grid("delta", (1.2,)), **options),
+            *swept("adaptive", draft, grid("theta", (0.3,)), **options),
+            *swept("budget", draft, grid("gap", (0.25,)), **options),
         ]
     pairs = [(0.09, 0.3), (0.03, 0.1)]
     return [
-        *swept("adaptive", draft, one("theta", (0.5, 0.3, 0.1)), **few),
-        *swept("topk", draft, one("delta", (0.6, 1.2, 2.5)), **few),
-        *swept("budget", draft, one("gap", (0.1, 0.25, 0.5)), **few),
-        *swept("typical", draft, [{"epsilon": e, "delta": d} for e, d in pairs], **few),
-        *swept("entropy_gate", draft, one("entropy", (1.5, 1.0)), **few),
-        *swept("fly", draft, one("entropy", (0.9, 0.3), window=2), **few),
-        *swept("learned", draft, one("theta", (0.01, 0.05, 0.2, 0.9)), **few),
+        *swept("adaptive", draft, grid("theta", (0.5, 0.3, 0.1)), **options),
+        *swept("topk", draft, grid("delta", (0.6, 1.2, 2.5)), **options),
+        *swept("budget", draft, grid("gap", (0.1, 0.25, 0.5)), **options),
+        *swept("typical", draft, [{"epsilon": e, "delta": d} for e, d in pairs], **options),
+        *swept("entropy_gate", draft, grid("entropy", (1.5, 1.0)), **options),
+        *swept("fly", draft, grid("entropy", (0.9, 0.3), window=2), **options),
+        *swept("learned", draft, grid("theta", (0.01, 0.05, 0.2, 0.9)), **options),
     ]
 
 
 def distributions(draft: str) -> list[Arm]:
     """Return the rules over speculative sampling, for temperature 1."""
-    few: dict[str, Any] = {"prompts": MANY, "sampled": True, "base": "rejection"}
-    over = {"base": "rejection"}
-    strict = swept("rejection", draft, [{}], **few)
-    mars = functools.partial(swept, "mars", draft, family="mars over rejection", **few)
+    options: dict[str, Any] = {"prompts": MANY, "sampled": True, "base": "rejection"}
+    strict = swept("rejection", draft, [{}], **options)
+    mars = functools.partial(swept, "mars", draft, family="mars over rejection", **options)
     if draft == "tree":
         return [
             *strict,
-            *swept("mixture", draft, one("weight", (0.5,)), **few),
-            *mars(one("theta", (0.9,), **over)),
-            *swept("lenience", draft, one("factor", (0.5,)), **few),
+            *swept("mixture", draft, grid("weight", (0.5,)), **options),
+            *mars(grid("theta", (0.9,), base="rejection")),
+            *swept("lenience", draft, grid("factor", (0.5,)), **options),
         ]
-    cascade = functools.partial(swept, "speccascade", draft, **few)
+    cascade = functools.partial(swept, "speccascade", draft, **options)
     return [
         *strict,
-        *swept("rejection", draft, [{"block": True}], family="block", **few),
-        *mars(one("theta", (0.95, 0.9, 0.8), **over)),
-        *swept("mixture", draft, one("weight", (0.8, 0.5, 0.2)), **few),
+        *swept("rejection", draft, [{"block": True}], family="block", **options),
+        *mars(grid("theta", (0.95, 0.9, 0.8), base="rejection")),
+        *swept("mixture", draft, grid("weight", (0.8, 0.5, 0.2)), **options),
         # The head learned to weight the target almost fully; a shift below 0 gives the draft more weight.
-        *swept("diversed", draft, one("shift", (0.0, -4.0, -6.0)), **few),
-        *swept("lenience", draft, one("factor", (0.7, 0.5, 0.3)), **few),
-        *swept("nucleus", draft, one("mass", (0.5, 0.8, 0.9)), **few),
-        *swept("cactus", draft, one("divergence", (0.1, 1.0)), **few),
-        *cascade(one("alpha", (0.1, 0.5)), family="speccascade (token_v3)"),
-        *cascade(one("alpha", (0.1, 1.0), trust="opt"), family="speccascade (opt)"),
-        *swept("mentored", draft, one("bound", (0.05, 0.2, 0.5)), **few),
-        *swept("fuzzy", draft, one("bound", (0.05, 0.1, 0.2)), **few),
-        *swept("released", draft, one("ratio", (0.9, 0.8)), **few),
+        *swept("diversed", draft, grid("shift", (0.0, -4.0, -6.0)), **options),
+        *swept("lenience", draft, grid("factor", (0.7, 0.5, 0.3)), **options),
+        *swept("nucleus", draft, grid("mass", (0.5, 0.8, 0.9)), **options),
+        *swept("cactus", draft, grid("divergence", (0.1, 1.0)), **options),
+        *cascade(grid("alpha", (0.1, 0.5)), family="speccascade (token_v3)"),
+        *cascade(grid("alpha", (0.1, 1.0), trust="opt"), family="speccascade (opt)"),
+        *swept("mentored", draft, grid("bound", (0.05, 0.2, 0.5)), **options),
+        *swept("fuzzy", draft, grid("bound", (0.05, 0.1, 0.2)), **options),
+        *swept("released", draft, grid("ratio", (0.9, 0.8)), **options),
     ]
 
 
 def controls(temperature: float) -> list[Arm]:
     """Return arms without a draft: the target's distribution, and the tokens that a relaxed rule would allow."""
-    made = [Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)]
-    if temperature > 0:
-        made.append(
-            Arm(
-                family="top_k=2",
-                name="target alone, top_k 2",
-                settings={},
-                draft="none",
-                top_k=2,
-                prompts=MANY,
-            )
-        )
-    name = "target alone, of its two best where z2/z1 > 0.9"
-    made.append(
-        Arm(
-            family="low margin",
-            name=name,
-            settings={"theta": 0.9},
-            draft="none",
-            prompts=MANY,
-            spec="low margin",
-        )
+    target = Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)
+    two_best = dataclasses.replace(
+        target, family="top_k=2", name="target alone, top_k 2", top_k=2, prompts=MANY
     )
-    return made
+    low_margin = dataclasses.replace(
+        target, family="low margin", name="target alone, of its two best where z2/z1 > 0.9",
+        settings={"theta": 0.9}, prompts=MANY, spec="low margin",
+    )  # fmt: skip
+    return [target, two_best, low_margin] if temperature > 0 else [target, low_margin]
 
 
 def arms(temperature: float, draft: str) -> list[Arm]:
@@ -193,9 +178,9 @@ def passes(drafts: Sequence[str]) -> Iterator[tuple[str, float, str, list[Arm]]]
         parts = (margins, edges, distributions) if draft != "none" else (None,)
         for part in parts:
             for temperature, task in itertools.product((0.0, 1.0), TASKS):
-                chosen = controls(temperature) if part is None else part(draft)
+                part_arms = controls(temperature) if part is None else part(draft)
                 if part is not distributions or temperature > 0:
-                    yield task, temperature, draft, chosen
+                    yield task, temperature, draft, part_arms
 
 
 class Pair:
@@ -210,19 +195,16 @@ class Pair:
     def session(self, draft: str, sampled: bool) -> Session:
         """Return the session for a kind of draft. It keeps its compiled programs."""
         if (draft, sampled) not in self._sessions:
-            self._sessions[draft, sampled] = self._session(draft, sampled)
-        return self._sessions[draft, sampled]
-
-    def _session(self, draft: str, sampled: bool) -> Session:
-        shape: dict[str, Any] = {"tree": TREE} if draft == "tree" else {"num_draft_tokens": CHAIN}
-        drafter = (
-            mj.drafters.load("none", self.target)
-            if draft == "none"
-            else mj.drafters.load(
-                f"model:{assets.DRAFT}", self.target, sample=sampled, dtype="float32", **shape
+            spec = "none"
+            options: dict[str, Any] = {}
+            if draft != "none":
+                shape = {"tree": TREE} if draft == "tree" else {"num_draft_tokens": CHAIN}
+                spec, options = f"model:{assets.DRAFT}", {"sample": sampled, "dtype": "float32"} | shape
+            drafter = mj.drafters.load(spec, self.target, **options)
+            self._sessions[draft, sampled] = Session(
+                target=self.target, drafter=drafter, batch_size=BATCH, log_probs=True
             )
-        )
-        return Session(target=self.target, drafter=drafter, batch_size=BATCH, log_probs=True)
+        return self._sessions[draft, sampled]
 
     def rule(self, arm: Arm) -> LoadedRule:
         if arm.spec == "low margin":
@@ -234,25 +216,25 @@ class Pair:
 
 def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarray | None) -> dict[str, Any]:
     """Return the figures of one answer."""
-    m, told = completion.metrics, completion.log_probs
-    assert told is not None
-    log_p = np.asarray(told.log_prob)
-    accepted = np.asarray([kind != "corrected" for kind in told.kind])
+    metrics, log_probs = completion.metrics, completion.log_probs
+    assert log_probs is not None
+    log_p = np.asarray(log_probs.log_prob)
+    accepted = np.asarray([kind != "corrected" for kind in log_probs.kind])
     if problem.metric == "likelihood":
         score: list[float] | None = [float(log_p.sum()), float(len(log_p))]
     else:
         score = scores.score_answer(problem, completion.text)
-    over = [0.0, 0] if log_q is None else [float((log_q - log_p)[accepted].sum()), int(accepted.sum())]
+    overshoot = [0.0, 0] if log_q is None else [float((log_q - log_p)[accepted].sum()), int(accepted.sum())]
     return {
-        "steps": m.steps,
-        "emitted": m.emitted,
-        "accepted": m.accepted,
-        "relaxed": m.accepted_relaxed,
-        "regret": round(m.regret, 4),
+        "steps": metrics.steps,
+        "emitted": metrics.emitted,
+        "accepted": metrics.accepted,
+        "relaxed": metrics.accepted_relaxed,
+        "regret": round(metrics.regret, 4),
         "loops": bool(ends_in_loop(completion.tokens, pair.target.stop_tokens)),
         "cut": completion.finish_reason != "stop",
         "score": score,
-        "overshoot": over,
+        "overshoot": overshoot,
     }
 
 
@@ -262,42 +244,36 @@ def decode_batch(
     """Decode up to `BATCH` prompts and return their rows."""
     prompts = [prompt_tokens(pair.target, problem, chat=task == "arithmetic") for _, problem in group]
     requests = make_requests(
-        pair.target,
-        prompts,
-        temperature=temperature,
-        top_k=arm.top_k,
-        seed=[number for number, _ in group],
-        max_new_tokens=NEW_TOKENS[task],
-    )
-    done = pair.session(arm.draft, arm.sampled).using(pair.rule(arm)).decode(requests).completions
-    log_q: list[np.ndarray | None] = [None] * len(done)
+        pair.target, prompts, temperature=temperature, top_k=arm.top_k,
+        seed=[number for number, _ in group], max_new_tokens=NEW_TOKENS[task],
+    )  # fmt: skip
+    completions = pair.session(arm.draft, arm.sampled).using(pair.rule(arm)).decode(requests).completions
+    log_q: list[np.ndarray | None] = [None] * len(completions)
     if arm.draft != "none":
-        texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
+        texts = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
         scored = likelihood.score(pair.draft, texts, rows=BATCH)
         log_q = [s.log_p[len(p) - 1 :] for s, p in zip(scored, prompts, strict=True)]
     key = {"task": task, "temperature": temperature, "draft": arm.draft, "arm": arm.name}
     return [
         {**key, "id": number, **row_of(pair, problem, completion, q)}
-        for (number, problem), completion, q in zip(group, done, log_q, strict=True)
+        for (number, problem), completion, q in zip(group, completions, log_q, strict=True)
     ]
 
 
 def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learned: Path | None) -> None:
     """Append all missing rows; those of `learned` only if its head is given."""
-    have = set()
-    for row in read_rows(file):
-        have.add((row["task"], row["temperature"], row["draft"], row["arm"], row["id"]))
+    have = {(*key_of(row), row["id"]) for row in read_rows(file)}
     pair = Pair(learned)
     problems = {
         "stories": read_problems("stories", str(stories), chat=False, limit=MOST),
         "arithmetic": read_problems("arithmetic", chat=True, limit=MOST),
     }
     if file.exists():  # drop a last line that a kill cut off, so that new rows start a line
-        whole = file.read_bytes()
-        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        content = file.read_bytes()
+        file.write_bytes(content[: content.rfind(b"\n") + 1])
     with file.open("a", encoding="utf-8") as out:
-        for task, temperature, draft, chosen in passes(drafts):
-            for arm in chosen:
+        for task, temperature, draft, part_arms in passes(drafts):
+            for arm in part_arms:
                 if arm.spec == "learned" and learned is None:
                     continue
                 count = max(1, round(scale * arm.prompts))
@@ -320,23 +296,24 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a file; a kill may have cut off the last one."""
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").splitlines()
     rows = []
-    for line in lines:
-        try:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("part", choices=("decode", "report"))
-    parser.add_argument("--rows", type=Path, required=True, help="the file of rows, made or gone on with")
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="the file of rows; decode continues an existing one"
+    )
     parser.add_argument("--stories", type=Path, help="held-out stories, for decode")
     parser.add_argument("--output", type=Path, help="the JSON, for report")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of prompts, to try it out")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="factor of the numbers of prompts, for a trial run"
+    )
     parser.add_argument("--learned", type=Path, help="a head for the rule `learned`, for decode")
     parser.add_argument("--drafts", nargs="*", default=("none", "chain", "tree"))
     args = parser.parse_args()
@@ -347,12 +324,10 @@ def main() -> None:
         return
     if args.output is None:
         parser.error("report needs --output, the JSON to write")
-    found = report(
-        read_rows(args.rows),
-        {draft: {t: arms(t, draft) for t in (0.0, 1.0)} for draft in args.drafts},
-    )
-    made = common.provenance()
-    common.write(args.output, found | {"date": made["date"][:10], "environment": made})
+    by_draft = {draft: {t: arms(t, draft) for t in (0.0, 1.0)} for draft in args.drafts}
+    tables = report(read_rows(args.rows), by_draft)
+    environment = common.provenance()
+    common.write(args.output, tables | {"date": environment["date"][:10], "environment": environment})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ in all pictures, and no two families share both colour and marker.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ from scripts.rules_compared.tables import GONE
 
 SOURCE = common.RESULTS / "eval_rules.json"
 SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answers"}
-
-
 LEAST = {"stories": 0.3, "arithmetic": 0.1}
 """Minimum range of an axis of scores."""
 STRICT = ("exact", "rejection", "block")
@@ -30,38 +29,36 @@ PER_PANEL = 5
 
 def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
     """Return the families of a task, a few for each row of panels, with those of `mars` first and together."""
-    found = [
+    names = [
         arm["family"]
         for table in report["tables"]
         if table["task"] == task and table["draft"] != "none"
         for arm in table["arms"]
     ]
-    families = [name for name in dict.fromkeys(found) if name not in (*STRICT, GONE)]
+    families = [name for name in dict.fromkeys(names) if name not in (*STRICT, GONE)]
     families.sort(key=lambda name: not name.startswith("mars"))
-    rows = -(-len(families) // PER_PANEL)
-    size = -(-len(families) // rows)
+    size = math.ceil(len(families) / math.ceil(len(families) / PER_PANEL))
     return [families[first : first + size] for first in range(0, len(families), size)]
 
 
 def panel(
-    axis: Any, table: Mapping[str, Any], alone: Sequence[float] | None, chosen: Sequence[str]
+    axis: Any, table: Mapping[str, Any], undrafted: Sequence[float] | None, families: Sequence[str]
 ) -> list[float]:
     """Draw some families on one task, at one temperature, with one draft; return all scores and ends of intervals."""
     ends: list[float] = []
-    if not any(arm["family"] in chosen for arm in table["arms"]):
+    if not any(arm["family"] in families for arm in table["arms"]):
         return ends
-    if alone is not None:
-        level(axis, alone[0], alone[1:], label="target alone, its interval shaded", colour=GREY)
-        ends += alone
-    for name in (*STRICT, *chosen):
+    if undrafted is not None:
+        level(axis, undrafted[0], undrafted[1:], label="target alone, its interval shaded", colour=GREY)
+        ends += undrafted
+    for name in (*STRICT, *families):
         arms = [arm for arm in table["arms"] if arm["family"] == name]
         if not arms:
             continue
         arms.sort(key=lambda arm: arm["tau"][0])
-        x, y = ([arm[what][0] for arm in arms] for what in ("tau", "score"))
-        xerr, yerr = (
-            whiskers([arm[w][0] for arm in arms], [arm[w][1:] for arm in arms]) for w in ("tau", "score")
-        )
+        x, y = ([arm[key][0] for arm in arms] for key in ("tau", "score"))
+        xerr = whiskers(x, [arm["tau"][1:] for arm in arms])
+        yerr = whiskers(y, [arm["score"][1:] for arm in arms])
         ends += [end for arm in arms for end in arm["score"]]
         axis.errorbar(
             x, y, xerr=xerr, yerr=yerr, label=name, linewidth=1, elinewidth=0.6, capsize=0, **look(name).line
@@ -72,23 +69,19 @@ def panel(
 def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
     """Write the picture of a task: a column for every draft and temperature, a row for every few families."""
     tables = [table for table in report["tables"] if table["task"] == task]
-    alone = {t["temperature"]: t["arms"][0]["score"] for t in tables if t["draft"] == "none"}
+    undrafted = {t["temperature"]: t["arms"][0]["score"] for t in tables if t["draft"] == "none"}
     tables = [table for table in tables if table["draft"] != "none"]
     if not tables:
         raise SystemExit(f"there are no drafts for {task}: run eval_rules.py first")
     families = groups(report, task)
-    grid = {
-        "rows": len(families),
-        "columns": len(tables),
-        "panel": (3.3, 2.6),
-        "sharex": "col",
-        "sharey": "col",
-    }
     ends: list[list[float]] = [[] for _ in tables]
-    with picture(files, **grid, caption=caption(report, task)) as axes:
-        for row, chosen in zip(axes, families, strict=True):
+    with picture(
+        files, rows=len(families), columns=len(tables), panel=(3.3, 2.6), sharex="col", sharey="col",
+        caption=caption(report, task),
+    ) as axes:  # fmt: skip
+        for row, row_families in zip(axes, families, strict=True):
             for axis, table, column in zip(row, tables, ends, strict=True):
-                column += panel(axis, table, alone.get(table["temperature"]), chosen)
+                column += panel(axis, table, undrafted.get(table["temperature"]), row_families)
                 axis.set_title(f"{table['draft']}, temperature {table['temperature']:g}")
         for axis, column in zip(axes[0], ends, strict=True):
             honest_limits(axis, column, least=LEAST[task])
@@ -119,13 +112,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--source", type=Path, default=SOURCE)
     parser.add_argument("--folder", type=Path, default=common.ROOT / "docs", help="where the pictures go")
-    parser.add_argument(
-        "--task", nargs="+", choices=tuple(SCORES), default=tuple(SCORES), help="whose picture"
-    )
-    chosen = parser.parse_args(argv)
-    report = json.loads(chosen.source.read_text(encoding="utf-8"))
-    for task in chosen.task:
-        draw(report, task, [chosen.folder / f"rules_{task}.svg"])
+    parser.add_argument("--task", nargs="+", choices=tuple(SCORES), default=tuple(SCORES))
+    args = parser.parse_args(argv)
+    report = json.loads(args.source.read_text(encoding="utf-8"))
+    for task in args.task:
+        draw(report, task, [args.folder / f"rules_{task}.svg"])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ n prompts, R resamples. Intervals are 95%, by the bootstrap over prompts; compar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 RESAMPLES = 4000
 TASKS = ("stories", "arithmetic")
 Rows = Sequence[Mapping[str, Any]]
+Key = tuple[str, float, str, str]
 
 
 class Sums(NamedTuple):
@@ -21,17 +23,22 @@ class Sums(NamedTuple):
     steps: np.ndarray
     emitted: np.ndarray
     score: np.ndarray  # summed log-likelihoods, or 1 for a right answer
-    of: np.ndarray  # tokens of the log-likelihoods, or 1
+    score_count: np.ndarray  # tokens of the log-likelihoods, or 1
     relaxed: np.ndarray
     accepted: np.ndarray
     regret: np.ndarray
-    over: np.ndarray  # sum of log q - log p over accepted tokens
-    over_count: np.ndarray
+    overshoot: np.ndarray  # sum of log q - log p over accepted tokens
+    overshoot_count: np.ndarray
     loops: np.ndarray
 
     def first(self, n: int) -> Sums:
         """Return the sums of the first n prompts."""
         return Sums(*(column[:n] for column in self))
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """Return the arm of a row: its task, temperature, draft and name."""
+    return row["task"], row["temperature"], row["draft"], row["arm"]
 
 
 def sums(rows: Rows) -> Sums:
@@ -52,12 +59,12 @@ def sums(rows: Rows) -> Sums:
         steps=column(lambda r: r["steps"]),
         emitted=column(lambda r: r["emitted"]),
         score=column(lambda r: r["score"][0]),
-        of=column(lambda r: r["score"][1] if len(r["score"]) > 1 else 1.0),
+        score_count=column(lambda r: r["score"][1] if len(r["score"]) > 1 else 1.0),
         relaxed=column(lambda r: r["relaxed"]),
         accepted=column(lambda r: r["accepted"]),
         regret=column(lambda r: r["regret"]),
-        over=column(lambda r: r["overshoot"][0]),
-        over_count=column(lambda r: r["overshoot"][1]),
+        overshoot=column(lambda r: r["overshoot"][0]),
+        overshoot_count=column(lambda r: r["overshoot"][1]),
         loops=column(lambda r: r["loops"]),
     )
 
@@ -75,7 +82,7 @@ def tau_of(arm: Sums, w: np.ndarray) -> np.ndarray:
 
 def score_of(arm: Sums, w: np.ndarray) -> np.ndarray:
     """Return the score of an arm, f64[R + 1]: nats per token, or a share."""
-    return (w @ arm.score) / (w @ arm.of)
+    return (w @ arm.score) / (w @ arm.score_count)
 
 
 def spread(values: np.ndarray) -> list[float] | None:
@@ -95,41 +102,41 @@ def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
     """Interpolate the score f64[R + 1] of a curve at tau f64[R + 1]; NaN outside the curve's range."""
     taus = np.stack([tau_of(arm, w) for arm in curve])
     values = np.stack([score_of(arm, w) for arm in curve])
-    made = np.full(tau.shape, np.nan)
-    for i, wanted in enumerate(tau):
+    scores = np.full(tau.shape, np.nan)
+    for i, row_tau in enumerate(tau):
         order = np.argsort(taus[:, i])
-        if taus[order[0], i] <= wanted <= taus[order[-1], i]:
-            made[i] = np.interp(wanted, taus[order, i], values[order, i])
-    return made
+        if taus[order[0], i] <= row_tau <= taus[order[-1], i]:
+            scores[i] = np.interp(row_tau, taus[order, i], values[order, i])
+    return scores
 
 
-def figures(arm: Sums, alone: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
+def figures(arm: Sums, undrafted: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
     """Compare an arm with the undrafted target, with the strict rule of its draft, and with `mars` at the same tau."""
     n = len(arm.steps)
     w = weights(n)
     tau, score = tau_of(arm, w), score_of(arm, w)
-    made: dict[str, Any] = {
+    row: dict[str, Any] = {
         "prompts": n,
         "tau": spread(tau),
         "calls_per_token": spread(1 / tau),
         "score": spread(score),
-        "less_alone": spread(score - score_of(alone.first(n), w)),
+        "less_alone": spread(score - score_of(undrafted.first(n), w)),
         "relaxed_share": share(arm.relaxed, arm.accepted),
         "regret": share(arm.regret, arm.emitted),
-        "overshoot": share(arm.over, arm.over_count) if arm.over_count.sum() else None,
+        "overshoot": share(arm.overshoot, arm.overshoot_count) if arm.overshoot_count.sum() else None,
         "loop_rate": float(arm.loops.mean()),
         "tokens": float(arm.emitted.mean()),
     }
     if strict is not None:
         first = strict.first(n)
-        made["tau_gain"] = spread(tau / tau_of(first, w) - 1)
-        made["less_strict"] = spread(score - score_of(first, w))
+        row["tau_gain"] = spread(tau / tau_of(first, w) - 1)
+        row["less_strict"] = spread(score - score_of(first, w))
     if curve:
         n = min(n, *(len(a.steps) for a in curve))
         w, same = weights(n), arm.first(n)
         at_equal_tau = at_tau([a.first(n) for a in curve], w, tau_of(same, w))
-        made["less_mars_at_tau"] = spread(score_of(same, w) - at_equal_tau)
-    return made
+        row["less_mars_at_tau"] = spread(score_of(same, w) - at_equal_tau)
+    return row
 
 
 def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str, Any]:
@@ -145,7 +152,7 @@ def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str
     tau = tau_of(ratio[default], w)
     top = np.minimum(*(np.max([tau_of(arm, w) for arm in curve], axis=0) for curve in (ratio, gap)))
     low = tau_of(ratio[0], w)
-    over = [
+    differences = [
         at_tau(ratio, w, low + share * (top - low)) - at_tau(gap, w, low + share * (top - low))
         for share in np.linspace(0.1, 0.95, 10)
     ]
@@ -153,7 +160,7 @@ def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str
         "prompts": n,
         "tau": spread(tau),
         "at_default": spread(score_of(ratio[default], w) - at_tau(gap, w, tau)),
-        "over_sweep": spread(np.mean(over, axis=0)),
+        "over_sweep": spread(np.mean(differences, axis=0)),
         "range": [float(low[0]), float(top[0])],
     }
 
@@ -165,59 +172,35 @@ def report(rows: Rows, arms: Mapping[str, Mapping[float, Sequence[Any]]]) -> dic
       rows: of the file.
       arms: by draft and temperature, from `eval_rules.arms`.
     """
-    grouped: dict[tuple[str, float, str, str], list[Mapping[str, Any]]] = {}
+    grouped: dict[Key, list[Mapping[str, Any]]] = {}
     for row in rows:
-        grouped.setdefault((row["task"], row["temperature"], row["draft"], row["arm"]), []).append(row)
-    found = {}
-    for draft, by_temperature in arms.items():
-        for temperature, listed in by_temperature.items():
-            for arm in listed:
-                for task in TASKS:
-                    key = (task, temperature, draft, arm.name)
-                    if key in grouped:
-                        found[key] = sums(grouped[key]).first(arm.prompts)
-    tables, answers = [], []
-    for task in TASKS:
-        for temperature in (0.0, 1.0):
-            alone = found[task, temperature, "none", "target alone"]
-            for draft, by_temperature in arms.items():
-                listed = [
-                    a for a in by_temperature[temperature] if (task, temperature, draft, a.name) in found
-                ]
-                if not listed:
-                    continue
-
-                def of(name: str, place: tuple[str, float, str] = (task, temperature, draft)) -> Sums | None:
-                    return found.get((*place, name))
-
-                families: dict[str, list[Sums]] = {}
-                for arm in listed:
-                    families.setdefault(arm.family, []).append(found[task, temperature, draft, arm.name])
-                exact = families.get("exact", [])
-                ratio = [*exact, *families.get("mars (ratio)", [])]
-                gap = [*exact, *families.get("mars (gap)", [])]
-                tables.append(
-                    {
-                        "task": task,
-                        "temperature": temperature,
-                        "draft": draft,
-                        "arms": [
-                            {
-                                "family": arm.family,
-                                "arm": arm.name,
-                                **figures(
-                                    found[task, temperature, draft, arm.name],
-                                    alone,
-                                    of(arm.base) if arm.base and arm.name != arm.base else None,
-                                    ratio if len(ratio) > 2 and arm.family != "mars (ratio)" else [],
-                                ),
-                            }
-                            for arm in listed
-                        ],
-                    }
-                )
-                if min(len(ratio), len(gap)) > 3:
-                    answers.append(
-                        {"task": task, "temperature": temperature, "draft": draft, **paired(ratio, gap, 2)}
-                    )
-    return {"tables": tables, "ratio_less_gap": answers}
+        grouped.setdefault(key_of(row), []).append(row)
+    by_arm: dict[Key, Sums] = {}
+    for task, draft, temperature in itertools.product(TASKS, arms, (0.0, 1.0)):
+        for arm in arms[draft][temperature]:
+            key = (task, temperature, draft, arm.name)
+            if key in grouped:
+                by_arm[key] = sums(grouped[key]).first(arm.prompts)
+    tables, comparisons = [], []
+    for task, temperature, draft in itertools.product(TASKS, (0.0, 1.0), arms):
+        place = {"task": task, "temperature": temperature, "draft": draft}
+        by_name = {key[-1]: row for key, row in by_arm.items() if key[:-1] == (task, temperature, draft)}
+        measured = [arm for arm in arms[draft][temperature] if arm.name in by_name]
+        if not measured:
+            continue
+        families: dict[str, list[Sums]] = {}
+        for arm in measured:
+            families.setdefault(arm.family, []).append(by_name[arm.name])
+        exact = families.get("exact", [])
+        ratio = [*exact, *families.get("mars (ratio)", [])]
+        gap = [*exact, *families.get("mars (gap)", [])]
+        table = []
+        for arm in measured:
+            strict = by_name.get(arm.base) if arm.name != arm.base else None
+            curve = ratio if len(ratio) > 2 and arm.family != "mars (ratio)" else []
+            row = figures(by_name[arm.name], by_arm[task, temperature, "none", "target alone"], strict, curve)
+            table.append({"family": arm.family, "arm": arm.name} | row)
+        tables.append(place | {"arms": table})
+        if min(len(ratio), len(gap)) > 3:
+            comparisons.append(place | paired(ratio, gap, 2))
+    return {"tables": tables, "ratio_less_gap": comparisons}

@@ -10,10 +10,7 @@ from scripts.common import load, span
 
 SCORE = {"stories": "{:+.3f}", "arithmetic": "{:+.1f}"}
 """Formats of scores in nats per token and in percent of the answers."""
-EDGES = (
-    *("mars (ratio)", "mars (gap)", "adaptive", "topk"),
-    *("budget", "typical", "entropy_gate", "fly"),
-)
+EDGES = {"mars (ratio)", "mars (gap)", "adaptive", "topk", "budget", "typical", "entropy_gate", "fly"}
 """The families over `exact`."""
 GONE = "mars (prob_ratio)"
 """A family in the record that is not shown: its margin was the gap under another name, and no longer exists."""
@@ -51,12 +48,12 @@ def compared() -> dict[str, Any]:
     }
     return {
         "tables": tables,
-        "paired": [_paired(found) for found in report["ratio_less_gap"] if found["draft"] == "chain"],
+        "paired": [_paired(row) for row in report["ratio_less_gap"] if row["draft"] == "chain"],
         "decided": [
-            found
-            for found in report["ratio_less_gap"]
+            row
+            for row in report["ratio_less_gap"]
             for key in ("at_default", "over_sweep")
-            if found[key] and (found[key][1] > 0 or found[key][2] < 0)
+            if row[key] and (row[key][1] > 0 or row[key][2] < 0)
         ],
         "sharper": all(
             arm["less_alone"][1] > 0
@@ -92,13 +89,16 @@ def _steps() -> dict[tuple[str, float], float]:
     They are the median of the base over all of its cases, times the ratio of the rule to its base.
     """
     cases = load("rule_cost.json")["cases"]
-    found: dict[tuple[str, float], float] = {}
+    seconds: dict[tuple[str, float], float] = {}
     for group in {case["group"] for case in cases}:
-        own = [case for case in cases if case["group"] == group]
-        base, temperature = median(case["ms_per_step"][0] for case in own) / 1000, float(group.split()[-1])
-        found[own[0]["base"], temperature] = base
-        found |= {(case["rule"], temperature): base * case["time_ratio"]["median"] for case in own}
-    return found
+        group_cases = [case for case in cases if case["group"] == group]
+        base, temperature = (
+            median(case["ms_per_step"][0] for case in group_cases) / 1000,
+            float(group.split()[-1]),
+        )
+        seconds[group_cases[0]["base"], temperature] = base
+        seconds |= {(case["rule"], temperature): base * case["time_ratio"]["median"] for case in group_cases}
+    return seconds
 
 
 def _rate(table: Mapping[str, Any], arm: Mapping[str, Any], steps: Mapping[tuple[str, float], float]) -> str:
@@ -129,13 +129,13 @@ def _row(task: str, arm: Mapping[str, Any], rate: str) -> list[str]:
     ]
 
 
-def _paired(found: Mapping[str, Any]) -> list[str]:
-    task = found["task"]
+def _paired(row: Mapping[str, Any]) -> list[str]:
+    task = row["task"]
     return [
-        f"{task}, temperature {found['temperature']:g}",
-        str(found["prompts"]),
-        span(*found["tau"]),
-        _score(task, found["at_default"]),
-        f"{found['range'][0]:.2f} to {found['range'][1]:.2f}",
-        _score(task, found["over_sweep"]),
+        f"{task}, temperature {row['temperature']:g}",
+        str(row["prompts"]),
+        span(*row["tau"]),
+        _score(task, row["at_default"]),
+        f"{row['range'][0]:.2f} to {row['range'][1]:.2f}",
+        _score(task, row["over_sweep"]),
     ]

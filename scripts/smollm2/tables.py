@@ -23,12 +23,12 @@ def _span(cell: Sequence[float], show: str = "{:.2f}") -> str:
 
 
 def _head(report: Mapping[str, Any]) -> dict[str, Any]:
-    ships, before = (report["heads"][name] for name in ("ships", "before"))
+    ships, earlier = (report["heads"][name] for name in ("ships", "before"))
     rows = [
         (
             *name.replace("temperature ", "").split(", "),
             _span(case["tau"]),
-            _span(before[name]["tau"]) if name in before else "",
+            _span(earlier[name]["tau"]) if name in earlier else "",
         )
         for name, case in ships.items()
     ]
@@ -37,31 +37,31 @@ def _head(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _peers(report: Mapping[str, Any]) -> dict[str, Any]:
     tables = {}
-    for batch, found in report["batches"].items():
-        ways = found["ways"]
-        base = ways["transformers, generate"]["tokens_per_second"]
+    for batch, batch_report in report["batches"].items():
+        peers = batch_report["ways"]
+        base = peers["transformers, generate"]["tokens_per_second"]
         tables[batch] = [
-            (name, "-", "-", way["error"])
-            if "error" in way
+            (name, "-", "-", peer["error"])
+            if "error" in peer
             else (
                 name,
-                _span([way["tokens_per_second"], *way["spread"]], "{:.1f}"),
-                f"{way['tokens_per_second'] / base:.2f} x",
-                f"{way['texts_as_transformers']} of {found['prompts']}",
+                _span([peer["tokens_per_second"], *peer["spread"]], "{:.1f}"),
+                f"{peer['tokens_per_second'] / base:.2f} x",
+                f"{peer['texts_as_transformers']} of {batch_report['prompts']}",
             )
-            for name, way in ways.items()
+            for name, peer in peers.items()
         ]
-    ways = {
-        name: way["tokens_per_second"]
-        for name, way in report["batches"]["1"]["ways"].items()
-        if "error" not in way
+    peers = {
+        name: peer["tokens_per_second"]
+        for name, peer in report["batches"]["1"]["ways"].items()
+        if "error" not in peer
     }
-    own = max(rate for name, rate in ways.items() if name.startswith("mars-jax"))
+    best = max(rate for name, rate in peers.items() if name.startswith("mars-jax"))
     return {
         "tables": tables,
         "environment": report["environment"],
         "report": report,
-        "above": [name for name, rate in ways.items() if rate > own],
+        "above": [name for name, rate in peers.items() if rate > best],
     }
 
 
@@ -70,8 +70,8 @@ def _parity(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "report": report,
         "rows": [
-            (name, str(found["texts"]), str(found["equal"]), str(found["ties"]), str(found["different"]))
-            for name, found in arms.items()
+            (name, str(arm["texts"]), str(arm["equal"]), str(arm["ties"]), str(arm["different"]))
+            for name, arm in arms.items()
         ],
         "largest": max(row["largest_difference"] for row in report["logits"]),
     }

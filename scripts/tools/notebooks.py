@@ -57,51 +57,47 @@ def installing(source: str) -> str:
     """Return the text of a notebook with the common install section."""
     address = site_pages.repository()
     install = INSTALL.replace("ADDRESS", f"git+{address}" if address else "")
-    made, count = re.subn(r"^# ## Install\n.*?check=True\)\n\n", lambda _: install, source, flags=re.M | re.S)
+    text, count = re.subn(r"^# ## Install\n.*?check=True\)\n\n", lambda _: install, source, flags=re.M | re.S)
     if count != 1:
         raise ValueError(f"{count} parts are named Install: expected one.")
-    return made
+    return text
 
 
 def notebook(name: str, old: Any = None) -> Any:
     """Return the notebook of colab/NAME.py. Cells with unchanged code keep their outputs from `old`."""
     import jupytext
 
-    made = jupytext.read(COLAB / f"{name}.py")
-    made.metadata |= RUNTIME
+    new = jupytext.read(COLAB / f"{name}.py")
+    new.metadata |= RUNTIME
     if address := site_pages.repository().removeprefix("https://"):
         badge = "https://colab.research.google.com/assets/colab-badge.svg"
-        there = (
-            f"https://colab.research.google.com/{address.replace('.com', '')}/blob/main/colab/{name}.ipynb"
-        )
-        title, rest = made.cells[0].source.split("\n", 1)
-        made.cells[0].source = f"{title}\n\n[![Open in Colab]({badge})]({there})\n{rest}"
-    kept = {cell.source: cell for cell in (old.cells if old else [])}
-    for number, cell in enumerate(made.cells):
+        path = f"{address.replace('.com', '')}/blob/main/colab/{name}.ipynb"
+        link = f"https://colab.research.google.com/{path}"
+        title, body = new.cells[0].source.split("\n", 1)
+        new.cells[0].source = f"{title}\n\n[![Open in Colab]({badge})]({link})\n{body}"
+    old_cells = {cell.source: cell for cell in (old.cells if old else [])}
+    for number, cell in enumerate(new.cells):
         cell.id = f"cell-{number}"
-        if cell.cell_type == "code" and cell.source in kept:
-            cell.outputs = kept[cell.source].outputs
-            cell.execution_count = kept[cell.source].execution_count
-    return made
+        if cell.cell_type == "code" and cell.source in old_cells:
+            cell.outputs = old_cells[cell.source].outputs
+            cell.execution_count = old_cells[cell.source].execution_count
+    return new
 
 
-def run(made: Any) -> None:
-    """Run a notebook in an empty folder, and print the time of each cell, so that the text can state it.
+def run(book: Any) -> None:
+    """Run a notebook in an empty folder, and print the time of each cell, for the text around it.
 
-    Output on stderr, mostly progress, is not kept.
+    Output on stderr, mostly progress, is dropped.
     """
     import nbclient
 
     with tempfile.TemporaryDirectory() as folder:
-        nbclient.NotebookClient(
-            made, timeout=None, coalesce_streams=True, resources={"metadata": {"path": folder}}
-        ).execute()
-    for cell in made.cells:
+        resources = {"metadata": {"path": folder}}
+        nbclient.NotebookClient(book, timeout=None, coalesce_streams=True, resources=resources).execute()
+    for cell in book.cells:
         if cell.cell_type == "code":
             times = cell.metadata.pop("execution")
-            began, ended = (
-                datetime.fromisoformat(times[f"iopub.status.{when}"]) for when in ("busy", "idle")
-            )
+            began, ended = (datetime.fromisoformat(times[f"iopub.status.{s}"]) for s in ("busy", "idle"))
             print(f"{cell.id}: {(ended - began).total_seconds():.0f} s")
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
@@ -115,10 +111,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in sorted(COLAB.glob("*.py")):
         path.write_text(installing(path.read_text(encoding="utf-8")), encoding="utf-8")
         place = path.with_suffix(".ipynb")
-        made = notebook(path.stem, jupytext.read(place) if place.exists() else None)
+        book = notebook(path.stem, jupytext.read(place) if place.exists() else None)
         if path.stem in names:
-            run(made)
-        jupytext.write(made, place)
+            run(book)
+        jupytext.write(book, place)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.tools.site_pages import told
+from scripts.tools.site_pages import site_docstring
 
 griffe: Any = importlib.import_module("griffe")
 
 
-class Told(griffe.Extension):
+class SiteDocstrings(griffe.Extension):
     """Extension that prepares docstrings for Markdown, which reads `>>>` as nested quotes, and adds field comments."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Rewrite the docstring of an object after it is read."""
         if obj.docstring is not None:
-            obj.docstring.value = told(obj.docstring.value, obj.path if obj.is_class else "")
+            obj.docstring.value = site_docstring(obj.docstring.value, obj.path if obj.is_class else "")

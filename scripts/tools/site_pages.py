@@ -44,9 +44,9 @@ def repository() -> str:
 
     It is `Repository` in `[project.urls]` of pyproject.toml, or GitHub's own variables in a build on GitHub.
     """
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
-    return told.get("Repository", f"{server}/{name}" if server and name else "").rstrip("/")
+    return urls.get("Repository", f"{server}/{name}" if server and name else "").rstrip("/")
 
 
 def on_site(text: str, source: str, address: str) -> str:
@@ -83,11 +83,11 @@ def on_site(text: str, source: str, address: str) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{address}/{kind}/main/{path}{hash_}{anchor}" if address else None
 
-    def part(found: str) -> str:
+    def part(prose: str) -> str:
         moved = re.sub(
             r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)",
             lambda m: m[2] if (to := place(m[3])) is None else f"{m[1]}[{m[2]}]({to})",
-            found,
+            prose,
         )
         return re.sub(r"<!--.*?-->\n?", "", moved, flags=re.DOTALL)
 
@@ -102,7 +102,7 @@ def parsers() -> dict[str, Parser]:
     """Return the parser of every command that has one: all except lm_eval, whose flags are the harness's."""
     from mars_jax.cli.commands import parser_of
 
-    return {name: made for name in _commands() if (made := parser_of(name)) is not None}
+    return {name: parser for name in _commands() if (parser := parser_of(name)) is not None}
 
 
 def _commands() -> dict[str, str]:
@@ -118,46 +118,46 @@ def flags_page() -> str:
         "are for. `lm_eval` has the flags of lm-evaluation-harness.",
         "",
     ]
-    for name, made in parsers().items():
-        lines += [f"## {name}", "", _escaped(" ".join((made.description or "").split())), ""]
-        lines += [*_tables(name, {"": made}), *_tables(f"{name} ", made.kinds())]
-        if made.epilog:
-            lines += ["```text", made.epilog.strip("\n"), "```", ""]
+    for name, parser in parsers().items():
+        lines += [f"## {name}", "", _escaped(" ".join((parser.description or "").split())), ""]
+        lines += [*_tables(name, {"": parser}), *_tables(f"{name} ", parser.kinds())]
+        if parser.epilog:
+            lines += ["```text", parser.epilog.strip("\n"), "```", ""]
     return "\n".join(lines)
 
 
-def _tables(command: str, made: Mapping[str, Parser]) -> list[str]:
+def _tables(command: str, parsers: Mapping[str, Parser]) -> list[str]:
     """Return the groups of flags as tables; a group that several parsers share appears once."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name, parser in made.items():
+    names_by_table: dict[tuple[str, ...], list[str]] = {}
+    for name, parser in parsers.items():
         for title, group in parser.groups().items():
-            told = [_escaped(" ".join(group.description.split())), ""] if group.description else []
-            rows = [_flag(action) for action in _told_apart(group) if action.help != argparse.SUPPRESS]
-            table = (title, "", *told, "| flag | meaning |", "|---|---|", *rows, "")
-            found.setdefault(table, []).append(name)
+            description = [_escaped(" ".join(group.description.split())), ""] if group.description else []
+            rows = [_flag(action) for action in _actions(group) if action.help != argparse.SUPPRESS]
+            table = (title, "", *description, "| flag | meaning |", "|---|---|", *rows, "")
+            names_by_table.setdefault(table, []).append(name)
     lines = []
-    for (title, *table), names in found.items():
+    for (title, *table), names in names_by_table.items():
         lines += [f"### {command}{', '.join(names)}: {title}", *table]
     return lines
 
 
-def _told_apart(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+def _actions(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     """Return the arguments of a group, with each subcommand as a separate argument."""
-    made = []
+    actions = []
     for action in group._group_actions:
-        made += action._choices_actions if isinstance(action, argparse._SubParsersAction) else [action]
-    return made
+        actions += action._choices_actions if isinstance(action, argparse._SubParsersAction) else [action]
+    return actions
 
 
 def _flag(action: argparse.Action) -> str:
-    shown = action.metavar if isinstance(action.metavar, str) else None
-    if action.choices is not None and shown is None:
-        shown = "{" + ",".join(map(str, action.choices)) + "}"
-    value = "" if action.nargs == 0 else shown or action.dest.upper()
+    metavar = action.metavar if isinstance(action.metavar, str) else None
+    if action.choices is not None and metavar is None:
+        metavar = "{" + ",".join(map(str, action.choices)) + "}"
+    value = "" if action.nargs == 0 else metavar or action.dest.upper()
     names = ", ".join(action.option_strings) or value
-    told = f"{names} {value}".strip() if action.option_strings else names
+    usage = f"{names} {value}".strip() if action.option_strings else names
     text = (action.help or "") % {"default": action.default, "prog": ""}
-    return f"| `{told.replace('|', chr(92) + '|')}` | {_escaped(' '.join(text.split()))} |"
+    return f"| `{usage.replace('|', chr(92) + '|')}` | {_escaped(' '.join(text.split()))} |"
 
 
 def _prose(text: str) -> str:
@@ -225,8 +225,8 @@ def api_names() -> dict[str, list[Name]]:
             names["rules" if factory in listed and name != factory else "your own rule"].append(name)
     for purpose, package in (("drafters", "mars_jax.drafters"), ("kernels", "kernels_pallas")):
         names[purpose] += [name for name in exported(package) if name not in listed]
-    ours = [f"mars_jax.{name}" for name in mars_jax._HOME]
-    names["your own model or drafter"] += [name for name in ours if name not in listed]
+    top_level = [f"mars_jax.{name}" for name in mars_jax._HOME]
+    names["your own model or drafter"] += [name for name in top_level if name not in listed]
     pages = {
         purpose: [Name(name, home_of(name)) for name in names[purpose]] for purpose in list(REFERENCE)[:-1]
     }
@@ -253,13 +253,13 @@ def home_of(name: str) -> str:
     """
     import mars_jax
 
-    package, _, own = name.rpartition(".")
-    if package == "mars_jax" and own in mars_jax._HOME:
-        return home_of(f"mars_jax.{mars_jax._HOME[own]}.{own}")
+    package, _, attribute = name.rpartition(".")
+    if package == "mars_jax" and attribute in mars_jax._HOME:
+        return home_of(f"mars_jax.{mars_jax._HOME[attribute]}.{attribute}")
     for node in _parsed(package).body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                if (alias.asname or alias.name) == own:
+                if (alias.asname or alias.name) == attribute:
                     return home_of(f"{node.module}.{alias.name}")
     return name
 
@@ -281,26 +281,20 @@ def api_pages() -> dict[str, str]:
 
     names = api_names()
     pages = {}
-    for purpose, (page, told) in REFERENCE.items():
-        lines = [f"# {purpose[0].upper()}{purpose[1:]}", "", told, ""]
+    for purpose, (page, introduction) in REFERENCE.items():
+        lines = [f"# {purpose[0].upper()}{purpose[1:]}", "", introduction, ""]
         for name in names[purpose]:
             lines += [f"::: {name.home}", "    options:", f"      heading: {name.shown}", ""]
         pages[f"api/{page}.md"] = "\n".join(lines)
-    known = [name.home.rpartition(".") for row in names.values() for name in row]
+    documented = [name.home.rpartition(".") for row in names.values() for name in row]
     lines = []
     for name in sorted(mars_jax._MODULES.keys() - {"verify", "drafters"}, key=_is_later):
         home = f"mars_jax.{mars_jax._MODULES[name]}"
         # Names with an entry on another page get no entry here.
-        filters = ", ".join(
-            f'"!^{own}$"' for own in ("_.*", *sorted(own for m, _, own in known if m == home))
-        )
-        lines += [
-            f"::: {home}",
-            "    options:",
-            f"      heading: mars_jax.{name}",
-            f"      filters: [{filters}]",
-            "",
-        ]
+        hidden = ["_.*", *sorted(attribute for module, _, attribute in documented if module == home)]
+        filters = ", ".join(f'"!^{pattern}$"' for pattern in hidden)
+        lines += [f"::: {home}", "    options:", f"      heading: mars_jax.{name}"]
+        lines += [f"      filters: [{filters}]", ""]
     pages["api/modules.md"] += "\n".join(lines)
     return pages
 
@@ -326,32 +320,34 @@ def fields(home: str) -> list[Field]:
     >>> fields("mars_jax.verify.mars.Mars")[-1].name, fields("mars_jax.core.types.Verdict")[1]
     ('margin', Field(name='num_accepted', annotation='Array', meaning='i32[B]; edges walked'))
     """
-    module, _, own = home.rpartition(".")
-    found: dict[str, Field] = {}
-    kind = next((n for n in _parsed(module).body if isinstance(n, ast.ClassDef) and n.name == own), None)
-    if kind is None:
-        aliases = [
-            n for n in _parsed(module).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == own
-        ]
-        return fields(f"{module}.{ast.unparse(aliases[0].value)}") if aliases else []
-    for base in kind.bases:
-        if isinstance(base, ast.Name) and (of := home_of(f"{module}.{base.id}")).split(".")[0] == "mars_jax":
-            found |= {field.name: field for field in fields(of)}
+    module, _, class_name = home.rpartition(".")
+    by_name: dict[str, Field] = {}
+    body = _parsed(module).body
+    definition = next((n for n in body if isinstance(n, ast.ClassDef) and n.name == class_name), None)
+    if definition is None:
+        assignments = [n for n in body if isinstance(n, ast.Assign)]
+        aliases = [n.value for n in assignments if ast.unparse(n.targets[0]) == class_name]
+        return fields(f"{module}.{ast.unparse(aliases[0])}") if aliases else []
+    for base in definition.bases:
+        base_home = home_of(f"{module}.{base.id}") if isinstance(base, ast.Name) else ""
+        if base_home.split(".")[0] == "mars_jax":
+            by_name |= {field.name: field for field in fields(base_home)}
     lines = _file(module).read_text(encoding="utf-8").splitlines()
-    for node, after in zip(kind.body, [*kind.body[1:], None], strict=True):
+    for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
         target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
         if isinstance(target, ast.Name) and not target.id.startswith("_"):
             annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
-            meaning = _beside(node, after, lines) or (found[target.id].meaning if target.id in found else "")
-            found[target.id] = Field(target.id, annotation, meaning)
+            inherited = by_name.get(target.id, Field("", "", "")).meaning
+            meaning = _meaning(node, following, lines) or inherited
+            by_name[target.id] = Field(target.id, annotation, meaning)
         elif isinstance(node, ast.FunctionDef):
-            found.pop(node.name, None)  # a property replaces a field
-    return list(found.values())
+            by_name.pop(node.name, None)  # a property replaces a field
+    return list(by_name.values())
 
 
-def _beside(node: ast.stmt, after: ast.stmt | None, lines: list[str]) -> str:
-    if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-        return " ".join(str(after.value.value).split())
+def _meaning(node: ast.stmt, following: ast.stmt | None, lines: list[str]) -> str:
+    if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+        return " ".join(str(following.value.value).split())
     last = lines[(node.end_lineno or 0) - 1]
     if "#" in last[node.end_col_offset or 0 :]:
         return last[node.end_col_offset or 0 :].partition("#")[2].strip()
@@ -365,10 +361,10 @@ def _beside(node: ast.stmt, after: ast.stmt | None, lines: list[str]) -> str:
     return next((str(ast.literal_eval(word.value)) for word in declared.keywords if word.arg == "help"), "")
 
 
-def told(docstring: str, home: str) -> str:
+def site_docstring(docstring: str, home: str) -> str:
     """Return a docstring as shown on the site: examples are code blocks, and a class lists its fields."""
     rows = [
-        f"  {name} ({annotation or 'Any'}): {_prose(meaning)}" for name, annotation, meaning in fields(home)
+        f"  {field.name} ({field.annotation or 'Any'}): {_prose(field.meaning)}" for field in fields(home)
     ]
     return "\n".join([fenced(docstring), *(["", "Attributes:", *rows] if rows else [])])
 

@@ -21,19 +21,19 @@ def one_chip() -> dict[str, Any]:
     """Return a published model at few bits on one chip by the compiler's schedule, from plan_bits.json."""
     results = load("plan_bits.json")["results"]
 
-    def row(name: str, found: Mapping[str, Any]) -> list[str]:
+    def row(name: str, plan: Mapping[str, Any]) -> list[str]:
         steps = (("autoregressive_step", "autoregressive_floor_seconds"), ("step", "floor_seconds"))
-        pairs = [(found[step]["low_seconds"], found[floor]) for step, floor in steps]
-        held = f"{found['held_bytes'] / GIB:.1f} of {found['hbm_bytes'] / GIB:.0f}"
-        return [*name.split(", "), held, *(f"{1e3 * a:.1f} ({a / b:.2f} x)" for a, b in pairs)]
+        pairs = [(plan[step]["low_seconds"], plan[floor]) for step, floor in steps]
+        memory = f"{plan['held_bytes'] / GIB:.1f} of {plan['hbm_bytes'] / GIB:.0f}"
+        return [*name.split(", "), memory, *(f"{1e3 * a:.1f} ({a / b:.2f} x)" for a, b in pairs)]
 
     return {
-        "rows": [row(name, found) for name, found in results.items()],
-        "fits": all(found["fits"] for found in results.values()),
+        "rows": [row(name, plan) for name, plan in results.items()],
+        "fits": all(plan["fits"] for plan in results.values()),
         "trees_over_small_groups_are_longer": all(
-            found["step"]["low_seconds"]
+            plan["step"]["low_seconds"]
             > results[name.replace("int4 in groups of 32", "int8")]["step"]["low_seconds"]
-            for name, found in results.items()
+            for name, plan in results.items()
             if "groups" in name and "tree" in name
         ),
         "fewer_bits_are_faster": all(
@@ -51,36 +51,37 @@ def published() -> dict[str, Any]:
     """Return the taus of the MARS paper times the compiler's steps, from plan_published.json."""
     results = load("plan_published.json")["results"]
 
-    def row(name: str, found: Mapping[str, Any]) -> list[str]:
-        paper, step, alone = found["published"], found["step"], found["alone"]
-        ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (alone, step)]
+    def row(name: str, plan: Mapping[str, Any]) -> list[str]:
+        paper, step, plain_step = plan["published"], plan["step"], plan["alone"]
+        ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (plain_step, step)]
         # Take the lower time of a routine for both steps, or the upper one for both.
-        shares = sorted(a / b for a, b in zip(alone, step, strict=True))
-        ours = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
-        both = [f"{tau} ({speed:.2f})" for tau, speed in zip(paper["tau"], paper["speed"], strict=True)]
-        return [name, found["topology"], *ranges, both[0], ours[0], both[1], ours[1]]
+        shares = sorted(a / b for a, b in zip(plain_step, step, strict=True))
+        speedups = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
+        cells = zip(paper["tau"], paper["speed"], speedups, strict=True)
+        columns = [cell for tau, speed, speedup in cells for cell in (f"{tau} ({speed:.2f})", speedup)]
+        return [name, plan["topology"], *ranges, *columns]
 
     return {
-        "rows": [row(name, found) for name, found in results.items()],
-        "fits": all(found["fits"] for found in results.values()),
+        "rows": [row(name, plan) for name, plan in results.items()],
+        "fits": all(plan["fits"] for plan in results.values()),
     }
 
 
 def plans() -> dict[str, Any]:
     """Return slices by the TPU's compiler, from plans.json, or from paper_plans.json if it has the same slice."""
-    report, own = load("plans.json"), load("paper_plans.json")["rows"]
+    report, paper_rows = load("plans.json"), load("paper_plans.json")["rows"]
     targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
-    entries = sorted(
-        (
-            row | {"tree": "10-7-60"} | ({**own[name], "tree": "10-8-60"} if _is_own(own, name, row) else {})
-            for row in report["entries"].values()
-            for name in [row["target"]]
-        ),
+    entries = []
+    for row in report["entries"].values():
+        paper = paper_rows.get(row["target"], {"topology": None})
+        in_paper = (row["topology"], row["dtype"]) == (paper["topology"], "bfloat16")
+        entries.append(row | (paper | {"tree": "10-8-60"} if in_paper else {"tree": "10-7-60"}))
+    entries.sort(
         key=lambda row: (
             targets.index(row["target"]),
             GENERATIONS.index(row["topology"].split(":")[0]),
             row["chips"],
-        ),
+        )
     )
     rows = [
         [
@@ -103,7 +104,3 @@ def plans() -> dict[str, Any]:
             row["floor_seconds"] > 3 * row["autoregressive_floor_seconds"] for row in mixture
         ),
     }
-
-
-def _is_own(own: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> bool:
-    return name in own and (row["topology"], row["dtype"]) == (own[name]["topology"], "bfloat16")

@@ -29,7 +29,7 @@ def show(name: str, cost: StepCost) -> None:
             f"{row.bundles / 1e3:>13.0f}{row.collectives:>13}"
         )
     print(
-        f"{1e3 * cost.low_seconds:.2f} .. {1e3 * cost.high_seconds:.2f} ms, of which bytes take "
+        f"{1e3 * cost.low_seconds:.2f} .. {1e3 * cost.high_seconds:.2f} ms; reading the bytes takes "
         f"{1e3 * cost.bytes_seconds:.2f} ms; {cost.launches} launches."
     )
 
@@ -44,9 +44,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096, help="slots of a row, all of them occupied")
-    parser.add_argument(
-        "--folder", type=Path, help="keep the dumps here, and reuse those that are here already"
-    )
+    parser.add_argument("--folder", type=Path, help="keep the dumps here, and reuse existing ones")
     parser.add_argument(
         "--overheads",
         nargs="*",
@@ -58,10 +56,8 @@ def main() -> None:
         folder = args.folder or Path(scratch)
         for draft in args.drafts:
             case = Case(draft, args.topology, args.dtype, args.model, batch=args.batch, context=args.context)
-            show(
-                f"{draft}, {args.model}, {args.dtype}, {args.topology}",
-                measure(case, folder / draft),
-            )
+            title = f"{draft}, {args.model}, {args.dtype}, {args.topology}"
+            show(title, measure(case, folder / draft))
         if args.overheads is not None:
             overheads.write_table(folder, args.overheads)
 

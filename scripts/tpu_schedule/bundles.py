@@ -138,34 +138,34 @@ class _Interpreter:
         self.looped: set[int] = set()
 
     def run(self) -> int:
-        count, at = 0, 0
+        count, position = 0, 0
         jump_at, jump_to = -1, -1
-        while at < len(self.bundles):
+        while position < len(self.bundles):
             count += 1
             if count == MOST_BUNDLES:
                 raise ValueError("a routine does not end")
-            for statement in self.bundles[at]:
+            for statement in self.bundles[position]:
                 if statement.operation == "sbr.rel":
-                    destination = self._branch(statement, at)
+                    destination = self._branch(statement, position)
                     if destination is not None:
-                        jump_at, jump_to = at + BRANCH_DELAY, destination
+                        jump_at, jump_to = position + BRANCH_DELAY, destination
                 else:
-                    self._execute(statement, at)
-            if at == jump_at:
-                at, jump_at = jump_to, -1
+                    self._execute(statement, position)
+            if position == jump_at:
+                position, jump_at = jump_to, -1
             else:
-                at += 1
+                position += 1
         return count
 
-    def _branch(self, statement: _Statement, at: int) -> int | None:
+    def _branch(self, statement: _Statement, position: int) -> int | None:
         """Return the target bundle of a branch, or None if the branch is not taken."""
         destination = self.regions.get(statement.operands[1])
-        taken = bool(self._value(statement.operands[0]))
-        if destination is not None and destination <= at:
-            (self.looped.add if taken else self.looped.discard)(destination)
-        return destination if taken else None
+        is_taken = bool(self._value(statement.operands[0]))
+        if destination is not None and destination <= position:
+            (self.looped.add if is_taken else self.looped.discard)(destination)
+        return destination if is_taken else None
 
-    def _execute(self, statement: _Statement, at: int) -> None:
+    def _execute(self, statement: _Statement, position: int) -> None:
         operation, result, operands = statement
         if operation == "sst":
             self.memory[self._address(result)] = self._value(operands[0])
@@ -173,7 +173,7 @@ class _Interpreter:
             address = self._address(operands[0])
             self.registers[result] = None if address is None else self.memory.get(address)
         elif operation == "sphi":
-            self.registers[result] = self._value(operands[at in self.looped])
+            self.registers[result] = self._value(operands[position in self.looped])
         else:
             self.registers[result] = _compute(operation, [self._value(text) for text in operands])
 

@@ -64,7 +64,7 @@ class Instruction:
     shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
     # The end of the line: attributes and metadata.
-    rest: str
+    tail: str
     is_root: bool
 
     @functools.cached_property
@@ -73,27 +73,27 @@ class Instruction:
         names = re.findall(
             r"(?:calls|body|condition|to_apply|called_computations?|true_computation|false_computation)"
             r"=\{?%([\w.\-]+)",
-            self.rest,
+            self.tail,
         )
-        for group in re.findall(r"branch_computations=\{([^}]*)\}", self.rest):
+        for group in re.findall(r"branch_computations=\{([^}]*)\}", self.tail):
             names += re.findall(r"%([\w.\-]+)", group)
         return tuple(names)
 
     def attribute(self, name: str) -> str:
         """Return the text after `name=`, up to the next comma or space, or ""."""
-        match = re.search(rf"\b{name}=\"?%?([^\s,\"]+)", self.rest)
+        match = re.search(rf"\b{name}=\"?%?([^\s,\"]+)", self.tail)
         return match[1] if match else ""
 
     @property
     def op_name(self) -> str:
         """The path of names under which JAX traced it, "" if the compiler created it."""
-        match = re.search(r'op_name="([^"]*)"', self.rest)
+        match = re.search(r'op_name="([^"]*)"', self.tail)
         return match[1] if match else ""
 
     @property
     def literal(self) -> int | None:
         """The value of an integer constant."""
-        match = re.match(r"(-?\d+)\b(?!\.)", self.rest)
+        match = re.match(r"(-?\d+)\b(?!\.)", self.tail)
         return int(match[1]) if match and self.opcode == "constant" else None
 
     @property
@@ -104,7 +104,7 @@ class Instruction:
     @property
     def aliased(self) -> tuple[int, ...]:
         """Indices of the results of a custom call that alias an operand."""
-        match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.rest)
+        match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.tail)
         return tuple(int(index) for index in re.findall(r"\{(\d+)\}: \(", match[1])) if match else ()
 
 
@@ -124,7 +124,7 @@ class Computation:
     def parameters(self) -> list[Instruction]:
         """Parameters in the order of their numbers."""
         parameters = [i for i in self.instructions.values() if i.opcode == "parameter"]
-        return sorted(parameters, key=lambda i: int(i.rest.partition(")")[0]))
+        return sorted(parameters, key=lambda i: int(i.tail.partition(")")[0]))
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -171,16 +171,16 @@ def _instruction(line: str) -> Instruction:
     head = re.match(r"\s+(ROOT )?%([\w.\-]+) = ", line)
     if head is None:
         raise ValueError(f"the program has a line that is not an instruction: {line.strip()[:60]}")
-    at = head.end()
-    end = _closing(line, at) if line[at] == "(" else line.index(" ", at)
+    start = head.end()
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
     opened = line.index("(", end)
     closed = _closing(line, opened)
     opcode, inside = line[end:opened].strip(), line[opened + 1 : closed - 1]
     # The parentheses of a parameter hold its number, and those of a constant its value.
     literal = opcode in ("parameter", "constant")
     operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
-    rest = line[opened + 1 :] if literal else line[closed:]
-    return Instruction(head[2], opcode, tuple(_shapes(line[at:end])), operands, rest, bool(head[1]))
+    tail = line[opened + 1 :] if literal else line[closed:]
+    return Instruction(head[2], opcode, tuple(_shapes(line[start:end])), operands, tail, bool(head[1]))
 
 
 def _closing(line: str, opened: int) -> int:

@@ -37,16 +37,16 @@ def write_table(folder: Path, names: Sequence[str]) -> None:
         chip = table["chips"].setdefault(generation, {"layers": {}, "drafts": {}})
         rows = {}
         for draft, kind in DRAFTS.items():
-            whole = dtype == "bfloat16"
-            if draft == "ngram" and not whole:
+            full_slice = dtype == "bfloat16"
+            if draft == "ngram" and not full_slice:
                 continue
-            case = Case(kind, slice_, dtype, layers=LAYERS, devices=None if whole else 1)
+            case = Case(kind, slice_, dtype, layers=LAYERS, devices=None if full_slice else 1)
             cost = measure(case, folder / f"{name}-{kind}")
-            tokens, layer, rest = overheads_of(cost, prepare(case), topology(slice_).bandwidth)
+            tokens, layer, step_overheads = overheads_of(cost, prepare(case), topology(slice_).bandwidth)
             rows.setdefault(str(tokens), layer)
-            if whole:
-                chip["drafts"][draft] = rest
-            print(name, kind, layer, rest, flush=True)
+            if full_slice:
+                chip["drafts"][draft] = step_overheads
+            print(name, kind, layer, step_overheads, flush=True)
         chip["layers"][dtype] = rows
         table["model"] = f"llama-3.1-8b, {LAYERS} layers, context 4096"
         table["measured"] = provenance("jaxlib", "libtpu")
@@ -70,19 +70,19 @@ def overheads_of(
         "stretch": max(1.0, layers.seconds / (work.bytes.layers / bandwidth)),
         "launches": layers.launches / work.num_layers,
     }
-    rest = {}
+    step_overheads = {}
     if work.passes:
         step = step.minus(drafting)
         beyond = max(0.0, drafting.seconds - work.bytes.draft / bandwidth)
-        rest["pass_seconds"] = beyond / work.passes
-        rest["pass_launches"] = drafting.launches / work.passes
-        rest["pass_collectives"] = drafting.collectives / work.passes
+        step_overheads["pass_seconds"] = beyond / work.passes
+        step_overheads["pass_launches"] = drafting.launches / work.passes
+        step_overheads["pass_collectives"] = drafting.collectives / work.passes
     else:
-        rest |= {"pass_seconds": 0.0, "pass_launches": 0.0, "pass_collectives": 0.0}
-    rest["step_seconds"] = max(0.0, step.seconds - work.bytes.unembed / bandwidth)
-    rest["step_launches"] = step.launches
-    rest["step_collectives"] = step.collectives
-    return work.tokens, _rounded(layer), _rounded(rest)
+        step_overheads |= {"pass_seconds": 0.0, "pass_launches": 0.0, "pass_collectives": 0.0}
+    step_overheads["step_seconds"] = max(0.0, step.seconds - work.bytes.unembed / bandwidth)
+    step_overheads["step_launches"] = step.launches
+    step_overheads["step_collectives"] = step.collectives
+    return work.tokens, _rounded(layer), _rounded(step_overheads)
 
 
 class _Total(NamedTuple):
@@ -98,8 +98,8 @@ class _Total(NamedTuple):
         seconds = sum(cost.seconds[part] for part in parts) - sum(row.collective_seconds for row in rows)
         return cls(seconds, sum(row.launches for row in rows), sum(row.collectives for row in rows))
 
-    def minus(self, other: _Total) -> _Total:
-        return _Total(*(a - b for a, b in zip(self, other, strict=True)))
+    def minus(self, part: _Total) -> _Total:
+        return _Total(*(a - b for a, b in zip(self, part, strict=True)))
 
 
 def _rounded(row: dict[str, float]) -> dict[str, float]:

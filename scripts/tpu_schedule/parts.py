@@ -26,11 +26,11 @@ def part(op_name: str) -> str | None:
 def part_of(module: Module, computation: Computation, instruction: Instruction) -> str:
     """Return the part of an instruction: its own, else that of the nearest user, else that of the nearest operand."""
 
-    def users(other: Instruction) -> list[Instruction]:
-        return computation.users[other.name]
+    def users(node: Instruction) -> list[Instruction]:
+        return computation.users[node.name]
 
-    def operands(other: Instruction) -> list[Instruction]:
-        return [computation.instructions[name] for name in other.operands]
+    def operands(node: Instruction) -> list[Instruction]:
+        return [computation.instructions[name] for name in node.operands]
 
     return _nearest(module, instruction, users) or _nearest(module, instruction, operands) or OTHER
 
@@ -39,7 +39,7 @@ def _nearest(
     module: Module, instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
 ) -> str | None:
     """Search breadth first. The search ends at loops and tuples, which connect everything to everything."""
-    seen = {instruction.name}
+    visited = {instruction.name}
     layer = [instruction]
     while layer:
         following = []
@@ -47,10 +47,10 @@ def _nearest(
             name = _named(module, current)
             if name is not None:
                 return name
-            for other in neighbours(current):
-                if other.name not in seen and other.opcode not in _UNRELATED:
-                    seen.add(other.name)
-                    following.append(other)
+            for neighbour in neighbours(current):
+                if neighbour.name not in visited and neighbour.opcode not in _UNRELATED:
+                    visited.add(neighbour.name)
+                    following.append(neighbour)
         layer = following
     return None
 

@@ -185,7 +185,7 @@ class Reader:
             is_launch=(called or collective) and not copy,
             sent=sent,
             received=received,
-            devices=_group_size(instruction.rest) if collective else 0,
+            devices=_group_size(instruction.tail) if collective else 0,
         )
 
     def routine(self, computation: Computation, instruction: Instruction) -> Routine:
@@ -204,7 +204,7 @@ class Reader:
         for name in instruction.calls:
             body = self.module.computations[name]
             bodies.append([self.fingerprint(body, inner) for inner in body.instructions.values()])
-        attributes = re.split(r", (?:metadata|backend_config|frontend_attributes)=", instruction.rest)[0]
+        attributes = re.split(r", (?:metadata|backend_config|frontend_attributes)=", instruction.tail)[0]
         attributes = re.sub(r"(%[\w.\-]+|channel_id=\d+)", "", attributes)
         return f"{_signature(computation, instruction)} {attributes} {bodies}"
 
@@ -231,8 +231,8 @@ class Reader:
             if instruction.opcode == "fusion":
                 blocks += self.blocks(self.module.computations[instruction.calls[0]])
             elif instruction.opcode == "dynamic-slice":
-                whole = computation.instructions[instruction.operands[0]].shapes[0].dims
-                pairs = zip(whole, instruction.shapes[0].dims, strict=True)
+                axes = computation.instructions[instruction.operands[0]].shapes[0].dims
+                pairs = zip(axes, instruction.shapes[0].dims, strict=True)
                 sliced = [(axis, size) for axis, size in pairs if axis != size]
                 if len(sliced) == 1 and sliced[0][1] >= 128:
                     blocks += sliced

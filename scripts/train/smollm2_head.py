@@ -12,8 +12,8 @@
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
         --output heads/smollm2
 
-`texts` are conversations written by others, which the target only reads; this costs a fifth of letting it write. The
-first head was trained that way. The head that ships was then trained on the target's own answers:
+`texts` are conversations by other authors, which the target only reads; this costs a fifth of generating them. The
+first head was trained on them. The head that ships was then trained on the target's own answers:
 
     python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
     # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import itertools
 import json
 import lzma
@@ -44,12 +45,22 @@ from scripts import common
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TURN = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
+TASKS = (
+    "Summarize:",
+    "Continue this story:",
+    "What happens in this passage?",
+    "Rewrite this in plain English:",
+)
+"""Tasks about a passage."""
+
+
+def gsm8k(folder: Path) -> Iterator[dict[str, str]]:
+    with lzma.open(folder / "gsm8k_train.jsonl.xz", "rt") as file:
+        yield from map(json.loads, file)
 
 
 def problems(folder: Path) -> Iterator[str]:
-    with lzma.open(folder / "gsm8k_train.jsonl.xz", "rt") as file:
-        for line in file:
-            yield json.loads(line)["question"]
+    return (row["question"] for row in gsm8k(folder))
 
 
 def dialogues(folder: Path) -> Iterator[str]:
@@ -63,40 +74,44 @@ def dialogues(folder: Path) -> Iterator[str]:
 
 
 def passages(folder: Path) -> Iterator[str]:
-    asked = (
-        "Summarize: ",
-        "Continue this story: ",
-        "What happens in this passage? ",
-        "Rewrite this in plain English: ",
-    )
-    for number, book in enumerate(data.documents(folder / "100_english_novels.txt.xz")):
-        paragraphs = [" ".join(p.split()) for p in book.split("\n\n")]
-        chosen = [p for p in paragraphs if 300 < len(p) < 900][number::97]
-        for place, text in enumerate(chosen):
-            yield asked[place % len(asked)] + text
+    for number, paragraphs in enumerate(novels(folder)):
+        candidates = [p for p in paragraphs if 300 < len(p) < 900]
+        for task, text in zip(itertools.cycle(TASKS), candidates[number::97], strict=False):
+            yield f"{task} {text}"
 
 
-def stories(folder: Path) -> Iterator[str]:
+def novels(folder: Path) -> Iterator[list[str]]:
+    """Yield the paragraphs of each novel."""
+    for book in data.documents(folder / "100_english_novels.txt.xz"):
+        yield [" ".join(paragraph.split()) for paragraph in book.split("\n\n")]
+
+
+def openings(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield (task, story). The task contains the first sentence of the story."""
     for text in data.documents(folder / "tinystories_train.txt.xz"):
         first = text.strip().split(". ")[0]
         if len(first) < 200:
-            yield f"Write a short story that begins like this: {first}."
+            yield f"Write a short story that begins like this: {first}.", text.strip()
+
+
+def stories(folder: Path) -> Iterator[str]:
+    return (task for task, _ in openings(folder))
 
 
 def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, task, head with docstring, whole code) of functions with a docstring."""
     for text in data.documents(folder / "thealgorithms_python.txt.xz"):
         try:
-            found = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+            functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
         except (SyntaxError, ValueError):
             continue
         lines = text.splitlines()
-        for node in found:
-            says = ast.get_docstring(node)
-            if says and 60 < len(says) < 600:
+        for node in functions:
+            docstring = ast.get_docstring(node)
+            if docstring and 60 < len(docstring) < 600:
                 head = "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])
-                whole = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                yield node.name, re.split(r"\n\s*\n|>>>", says)[0].strip(), head, whole
+                code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                yield node.name, re.split(r"\n\s*\n|>>>", docstring)[0].strip(), head, code
 
 
 def functions(folder: Path) -> Iterator[str]:
@@ -112,24 +127,15 @@ def functions(folder: Path) -> Iterator[str]:
 SOURCES = {problems: 0.35, dialogues: 0.15, passages: 0.25, stories: 0.05, functions: 0.2}
 
 
-def sources(args: argparse.Namespace) -> None:
-    """Write prompts made from the training data, in a fixed random order."""
-    mix(args, SOURCES)
-
-
-def texts(args: argparse.Namespace) -> None:
-    """Write conversations made from the training data, without prompts of users. It is cheap: nothing is generated."""
-    mix(args, TEXTS)
-
-
-def mix(args: argparse.Namespace, parts: dict[Callable[[Path], Iterator[str]], float]) -> None:
-    draw, found = random.Random(args.seed), []
+def mix(parts: dict[Callable[[Path], Iterator[str]], float], args: argparse.Namespace) -> None:
+    """Write prompts of each part in a fixed random order, in proportion to the shares of the parts."""
+    rng, prompts = random.Random(args.seed), []
     for source, share in parts.items():
-        every = list(source(args.data))
-        draw.shuffle(every)
-        found += every[: round(share * args.count)]
-    draw.shuffle(found)
-    write(args.output, found)
+        documents = list(source(args.data))
+        rng.shuffle(documents)
+        prompts += documents[: round(share * args.count)]
+    rng.shuffle(prompts)
+    write(args.output, prompts)
 
 
 def chat(*turns: str) -> str:
@@ -141,11 +147,9 @@ def chat(*turns: str) -> str:
 
 
 def worked(folder: Path) -> Iterator[str]:
-    with lzma.open(folder / "gsm8k_train.jsonl.xz", "rt") as file:
-        for line in file:
-            row = json.loads(line)
-            answer = re.sub(r"<<.*?>>", "", row["answer"]).replace("####", "The answer is")
-            yield chat(row["question"], answer)
+    for row in gsm8k(folder):
+        answer = re.sub(r"<<.*?>>", "", row["answer"]).replace("####", "The answer is")
+        yield chat(row["question"], answer)
 
 
 def turns(folder: Path) -> Iterator[str]:
@@ -153,19 +157,15 @@ def turns(folder: Path) -> Iterator[str]:
         yield chat(*(line.partition(": ")[2] for line in text.splitlines()))
 
 
-def told(folder: Path) -> Iterator[str]:
-    for text in data.documents(folder / "tinystories_train.txt.xz"):
-        first = text.strip().split(". ")[0]
-        if len(first) < 200:
-            yield chat(f"Write a short story that begins like this: {first}.", text.strip())
+def narrated(folder: Path) -> Iterator[str]:
+    return (chat(task, story) for task, story in openings(folder))
 
 
 def continued(folder: Path) -> Iterator[str]:
-    for number, book in enumerate(data.documents(folder / "100_english_novels.txt.xz")):
-        paragraphs = [" ".join(p.split()) for p in book.split("\n\n")]
-        chosen = [(a, b) for a, b in itertools.pairwise(paragraphs) if min(len(a), len(b)) > 200]
-        for before, after in chosen[number::61]:
-            yield chat(f"Continue this story: {before[:800]}", after[:1200])
+    for number, paragraphs in enumerate(novels(folder)):
+        pairs = [pair for pair in itertools.pairwise(paragraphs) if min(map(len, pair)) > 200]
+        for passage, continuation in pairs[number::61]:
+            yield chat(f"Continue this story: {passage[:800]}", continuation[:1200])
 
 
 def written(folder: Path) -> Iterator[str]:
@@ -173,37 +173,33 @@ def written(folder: Path) -> Iterator[str]:
         yield chat(f"Write a Python function `{name}`. {task}", f"```python\n{code}\n```")
 
 
-TEXTS = {worked: 0.3, turns: 0.15, told: 0.15, continued: 0.2, written: 0.2}
+TEXTS = {worked: 0.3, turns: 0.15, narrated: 0.15, continued: 0.2, written: 0.2}
 
 
-def own(args: argparse.Namespace) -> None:
+def own_turns(args: argparse.Namespace) -> None:
     """Write user turns that the model generates itself (Magpie, arXiv 2406.08464), which resemble its tuning data."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")
-    begun = target.tokenizer(TURN, add_special_tokens=False).input_ids
+    prompt = target.tokenizer(TURN, add_special_tokens=False).input_ids
     args.output.parent.mkdir(parents=True, exist_ok=True)
     step = 8 * args.batch_size
     for first in range(0, args.count, step):
         count = min(step, args.count - first)
-        made = mj.generate(
-            target,
-            "none",
-            [begun] * count,
-            temperature=1.0,
-            seed=[args.seed + first + i for i in range(count)],
-            max_new_tokens=96,
+        seeds = [args.seed + first + i for i in range(count)]
+        output = mj.generate(
+            target, "none", [prompt] * count, temperature=1.0, seed=seeds, max_new_tokens=96,
             batch_size=args.batch_size,
-        )
+        )  # fmt: skip
         # A turn that does not end is rarely a user turn.
-        ended = [c.text.strip() for c in made.completions if c.finish_reason == "stop"]
+        ended = [c.text.strip() for c in output.completions if c.finish_reason == "stop"]
         turns = [text for text in (t.replace("<|im_end|>", "").strip() for t in ended) if len(text) > 8]
         write(args.output, turns, mode="a")
         print(f"{first + count} of {args.count}", flush=True)
 
 
 def widen(args: argparse.Namespace) -> None:
-    """Write a head with a draft vocabulary chosen by the target's answers; new rows start as the target's own."""
+    """Write a head with a draft vocabulary chosen by the target's answers; new rows start as the target's."""
     import dataclasses
 
     import numpy as np
@@ -219,8 +215,8 @@ def widen(args: argparse.Namespace) -> None:
     for path in features.shards(args.features)[1:]:  # the first is held out
         shard = features.read_shard(path)
         best = np.asarray(shard.top)[shard.segments != features.PADDING]
-        for place, weight in enumerate((1.0, 0.3)):
-            counts += weight * np.bincount(best[:, place], minlength=vocab)
+        for rank, weight in enumerate((1.0, 0.3)):
+            counts += weight * np.bincount(best[:, rank], minlength=vocab)
     counts[list(target.stop_tokens)] = np.inf
     ids = np.sort(np.argsort(-counts, kind="stable")[: args.count]).astype(np.int32)
     rows = np.array(target.params["embed"], np.float32)
@@ -236,7 +232,7 @@ INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
 
 
 def tau(args: argparse.Namespace) -> None:
-    """Measure tokens per target forward, bonus token included, in float32 on instructions that no head has read."""
+    """Measure tokens per target forward, bonus token included, in float32 on instructions unseen in training."""
     import numpy as np
 
     import mars_jax as mj
@@ -255,24 +251,28 @@ def tau(args: argparse.Namespace) -> None:
         for _, ids in margins.prompts(target, file, count, args.longest)
     ]
     shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": Dynamic(10, 8, 60)}}
-    report = common.kept(args.output) or {"prompts": len(prompts), "new_tokens": args.new_tokens, "heads": {}}
+    report = common.earlier_report(args.output) or {
+        "prompts": len(prompts),
+        "new_tokens": args.new_tokens,
+        "heads": {},
+    }
     report |= common.provenance(data=files, target=target.params)
-    asked = {
+    requests = {
         t: make_requests(target, prompts, temperature=t, max_new_tokens=args.new_tokens) for t in (0.0, 1.0)
     }
     rules = {"exact": verify.exact(), "mars(0.9)": verify.mars(theta=0.9)}
-    cases = [("chain of 3", rule, t) for rule in rules for t in asked] + [("tree 10-8-60", "exact", 0.0)]
+    cases = [("chain of 3", rule, t) for rule in rules for t in requests] + [("tree 10-8-60", "exact", 0.0)]
     for head in args.heads:
-        found = report["heads"].setdefault(Path(head).name if Path(head).exists() else head, {})
+        figures = report["heads"].setdefault(Path(head).name if Path(head).exists() else head, {})
         for shape, rule, t in cases:
             name = f"{shape}, {rule}, temperature {t:g}"
-            if name in found:
+            if name in figures:
                 continue
             drafter = drafters.load(f"eagle:{head}", target, **shapes[shape])
-            done = Session.of(target, drafter, rules[rule], batch_size=args.batch_size).decode(asked[t])
-            counts = np.array([[len(x.tokens), x.metrics.steps] for x in done.completions], np.float64)
-            found[name] = common.stamp() | {"tau": ratio_of_sums(counts[:, 0], counts[:, 1])}
-            print(head, name, found[name]["tau"], flush=True)
+            output = Session.of(target, drafter, rules[rule], batch_size=args.batch_size).decode(requests[t])
+            counts = np.array([[len(x.tokens), x.metrics.steps] for x in output.completions], np.float64)
+            figures[name] = common.stamp() | {"tau": ratio_of_sums(counts[:, 0], counts[:, 1])}
+            print(head, name, figures[name]["tau"], flush=True)
             common.write(args.output, report)
 
 
@@ -284,7 +284,9 @@ def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("what", choices=("texts", "sources", "own", "tau", "widen"))
+    parts = {"texts": functools.partial(mix, TEXTS), "sources": functools.partial(mix, SOURCES)}
+    parts |= {"own": own_turns, "tau": tau, "widen": widen}
+    parser.add_argument("part", choices=parts)
     parser.add_argument(
         "--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others; tau: of alpaca.jsonl.xz"
     )
@@ -297,13 +299,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    {
-        "texts": texts,
-        "sources": sources,
-        "own": own,
-        "tau": tau,
-        "widen": widen,
-    }[args.what](args)
+    parts[args.part](args)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,8 @@ SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07
 # The target's second stage. After the first one, the target copies every number and chooses every operation of a word
 # problem correctly, but half of its sums and differences are wrong. Word problems would need many more tokens.
 REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
-LENGTHS = {
-    256: 0.95,
-    CONTEXT: 0.05,
-}  # rows of 256 tokens, whose attention is cheap, and of 1024 at the very end
+# Rows of 256 tokens, whose attention is cheap, and of 1024 at the very end.
+LENGTHS = {256: 0.95, CONTEXT: 0.05}
 # A draft learns from many small steps. For the target, Muon's matrix products would make small steps too expensive.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
@@ -229,9 +227,8 @@ def main() -> None:
     streams = {name: data.make_stream(documents, tokenizer) for name, documents in sources.items()}
     for name, s in streams.items():
         size = sum(len(t.encode()) for t in sources[name])
-        print(
-            f"{name}: {len(sources[name]):,} documents, {len(s.tokens):,} tokens, {size / len(s.tokens):.2f} bytes each"
-        )
+        tokens = len(s.tokens)
+        print(f"{name}: {len(sources[name]):,} documents, {tokens:,} tokens, {size / tokens:.2f} bytes each")
     del sources
 
     def train(name, init, loss, shares, tokens, size, *, seed=args.seed, teacher=()):
@@ -249,28 +246,15 @@ def main() -> None:
 
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
-    again = functools.partial(jax.tree.map, jnp.array, target)
+    trained = functools.partial(jax.tree.map, jnp.array, target)
+    # Another order of the text: mostly rows that the first stage did not reach.
     target = train(
-        "refine",
-        again,
-        target_loss,
-        REFINE_SHARES,
-        args.refine_tokens,
-        TARGET_STEP,
-        seed=args.seed + 1,  # another order of the text: mostly rows that the first stage did not reach
+        "refine", trained, target_loss, REFINE_SHARES, args.refine_tokens, TARGET_STEP, seed=args.seed + 1
     )
     export(args, "target", TARGET, target)
     teacher = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
     taught = functools.partial(initial_draft, target, args.seed)
-    draft = train(
-        "draft",
-        taught,
-        draft_loss,
-        SHARES,
-        args.draft_tokens,
-        DRAFT_STEP,
-        teacher=teacher,
-    )
+    draft = train("draft", taught, draft_loss, SHARES, args.draft_tokens, DRAFT_STEP, teacher=teacher)
     export(args, "draft", DRAFT, draft)
 
     if not args.eagle3_tokens:
@@ -296,10 +280,7 @@ def main() -> None:
         learning_rate=args.learning_rate,
         seed=args.seed + 2,
     )
-    low = {
-        name: x if name == "ids" else jax.tree.map(lambda w: w.astype(jnp.bfloat16), x)
-        for name, x in head.items()
-    }
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head) | {"ids": head["ids"]}
     hub.save_eagle(args.export / "eagle3", apprentice.config, low, overwrite=True)
 
 

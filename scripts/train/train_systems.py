@@ -25,12 +25,12 @@ from scripts import common
 from scripts.arithmetic import generator
 from scripts.train.train_embedded import dialogues, problems
 
-KEPT = (0, 5)
+COPIED = (0, 5)
 """Layers of the target that initialise the proxy."""
 
 
 def text(args: argparse.Namespace) -> None:
-    """Write a text of about three fifths stories, a quarter arithmetic and the rest dialogues, by tokens."""
+    """Write a text of about three fifths stories, a quarter arithmetic and the remainder dialogues, by tokens."""
     mixed = [t for path in args.stories for t in itertools.islice(data.documents(path), args.count)]
     mixed += problems(args.count)
     mixed += generator.drill(args.count // 10)
@@ -44,9 +44,11 @@ def text(args: argparse.Namespace) -> None:
 def proxy(args: argparse.Namespace) -> None:
     target = hub.load("tiny/target", dtype="float32")
     config = dataclasses.replace(
-        target.config, num_layers=len(KEPT), windows=tuple(target.config.windows[i] for i in KEPT)
+        target.config,
+        num_layers=len(COPIED),
+        windows=tuple(target.config.windows[i] for i in COPIED),
     )
-    layers = tuple(target.params["layers"][i] for i in KEPT)
+    layers = tuple(target.params["layers"][i] for i in COPIED)
     hub.save(args.output, config, {**target.params, "layers": layers})
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(Path(resolve("tiny/target")) / name, args.output)
@@ -55,15 +57,15 @@ def proxy(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True)
-    made = commands.add_parser("text")
-    made.add_argument("--stories", type=Path, nargs="+", required=True, metavar="FILE")
-    made.add_argument("--dialogues", type=Path, nargs="+", required=True, metavar="FILE")
-    made.add_argument("--count", type=int, default=12_000, help="stories, and as many problems")
-    made.add_argument("--output", type=Path, required=True)
-    made.set_defaults(run=text)
-    made = commands.add_parser("proxy")
-    made.add_argument("--output", type=Path, required=True)
-    made.set_defaults(run=proxy)
+    command = commands.add_parser("text")
+    command.add_argument("--stories", type=Path, nargs="+", required=True, metavar="FILE")
+    command.add_argument("--dialogues", type=Path, nargs="+", required=True, metavar="FILE")
+    command.add_argument("--count", type=int, default=12_000, help="stories, and as many problems")
+    command.add_argument("--output", type=Path, required=True)
+    command.set_defaults(run=text)
+    command = commands.add_parser("proxy")
+    command.add_argument("--output", type=Path, required=True)
+    command.set_defaults(run=proxy)
     args = parser.parse_args()
     args.run(args)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import lzma
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from mars_jax.serve.session import Session
 from scripts import common
 from scripts.rules_compared import eval_rules
 from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
-from scripts.rules_compared.rules_report import score_of, spread, sums, tau_of, weights
+from scripts.rules_compared.rules_report import Rows, Sums, key_of, score_of, spread, sums, tau_of, weights
 
 CHEAP = {"chain": 0.05, "ngram": 0.01}
 """Cost of a drafted token in plain steps on a memory-bound accelerator: with a draft as small as an EAGLE head, and at
@@ -62,6 +63,11 @@ class Task:
     new_tokens: int
     chat: bool = True
 
+    @property
+    def scored(self) -> range:
+        """Positions of the scored prompts."""
+        return range(self.choose, self.choose + self.score)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
@@ -74,7 +80,7 @@ class Study:
     clocked: str
     rows: int = BATCH  # decoded in one batch
     ngram: tuple[int, ...] = ()  # draft lengths of n-grams, one more lossless arm
-    more: bool = False  # adds the rules that MARS is compared with elsewhere
+    extra_rules: bool = False  # adds the rules that MARS is compared with elsewhere
 
     def lengths_of(self, arm: Arm) -> tuple[int, ...]:
         return self.ngram if arm.draft == "ngram" else self.lengths
@@ -86,9 +92,9 @@ def _stories(data: Path) -> Problems:
 
 def _jsonl(data: Path, name: str) -> Problems:
     """Return the short problems in a fixed random order, then the long ones in another."""
-    found = read_problems(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
+    problems = read_problems(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
     parts: tuple[list[Problem], list[Problem]] = [], []
-    for problem in found:
+    for problem in problems:
         parts[len(problem.turns[0]) >= LONGEST].append(problem)
     return [part[i] for part in parts for i in np.random.default_rng(0).permutation(len(part))]
 
@@ -111,11 +117,9 @@ def _mixed(data: Path) -> Problems:
 
 def _news(data: Path) -> Problems:
     """Return the shorter articles in a fixed random order: SmolLM2 reads up to 900 tokens of them."""
-    found = sorted(
-        read_problems("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True),
-        key=lambda p: len(p.turns[0]),
-    )
-    return [found[i] for i in np.random.default_rng(0).permutation(52)]
+    articles = read_problems("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True)
+    articles = sorted(articles, key=lambda article: len(article.turns[0]))
+    return [articles[i] for i in np.random.default_rng(0).permutation(52)]
 
 
 EMBEDDED = {
@@ -136,7 +140,7 @@ ANSWERED = {
 STUDIES = {
     "model": Study(
         target=assets.TARGET, draft=f"model:{assets.DRAFT}", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
-        clocked="stories", more=True,
+        clocked="stories", extra_rules=True,
     ),
     "head": Study(
         target=assets.TARGET, draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
@@ -191,15 +195,15 @@ class Pair:
             seed=[number for number, _ in group],
             max_new_tokens=self.study.tasks[task].new_tokens,
         )
-        done = self.using(arm).decode(requests).completions
-        log_q: list[np.ndarray | None] = [None] * len(done)
+        completions = self.using(arm).decode(requests).completions
+        log_q: list[np.ndarray | None] = [None] * len(completions)
         if self.draft is not None:
-            texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
+            texts = [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)]
             scored = likelihood.score(self.draft, texts, rows=BATCH)
             log_q = [s.log_p[len(p) - 1 :] for s, p in zip(scored, prompts, strict=True)]
         key = {"task": task, "temperature": temperature, "draft": arm.draft, "arm": arm.name}
         rows = []
-        for (number, problem), completion, q in zip(group, done, log_q, strict=True):
+        for (number, problem), completion, q in zip(group, completions, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
             if problem.metric == "bleu":  # BLEU has no sentence score
                 row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
@@ -216,14 +220,19 @@ def arms(study: Study, temperature: float) -> list[Arm]:
     mars = swept("mars", "chain", [{"theta": 0.9}])
     gap = {"theta": 1.0, "margin": "gap"}
     if temperature == 0:
-        more = [
+        extra = [
             *swept("mars", "chain", [gap], family="mars (gap)"),
             *swept("typical", "chain", [{"epsilon": 0.09, "delta": 0.3}]),
         ]
-        return [*exact, *mars, *swept("topk", "chain", [{"delta": 1.2}]), *(more if study.more else [])]
-    over = functools.partial(swept, "mars", "chain", **drawn)
-    more = [
-        *over([gap | {"base": "rejection"}], family="mars (gap) over rejection"),
+        return [
+            *exact,
+            *mars,
+            *swept("topk", "chain", [{"delta": 1.2}]),
+            *(extra if study.extra_rules else []),
+        ]
+    mars_over = functools.partial(swept, "mars", "chain", **drawn)
+    extra = [
+        *mars_over([gap | {"base": "rejection"}], family="mars (gap) over rejection"),
         *swept("mentored", "chain", [{"bound": 0.05}], **drawn),
         *swept("fuzzy", "chain", [{"bound": 0.1}], **drawn),
         *(
@@ -236,8 +245,8 @@ def arms(study: Study, temperature: float) -> list[Arm]:
         *swept("rejection", "chain", [{}], **drawn),
         *swept("rejection", "chain", [{"block": True}], family="block", **drawn),
         *mars,
-        *over([{"theta": 0.9, "base": "rejection"}], family="mars over rejection"),
-        *(more if study.more else []),
+        *mars_over([{"theta": 0.9, "base": "rejection"}], family="mars over rejection"),
+        *(extra if study.extra_rules else []),
     ]
 
 
@@ -263,189 +272,171 @@ def time_steps(study: Study) -> dict[str, Any]:
     """Time a step at batch 1 of plain decoding and of each length, in turns, after a prompt of two tokens."""
     pair = Pair(study, 1)
     prompt = pair.target.encode("Once upon a time")[:2]
-    ways: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     steps: dict[str, int] = {}
-    names = [
-        *("plain", *(f"{kind} {n}" for n in study.lengths for kind in ("greedy", "drawn"))),
-        *(f"ngram {n}" for n in study.ngram),
-    ]
+    names = ["plain", *(f"{kind} {n}" for n in study.lengths for kind in ("greedy", "drawn"))]
+    names += [f"ngram {n}" for n in study.ngram]
     for name in names:
         kind, _, length = name.partition(" ")
         drawn = kind == "drawn"
         draft = {"plain": "none", "ngram": name}.get(kind, f"chain {length}")
         [arm] = swept("rejection" if drawn else "exact", draft, [{}], sampled=drawn)
-        asked = mj.make_requests(
+        requests = mj.make_requests(
             pair.target, [prompt], max_new_tokens=192, ignore_eos=True, temperature=float(drawn)
         )
-        alone = pair.using(arm)
+        session = pair.using(arm)
 
-        def way(name: str = name, alone: Any = alone, asked: Any = asked) -> None:
-            steps[name] = alone.decode(asked).metrics.steps
+        def run(name: str = name, session: Session = session, requests: Any = requests) -> None:
+            steps[name] = session.decode(requests).metrics.steps
 
-        ways[name] = way
-    taken = common.in_turns(ways, TURNS)
-    per_step = {name: found / steps[name] for name, found in taken.items()}
+        runs[name] = run
+    per_step = {name: times / steps[name] for name, times in common.in_turns(runs, TURNS).items()}
     return {
-        name: {"ms": float(np.median(found) * 1e3), "over_plain": common.ratio(found, per_step["plain"])}
-        for name, found in per_step.items()
+        name: {"ms": float(np.median(times) * 1e3), "over_plain": common.ratio(times, per_step["plain"])}
+        for name, times in per_step.items()
     }
 
 
-def check(
-    study: Study, data: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def check(study: Study, data: Path, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure 30 prompts at batch 1 relative to plain decoding, next to the prediction from tau and costs."""
     pair, task = Pair(study, 1), study.tasks[study.clocked]
-    some = pair.prompts(study.clocked, task.read(data)[-30:])
-    found = []
+    prompts = pair.prompts(study.clocked, task.read(data)[-30:])
+    comparisons = []
     for choice in choices(study, rows, costs):
         temperature, n = choice["temperature"], choice["best"]["this CPU"]
         if choice["task"] != study.clocked or (choice["arm"], temperature) not in TIMED:
             continue
         arm = sized(choice["kind"], n)
-        asked = [
+        requests = [
             mj.make_requests(
-                pair.target, [p], max_new_tokens=task.new_tokens, temperature=temperature, seed=i
+                pair.target, [prompt], max_new_tokens=task.new_tokens, temperature=temperature, seed=i
             )
-            for i, p in enumerate(some)
+            for i, prompt in enumerate(prompts)
         ]
-        ways = {
-            "plain": pair.session("none").using(mj.verify.load("exact", pair.target)),
-            "arm": pair.using(arm),
-        }
+        plain = pair.session("none").using(mj.verify.load("exact", pair.target))
+        sessions = {"plain": plain, "arm": pair.using(arm)}
         counts: dict[str, tuple[int, int]] = {}
 
-        def way(name: str, ways: Any = ways, asked: Any = asked, counts: Any = counts) -> None:
-            said = [ways[name].decode(one).metrics for one in asked]
-            counts[name] = sum(m.steps for m in said), sum(m.emitted for m in said)
+        def run(name: str, sessions: Any = sessions, requests: Any = requests, counts: Any = counts) -> None:
+            metrics = [sessions[name].decode(request).metrics for request in requests]
+            counts[name] = sum(m.steps for m in metrics), sum(m.emitted for m in metrics)
 
-        taken = common.in_turns({name: functools.partial(way, name) for name in ways}, TURNS - 2)
-        per_token = {name: seconds / counts[name][1] for name, seconds in taken.items()}
+        times = common.in_turns({name: functools.partial(run, name) for name in sessions}, TURNS - 2)
+        per_token = {name: seconds / counts[name][1] for name, seconds in times.items()}
         tau = counts["arm"][1] / counts["arm"][0]
-        found.append(
-            {
-                "temperature": temperature,
-                "arm": choice["arm"],
-                "length": n,
-                "tau": tau,
-                "steps": counts["arm"][0],
-                "foretold": tau / step_costs(study, costs, choice["kind"])["this CPU"][n],
-                "timed": common.ratio(per_token["plain"], per_token["arm"]),
-            }
-        )
-        print(found[-1], flush=True)
-    return found
+        row = {
+            "temperature": temperature,
+            "arm": choice["arm"],
+            "length": n,
+            "tau": tau,
+            "steps": counts["arm"][0],
+            "foretold": tau / step_costs(study, costs, choice["kind"])["this CPU"][n],
+            "timed": common.ratio(per_token["plain"], per_token["arm"]),
+        }
+        comparisons.append(row)
+        print(row, flush=True)
+    return comparisons
 
 
-def choices(
-    study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
+def choices(study: Study, rows: Rows, costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield, for each task, temperature and arm, tau by length, and the best length by device."""
-    for task, asked in study.tasks.items():
-        for temperature in (0.0, 1.0):
-            for kind in arms(study, temperature):
-                taus = {}
-                for n in study.lengths_of(kind):
-                    mine = of(rows, task, temperature, sized(kind, n), range(asked.choose))
-                    taus[n] = float(tau_of(mine, np.ones((1, asked.choose)))[0])
-                where = step_costs(study, costs, kind)
-                yield {
-                    "task": task,
-                    "temperature": temperature,
-                    "arm": kind.name,
-                    "lossless": kind.spec in LOSSLESS,
-                    "kind": kind,
-                    "taus": taus,
-                    "best": {name: best(taus, found) for name, found in where.items()},
-                }
+    for (name, task), temperature in itertools.product(study.tasks.items(), (0.0, 1.0)):
+        for arm in arms(study, temperature):
+            taus = {}
+            for n in study.lengths_of(arm):
+                arm_sums = sums_of(rows, name, temperature, sized(arm, n), range(task.choose))
+                taus[n] = float(tau_of(arm_sums, np.ones((1, task.choose)))[0])
+            device_costs = step_costs(study, costs, arm).items()
+            yield {
+                "task": name,
+                "temperature": temperature,
+                "arm": arm.name,
+                "lossless": arm.spec in LOSSLESS,
+                "kind": arm,
+                "taus": taus,
+                "best": {device: best(taus, by_length) for device, by_length in device_costs},
+            }
 
 
-def of(rows: Sequence[Mapping[str, Any]], task: str, temperature: float, arm: Arm, ids: range) -> Any:
+def sums_of(rows: Rows, task: str, temperature: float, arm: Arm, ids: range) -> Sums:
     key = (task, temperature, arm.draft, arm.name)
-    mine = [r for r in rows if (r["task"], r["temperature"], r["draft"], r["arm"]) == key and r["id"] in ids]
-    return sums([{**r, "id": r["id"] - ids.start} for r in mine])
+    arm_rows = [row for row in rows if key_of(row) == key and row["id"] in ids]
+    return sums([{**row, "id": row["id"] - ids.start} for row in arm_rows])
 
 
 def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
-    """Append all missing rows, those that choose lengths first."""
+    """Append all missing rows. Those that choose lengths come first."""
     pair = Pair(study, study.rows)
     problems = {name: task.read(data) for name, task in study.tasks.items()}
 
     def fill(task: str, temperature: float, arm: Arm, ids: range) -> None:
-        have = {
-            row["id"]
-            for row in eval_rules.read_rows(file)
-            if (row["task"], row["temperature"], row["draft"], row["arm"])
-            == (task, temperature, arm.draft, arm.name)
-        }
+        key = (task, temperature, arm.draft, arm.name)
+        have = {row["id"] for row in eval_rules.read_rows(file) if key_of(row) == key}
         missing = [(i, problems[task][i]) for i in ids if i not in have]
         # Prompts of similar length share a compilation.
-        missing.sort(key=lambda found: len(found[1].turns[0]))
+        missing.sort(key=lambda numbered: len(numbered[1].turns[0]))
         for first in range(0, len(missing), study.rows):
-            made = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])
+            decoded = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])
             with file.open("a", encoding="utf-8") as out:
-                out.writelines(json.dumps(row) + "\n" for row in made)
+                out.writelines(json.dumps(row) + "\n" for row in decoded)
         print(f"{task} {temperature:g} {arm.draft} {arm.name}: {len(missing)} rows", flush=True)
 
     for temperature in (0.0, 1.0):
-        for kind in arms(study, temperature):
-            for n in study.lengths_of(kind):
-                for task, asked in study.tasks.items():
-                    fill(task, temperature, sized(kind, n), range(asked.choose))
+        for arm in arms(study, temperature):
+            for n in study.lengths_of(arm):
+                for name, task in study.tasks.items():
+                    fill(name, temperature, sized(arm, n), range(task.choose))
     for choice in list(choices(study, eval_rules.read_rows(file), costs)):
-        asked = study.tasks[choice["task"]]
         for n in sorted(set(choice["best"].values())):
-            scored = range(asked.choose, asked.choose + asked.score)
+            scored = study.tasks[choice["task"]].scored
             fill(choice["task"], choice["temperature"], sized(choice["kind"], n), scored)
 
 
-def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def report(study: Study, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a table for each task, temperature and device: arms at their best lengths, and the best lossless one."""
     tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
-    chosen = list(choices(study, rows, costs))
-    for choice in chosen:
-        for where, n in choice["best"].items():
-            task, temperature = choice["task"], choice["temperature"]
-            asked = study.tasks[task]
-            arm = sized(choice["kind"], n)
-            ids = range(asked.choose, asked.choose + asked.score)
-            w = weights(asked.score)
-            mine = of(rows, task, temperature, arm, ids)
-            # `exact` gives the texts of plain decoding at any draft length.
-            exact = next(
-                c for c in chosen if (c["task"], c["temperature"], c["arm"]) == (task, temperature, "exact")
-            )
-            plain = of(rows, task, temperature, sized(exact["kind"], exact["best"][where]), ids)
-            cost = step_costs(study, costs, choice["kind"])[where][n]
-            tables.setdefault((task, temperature, where), []).append(
+    selected = list(choices(study, rows, costs))
+    # `exact` emits the tokens of plain decoding at any draft length.
+    exact = {(c["task"], c["temperature"]): c for c in selected if c["arm"] == "exact"}
+    for choice in selected:
+        for device, n in choice["best"].items():
+            task, temperature, arm = choice["task"], choice["temperature"], choice["kind"]
+            ids = study.tasks[task].scored
+            w = weights(len(ids))
+            arm_sums = sums_of(rows, task, temperature, sized(arm, n), ids)
+            reference = exact[task, temperature]
+            plain = sums_of(rows, task, temperature, sized(reference["kind"], reference["best"][device]), ids)
+            tau, score = tau_of(arm_sums, w), score_of(arm_sums, w)
+            speed = tau / step_costs(study, costs, arm)[device][n]
+            tables.setdefault((task, temperature, device), []).append(
                 {
                     "arm": choice["arm"],
                     "lossless": choice["lossless"],
                     "length": n,
-                    "tau": spread(tau_of(mine, w)),
-                    "speed": spread(tau_of(mine, w) / cost),
-                    "score": spread(score_of(mine, w)),
-                    "less_plain": spread(score_of(mine, w) - score_of(plain, w)),
-                    "relaxed_share": float(mine.relaxed.sum() / max(mine.accepted.sum(), 1)),
-                    "loops": float(mine.loops.mean()),
-                    "_speed": tau_of(mine, w) / cost,
+                    "tau": spread(tau),
+                    "speed": spread(speed),
+                    "score": spread(score),
+                    "less_plain": spread(score - score_of(plain, w)),
+                    "relaxed_share": float(arm_sums.relaxed.sum() / max(arm_sums.accepted.sum(), 1)),
+                    "loops": float(arm_sums.loops.mean()),
+                    "_speed": speed,
                 }
             )
-    made = []
-    for (task, temperature, where), some in tables.items():
-        free = max((arm for arm in some if arm["lossless"]), key=lambda arm: arm["speed"][0])
-        for arm in some:
-            arm["over_best_lossless"] = spread(arm["_speed"] / free["_speed"])
-        made.append(
+    summaries = []
+    for (task, temperature, device), table in tables.items():
+        lossless = max((arm for arm in table if arm["lossless"]), key=lambda arm: arm["speed"][0])
+        for arm in table:
+            arm["over_best_lossless"] = spread(arm["_speed"] / lossless["_speed"])
+        summaries.append(
             {
                 "task": task,
                 "temperature": temperature,
-                "where": where,
-                "best_lossless": free["arm"],
-                "arms": [{k: v for k, v in arm.items() if k != "_speed"} for arm in some],
+                "where": device,
+                "best_lossless": lossless["arm"],
+                "arms": [{k: v for k, v in arm.items() if k != "_speed"} for arm in table],
             }
         )
-    return made
+    return summaries
 
 
 def packed_rows(file: Path) -> list[dict[str, Any]]:
@@ -457,18 +448,16 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("part", choices=("costs", "decode", "check", "report"))
     parser.add_argument("--study", choices=STUDIES, required=True)
-    parser.add_argument("--rows", type=Path, help="made or gone on with by decode; report reads a .jsonl.xz")
-    parser.add_argument(
-        "--data", type=Path, help="folder of held-out stories and of eval/, for decode and check"
-    )
+    parser.add_argument("--rows", type=Path, help="decode appends to it; report reads a .jsonl.xz")
+    parser.add_argument("--data", type=Path, help="decode, check: folder of held-out stories and eval/")
     parser.add_argument("--costs", type=Path, help="the JSON of costs")
-    parser.add_argument("--check", type=Path, help="the JSON of check, where there is one")
+    parser.add_argument("--check", type=Path, help="the JSON of check, if there is one")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     study = STUDIES[args.study]
-    made = common.provenance() | {"study": args.study}
+    environment = common.provenance() | {"study": args.study}
     if args.part == "costs":
-        common.write(args.output, made | {"steps": time_steps(study)})
+        common.write(args.output, environment | {"steps": time_steps(study)})
         return
     costs = json.loads(args.costs.read_text(encoding="utf-8"))
     if args.part == "decode":
@@ -476,21 +465,17 @@ def main() -> None:
         return
     if args.part == "check":
         checked = check(study, args.data, eval_rules.read_rows(args.rows), costs["steps"])
-        common.write(args.output, made | {"turns": TURNS - 2, study.clocked: checked})
+        common.write(args.output, environment | {"turns": TURNS - 2, study.clocked: checked})
         return
     rows = packed_rows(args.rows)
-    common.write(
-        args.output,
-        made
-        | {
-            "costs": costs,
-            "check": None if args.check is None else json.loads(args.check.read_text(encoding="utf-8")),
-            "taus": [
-                {k: v for k, v in c.items() if k != "kind"} for c in choices(study, rows, costs["steps"])
-            ],
-            "tables": report(study, rows, costs["steps"]),
-        },
-    )
+    best_lengths = choices(study, rows, costs["steps"])
+    tables = {
+        "costs": costs,
+        "check": None if args.check is None else json.loads(args.check.read_text(encoding="utf-8")),
+        "taus": [{k: v for k, v in choice.items() if k != "kind"} for choice in best_lengths],
+        "tables": report(study, rows, costs["steps"]),
+    }
+    common.write(args.output, environment | tables)
 
 
 if __name__ == "__main__":

@@ -41,23 +41,23 @@ def caption(report: Mapping[str, Any]) -> str:
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
     """Write the picture to a file, whose suffix sets the format."""
-    found = {
+    speed_of = {
         (table["where"], table["task"], table["temperature"], arm["arm"]): arm["speed"]
         for table in report["tables"]
         for arm in table["arms"]
     }
     width = 0.8 / len(ARMS)
-    told = caption(report).replace("`", "")
-    with picture([file], columns=len(PLACES), panel=(4.4, 3.2), caption=told) as axes:
+    text = caption(report).replace("`", "")
+    with picture([file], columns=len(PLACES), panel=(4.4, 3.2), caption=text) as axes:
         for axis, (where, title) in zip(axes.flat, PLACES.items(), strict=True):
             for name, (words, colour) in ARMS.items():
-                drawn = [(i, group) for i, group in enumerate(GROUPS) if (where, *group, name) in found]
-                arms = [k for k in ARMS if any((where, *group, k) in found for _, group in drawn)]
+                drawn = [(i, group) for i, group in enumerate(GROUPS) if (where, *group, name) in speed_of]
+                arms = [k for k in ARMS if any((where, *group, k) in speed_of for _, group in drawn)]
                 places = []
                 for i, group in drawn:
-                    here = [k for k in arms if (where, *group, k) in found]
-                    places.append(i + (here.index(name) - (len(here) - 1) / 2) * width)
-                speeds = [found[where, *group, name] for _, group in drawn]
+                    present = [k for k in arms if (where, *group, k) in speed_of]
+                    places.append(i + (present.index(name) - (len(present) - 1) / 2) * width)
+                speeds = [speed_of[where, *group, name] for _, group in drawn]
                 medians = [speed[0] for speed in speeds]
                 axis.bar(
                     places, medians, 0.92 * width, color=look(colour).colour, label=words,
@@ -65,15 +65,9 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
                     yerr=whiskers(medians, [(low, high) for _, low, high in speeds]),
                     error_kw={"elinewidth": 0.9, "ecolor": "#AAAAAA"},
                 )  # fmt: skip
-                for place, speed in zip(places, speeds, strict=True):
-                    axis.annotate(
-                        f"{speed[0]:.2f}",
-                        (place, speed[2]),
-                        (0, 3),
-                        textcoords="offset points",
-                        ha="center",
-                        fontsize=8,
-                    )
+                label = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+                for place, (speed, _, high) in zip(places, speeds, strict=True):
+                    axis.annotate(f"{speed:.2f}", (place, high), (0, 3), **label)
             axis.axhline(1, color="#888888", linewidth=0.9)
             axis.set_xticks(range(len(GROUPS)), [f"{task},\nT = {t:g}" for task, t in GROUPS])
             axis.set_title(title)
@@ -86,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--caption", action="store_true", help="print the caption and draw nothing")
     parser.add_argument("--folder", type=Path, default=common.ROOT / "docs", help="where fair.svg goes")
-    chosen = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     report = json.loads(SOURCE.read_text(encoding="utf-8"))
-    if chosen.caption:
+    if args.caption:
         print(caption(report))
         return
-    draw(report, chosen.folder / "fair.svg")
+    draw(report, args.folder / "fair.svg")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def fair() -> dict[str, Any]:
 def _slice() -> float:
     """Return the cost of a step with a chain of 5 over a plain one, for an 8B and its EAGLE-3 head on a TPU slice."""
     cases = load("tpu_cost.json")["cases"]["now"]
-    chain, plain = (cases[name]["estimate"]["in_order_seconds"] for name in ("chain-5", "none"))
-    return chain / plain
+    chain, baseline = (cases[name]["estimate"]["in_order_seconds"] for name in ("chain-5", "none"))
+    return chain / baseline
 
 
 def _study(report: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
         "tables": [
             {
                 "title": f"{task.capitalize()}, temperature {temperature:g}",
-                "rows": [_row(task, name, found) for name, found in arms.items()],
+                "rows": [_row(task, name, row) for name, row in arms.items()],
             }
             for (task, temperature), arms in groups.items()
         ],
@@ -74,26 +74,22 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
         }[arm],
         "score": _score,
         "turns": report["check"]["turns"] if report["check"] else 0,
-        "apart": max(
-            (abs(found["foretold"] / found["timed"]["median"] - 1) for found in checked), default=0.0
-        ),
+        "apart": max((abs(row["foretold"] / row["timed"]["median"] - 1) for row in checked), default=0.0),
         "checked": [
             [
-                f"{found['arm']}, temperature {found['temperature']:g}, chain of {found['length']}",
-                f"{found['tau']:.2f}",
-                f"{found['foretold']:.2f}",
-                span(*(found["timed"][key] for key in ("median", "lower_95", "upper_95"))),
+                f"{row['arm']}, temperature {row['temperature']:g}, chain of {row['length']}",
+                f"{row['tau']:.2f}",
+                f"{row['foretold']:.2f}",
+                span(*(row["timed"][key] for key in ("median", "lower_95", "upper_95"))),
             ]
-            for found in checked
+            for row in checked
         ],
         "costs": [
             [str(n), f"{steps[f'greedy {n}']['over_plain']['median']:.2f}", f"{1 + 0.05 * n:.2f}"]
             for n in lengths
         ],
         "ngrams": [
-            f"{found['over_plain']['median']:.2f}"
-            for name, found in steps.items()
-            if name.startswith("ngram")
+            f"{row['over_plain']['median']:.2f}" for name, row in steps.items() if name.startswith("ngram")
         ],
     }
 
@@ -105,14 +101,14 @@ def _score(task: str, values: list[float]) -> str:
     )
 
 
-def _row(task: str, name: str, found: dict[str, Any]) -> list[str]:
-    each = [found[place] for place in PLACES]
+def _row(task: str, name: str, by_place: dict[str, Any]) -> list[str]:
+    arms = [by_place[place] for place in PLACES]
     return [
         name,
-        " / ".join(str(arm["length"]) for arm in each),
-        " / ".join(f"{arm['tau'][0]:.2f}" for arm in each),
-        *(span(*arm["speed"]) for arm in each),
-        " / ".join(f"{arm['over_best_lossless'][0]:.2f}" for arm in each),
-        _score(task, each[-1]["less_plain"]),
-        f"{each[-1]['relaxed_share']:.1%}",
+        " / ".join(str(arm["length"]) for arm in arms),
+        " / ".join(f"{arm['tau'][0]:.2f}" for arm in arms),
+        *(span(*arm["speed"]) for arm in arms),
+        " / ".join(f"{arm['over_best_lossless'][0]:.2f}" for arm in arms),
+        _score(task, arms[-1]["less_plain"]),
+        f"{arms[-1]['relaxed_share']:.1%}",
     ]
