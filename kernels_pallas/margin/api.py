@@ -4,7 +4,7 @@ B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Both read the 
 `reference.margin_stats` and `reference.accept_by_edges`; numpy and a walk in plain Python in tests/kernels/; for a
 sharded vocabulary, the operations on one device.
 
-By default XLA gathers the whole logits for a `top_k` over a sharded vocabulary, and it cannot partition a Mosaic
+By default XLA gathers all logits for a `top_k` over a sharded vocabulary, and it cannot partition a Mosaic
 kernel at all. Inside `shard_map` each device folds its own shard, and one all-gather of a few numbers per node joins
 the shards.
 """
@@ -119,7 +119,8 @@ def margin_accept(
     rule.check_margin(margin)
     options = {"max_depth": max_depth, "margin": margin}
 
-    # XLA decides after the statistics; the kernel decides in the last block of its pass over the vocabulary.
+    # XLA computes the statistics and then the decision. The kernel decides in the last block of its pass over the
+    # vocabulary.
     def two_steps(
         stats: Callable[..., MarginStats], decide: Callable[..., Acceptance]
     ) -> Callable[..., Acceptance]:

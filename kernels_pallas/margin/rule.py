@@ -230,8 +230,8 @@ def walk_columns(
         def at_node(values: Array, is_node: Array = is_node) -> Array:
             return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
-        # bool[B, N] each: the children of the current node, those with the target's token y, and those that may be
-        # relaxed because the runner-up (or the argmax under a sampled y) was drafted.
+        # bool[B, N] each. `child`: a child of the current node. `exact`: a child with the target's token y.
+        # `runner_up`: one of the target's two best tokens, which may be relaxed.
         child = (parents == node) & going
         exact = child & real & (tokens == at_node(y))
         runner_up = (tokens == at_node(best)) | (tokens == at_node(second))

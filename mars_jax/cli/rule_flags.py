@@ -125,7 +125,7 @@ FLAGS = ("verify", *_flags())
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """Return the help of a setting for the rules that use it. Rules with the same meaning share one explanation."""
+    """Return the help text of a setting, for the rules that use it. Rules with the same meaning share one text."""
     rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
         text, semicolon, details = setting.help.partition("; ")

@@ -43,7 +43,7 @@ from mars_jax.core.types import (
 def step_keys(state: DecodeState) -> tuple[Array, Array]:
     """Return the keys of a step, (draft key[B], verify key[B]).
 
-    Draws of the target depend only on the position, so that a row produces the same tokens in any batch and under any
+    The target's draws depend only on the position, so that a row produces the same tokens in any batch and under any
     deterministic draft. Draws of the draft differ in every step.
     """
     draft, verify = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)

@@ -315,7 +315,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
         score = flat(path + log_q)
         return _Children(flat(steering.tokens(best_tokens.ids, states)), score, score), None
 
-    # Candidates are numbered: level 1 has 0 .. k - 1, and each later level the next k * k.
+    # Candidates are numbered: those of level 1 are 0 to k - 1, and each later level adds the next k * k numbers.
     zeros = jnp.zeros((batch, 1), jnp.float32)
     top, q = children(growth.logits, zeros, zeros, 0, growth.carry, steering.first)
     # For the k nodes of a level, i32[B, k]: their candidate numbers and the indices of their parents in the previous

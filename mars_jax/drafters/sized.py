@@ -389,7 +389,7 @@ class SizedDrafter(Drafter):
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
         expected = _acceptance_of(tree) * tested.astype(jnp.float32)
-        # After a pause, older counts have half the weight.
+        # After a pause, older counts count half.
         decay = jnp.where(state.idle >= PAUSE, DECAY / 2, DECAY)
         return SizedState(
             draft=self.size.update(_inner(params), state.draft, tree, verdict, output, length),

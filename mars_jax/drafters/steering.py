@@ -94,7 +94,7 @@ class Steering(NamedTuple):
         """
         if self.guide is None or states is None:
             return log_q
-        # `logits` has masked the forbidden tokens with -inf.
+        # In `logits`, forbidden tokens are -inf.
         allowed = jnp.where(best.values > -jnp.inf, log_q, -jnp.inf)
         certain = (best.values[..., 0] == -jnp.inf) & (self.guide.forced(states) >= 0)
         return allowed.at[..., 0].set(jnp.where(certain, 0.0, allowed[..., 0]))

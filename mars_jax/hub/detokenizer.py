@@ -48,7 +48,7 @@ class Detokenizer:
         return text[len(context_text) :]
 
     def _may_change(self) -> bool:
-        """Return True if the text ends in a run of byte tokens, which an invalid byte would replace as a whole."""
+        """Return True if the text ends in a run of byte tokens: an invalid byte would replace the whole run."""
         if self._invalid_byte is None:
             return False
         window = self._tokens[self._context :]

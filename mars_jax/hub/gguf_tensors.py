@@ -93,7 +93,7 @@ def _halves(read: Callable[[int, int], np.ndarray], size: int, first: int, last:
 
 
 def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return values, scale and offset of rows, outputs last.
+    """Return the values, scale and offset of rows. The last axis is the outputs.
 
     Args:
       data: u8[out, bytes]; stored rows.

@@ -32,7 +32,7 @@ MeshAxes = str | tuple[str, ...] | None
 
 
 class Leaf(NamedTuple):
-    """Shape, dtype and sharding of an array of a quantised matrix, before it is loaded."""
+    """Shape, dtype and sharding of one array of a quantised matrix, before loading."""
 
     shape: tuple[int, ...]
     dtype: str

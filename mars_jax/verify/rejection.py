@@ -28,7 +28,7 @@ from mars_jax.verify.override import overridden
 
 
 def block_setting() -> bool:
-    """Declare the field that chooses verification of whole blocks."""
+    """Declare the field that selects block verification."""
     return struct.setting(
         default=False, kind=bool, help="by whole blocks, not by tokens; chains only", flag=True
     )

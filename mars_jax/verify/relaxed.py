@@ -29,7 +29,7 @@ UNLIMITED_RUN = 1 << 30
 
 
 def base_setting(default: str = "exact") -> Any:
-    """Declare the field for the strict rule that a rule relaxes."""
+    """Declare the field that selects the strict rule to relax."""
     return struct.setting(
         default=default,
         kind=str,

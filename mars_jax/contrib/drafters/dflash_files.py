@@ -1,8 +1,9 @@
 """Reading and writing of DFlash and DSpark heads as published on the Hugging Face hub.
 
-The layouts of z-lab and DeepSeek number layer outputs from 0. The layout of speculators numbers hidden states, so its
-numbers are higher by one. Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py). V vocabulary, W draft
-vocabulary.
+The layouts of z-lab and DeepSeek number layer outputs from 0. The layout of the speculators library counts hidden
+states, including the embedding, so its numbers are higher by one. V vocabulary, W draft vocabulary.
+
+Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py).
 """
 
 from __future__ import annotations

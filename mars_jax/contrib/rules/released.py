@@ -43,7 +43,7 @@ class Released(Retargeted):
     [99, 48]
     """
 
-    # f32[] or [B]; inf accepts nothing with certainty
+    # f32[] or [B]; with inf, no token is certain to be accepted
     ratio: Any = struct.setting(
         default=0.9,
         ranges=Range("a number above 0, or inf", 0, above=True, grid=RATIOS),

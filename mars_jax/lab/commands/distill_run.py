@@ -56,7 +56,7 @@ from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, the time limit, and the dtype of the result. File contents do."""
+"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. File contents do."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
 LEFT_OUT, EVALUATIONS = 0.45, 128

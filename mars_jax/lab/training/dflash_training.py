@@ -158,7 +158,7 @@ def block_hidden(
     first = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
     blocks = head.block(config, first).reshape(rows, count * size)
     block_positions = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
-    # Slots 0 to L - 1 of the cache hold the context of the row's tokens, and the next A * K slots the blocks. A block
+    # Slots 0 to L - 1 of the cache hold the context of the row's tokens. The next A * K slots hold the blocks. A block
     # attends to the context before its first token, within its document.
     begins = jnp.repeat(places, size, axis=1)[..., None]
     block_segments = jnp.repeat(jnp.take_along_axis(segments, places, axis=1), size, axis=1)[..., None]

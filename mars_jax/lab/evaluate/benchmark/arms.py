@@ -79,7 +79,7 @@ class LowMarginSampling(verify.Lossy):
 def low_margin_sampling(
     margin: str = "ratio", *, theta: float = 0.9, exact_prefix: int = 0
 ) -> LowMarginSampling:
-    """Return a control in which the target itself samples from the set that `verify.mars` lets a draft choose from.
+    """Return a control in which the target samples from the tokens that `verify.mars` would accept.
 
     If the margin of the two best tokens is low, y is one of these two, drawn by the target's odds at the row's
     temperature (1 in a greedy row). If the margin is not low, if one of the two is a stop token, or within the first
