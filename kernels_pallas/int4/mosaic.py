@@ -177,7 +177,7 @@ def _kernel(*refs: Ref, by_group: bool, narrow: bool) -> None:
 
     @pl.when(step == len(memory.ordered) - 1)
     def _():
-        # Result row r is the sum over the groups g of the rows r * parts + g, which a strided read takes from each slice.
+        # Result row r is the sum over the groups g of the rows r * parts + g. Strided reads take them from each slice.
         parts = rows // len(out)
         for t in range(len(total) // rows):
             group_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]

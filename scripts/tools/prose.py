@@ -104,7 +104,7 @@ def assigned_names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Count habits of hard English and empty names.")
     parser.add_argument("--list", action="store_true", help="print every match")
     listed = parser.parse_args().list
     modules = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -114,7 +114,8 @@ def main() -> None:
     scores: collections.Counter[str] = collections.Counter()
     for path in [*modules, *pages]:
         place = path.relative_to(ROOT)
-        folder = "/".join(place.parts[:2]) if len(place.parts) > 2 else place.parts[0]
+        first, *inner = place.parts
+        folder = f"{first}/{inner[0]}" if len(inner) > 1 else first
         for line, sentence in sentences(path):
             words[folder] += len(re.findall(r"\w+", sentence))
             for habit, (weight, pattern) in HABITS.items():
