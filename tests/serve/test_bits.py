@@ -27,14 +27,14 @@ def decoded(target, drafter, rows):
     return mj.generate(target, drafter, TEXTS, **options).completions
 
 
-def check(target, *others):
+def check(target, *cases):
     """Compare plain decoding with each (draft, number of draft tokens, rows)."""
-    plain = decoded(target, "none", 1)
-    for draft, length, rows in others:
+    references = decoded(target, "none", 1)
+    for draft, length, rows in cases:
         drafter = drafters.load(draft, target, num_draft_tokens=length)
-        for want, got in zip(plain, decoded(target, drafter, rows), strict=True):
-            assert got.tokens == want.tokens, (draft, length, rows)
-            np.testing.assert_array_equal(got.log_probs.log_prob, want.log_probs.log_prob)
+        for expected, actual in zip(references, decoded(target, drafter, rows), strict=True):
+            assert actual.tokens == expected.tokens, (draft, length, rows)
+            np.testing.assert_array_equal(actual.log_probs.log_prob, expected.log_probs.log_prob)
 
 
 def test_chains_of_the_embedded_pair_are_plain_decoding():

@@ -25,7 +25,7 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
     free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
     banned, liked = free[2], free[9]
     with torch.inference_mode():
-        want = model.generate(
+        expected = model.generate(
             ids, attention_mask=torch.ones_like(ids),
             max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0, repetition_penalty=1.2,
             sequence_bias={(liked,): 1.5}, bad_words_ids=[[banned]],
@@ -35,14 +35,14 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
         "banned_tokens": [[banned], [], [banned]], "max_new_tokens": 40, "ignore_eos": True,
     }  # fmt: skip
     for drafter, size in (("none", 3), ("ngram", 2)):
-        found = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
-        assert found.tokens == [want, free, want]
+        result = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
+        assert result.tokens == [expected, free, expected]
     flags = (
         "--target tiny/draft --dtype float32 --draft ngram --verify exact --ignore-eos --max-new-tokens 40"
     )
     flags += f" --json --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
     assert main([*flags.split(), TEXT]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == want
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
     free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
     stops, minima = [free[3], free[20]], [12, 0, 30]
 
-    def by_transformers(minimum):
+    def transformers_tokens(minimum):
         ids = torch.tensor([target.encode(TEXT)])
         with torch.inference_mode():
             return model.generate(
@@ -62,15 +62,15 @@ def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
                 eos_token_id=stops, min_new_tokens=minimum,
             )[0, ids.shape[1] :].tolist()  # fmt: skip
 
-    want = [by_transformers(minimum) for minimum in minima]
-    assert len({len(tokens) for tokens in want}) > 1
+    expected = [transformers_tokens(minimum) for minimum in minima]
+    assert len({len(tokens) for tokens in expected}) > 1
     options = {"min_new_tokens": minima, "max_new_tokens": 40, "stop_tokens": stops, "batch_size": 2}
     for drafter in (
         "none",
         mj.drafters.load("model:tiny/draft", target, num_draft_tokens=4),
         mj.drafters.load("model:tiny/draft", target, tree=(2, 2, 1)),
     ):
-        assert mj.generate(target, drafter, [TEXT] * 3, **options).tokens == want
+        assert mj.generate(target, drafter, [TEXT] * 3, **options).tokens == expected
     flags = "--target tiny/draft --dtype float32 --draft ngram --verify exact --json --max-new-tokens 9"
     assert main([*flags.split(), "--min-new-tokens", "9", TEXT]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9

@@ -28,19 +28,19 @@ def byte_level():
     hidden = [byte for byte in range(256) if byte not in visible]
     names = dict(zip([*visible, *hidden], map(chr, [*visible, *range(256, 256 + len(hidden))]), strict=True))
     tokens = [*(names[byte] for byte in range(256)), "\u0120cat", "dog", SPECIAL]
-    made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def byte_fallback():
     """Return a tokenizer of words, with bytes for missing characters, as for Llama 2 and Gemma."""
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581cat", "dog", SPECIAL]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    made = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
-    made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
-    return made
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return tokenizer
 
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback}
@@ -49,9 +49,9 @@ WORDS, WORD, SPECIAL_ID, SIZE = [256, 257], 257, 258, 259
 
 @functools.cache
 def pretrained(kind):
-    made = KINDS[kind]()
-    made.add_special_tokens([SPECIAL])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    backend = KINDS[kind]()
+    backend.add_special_tokens([SPECIAL])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
     return Pretrained.from_parts(fake.hash_model(vocab_size=SIZE), (), tokenizer, max_positions=64)
 
 
@@ -88,9 +88,9 @@ def test_the_pieces_join_to_the_text_of_all_tokens(kind, prompt):
                 pieces.append(detokenizer.feed(chunk))
                 chunk = []
         pieces.append(detokenizer.feed(chunk, last=True))
-        before, whole = target.decode(prompt), target.decode([*prompt, *tokens])
+        prompt_text, full_text = target.decode(prompt), target.decode([*prompt, *tokens])
         # If an invalid byte follows a prompt that ends in bytes, `tokenizers` would replace the prompt's characters.
-        expected = whole.removeprefix(before) if whole.startswith(before) else target.decode(tokens)
+        expected = full_text.removeprefix(prompt_text) if full_text.startswith(prompt_text) else target.decode(tokens)
         assert "".join(pieces) == expected
 
     check()

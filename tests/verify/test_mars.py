@@ -97,8 +97,8 @@ def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
         )
         for b in range(B):
             tokens, parents = tree.tokens[b].tolist(), tree.parents[b].tolist()
-            named = [-2] + [y[b, parents[i]] for i in range(1, N)]
-            hits = [tokens[i] == named[i] for i in range(N)]
+            exact_tokens = [-2] + [y[b, parents[i]] for i in range(1, N)]
+            hits = [tokens[i] == exact_tokens[i] for i in range(N)]
             relaxable = python_relaxable(
                 tokens, parents, logits[b], y[b], margin, theta[b], strict[b], stops[b]
             )
@@ -165,26 +165,26 @@ def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_rel
         max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
     )
     rule = mars(base=base)
-    strict, got = compiled(base)(keys, tree, logits, controls), compiled(rule)(keys, tree, logits, controls)
+    strict, verdict = compiled(base)(keys, tree, logits, controls), compiled(rule)(keys, tree, logits, controls)
     rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
-    seen = evidence(tree, logits, controls=controls)
-    relaxable = np.asarray(rows.guarded(seen))
+    num_open = evidence(tree, logits, controls=controls)
+    relaxable = np.asarray(rows.guarded(num_open))
     stops, tokens = np.asarray(controls.stop_tokens[:, 0]), np.asarray(tree.tokens)
-    seen = 0
+    num_open = 0
     for b in range(ROWS):
         stop, token = int(strict.num_accepted[b]), int(strict.next_token[b])
-        relaxed = np.asarray(got.relaxed[b])
+        relaxed = np.asarray(verdict.relaxed[b])
         open_edge = stop < 5 and relaxable[b, stop + 1] and token not in (stops[b], tokens[b, stop + 1])
         assert relaxed.any() == open_edge
         if open_edge:
-            seen += 1
+            num_open += 1
             assert np.flatnonzero(relaxed)[0] == stop
-            assert got.num_accepted[b] > stop
+            assert verdict.num_accepted[b] > stop
             assert all(relaxable[b, i + 1] for i in np.flatnonzero(relaxed))
             assert "TTT" not in "".join("FT"[flag] for flag in relaxed.astype(int))
         else:
-            assert (int(got.num_accepted[b]), int(got.next_token[b])) == (stop, token)
-    assert 15 < seen < 170
+            assert (int(verdict.num_accepted[b]), int(verdict.next_token[b])) == (stop, token)
+    assert 15 < num_open < 170
 
 
 @pytest.mark.parametrize("base", BASES[1:], ids=lambda v: v.name)

@@ -28,9 +28,9 @@ def python_rule(block, p, q, drafted):
             thresholds.append(min(p[i][x] / q[i][x], 1.0))
             continue
         r = min(r * p[i][x] / q[i][x], 1.0)
-        left = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
+        remaining_mass = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
         certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 if no mass is left
-        thresholds.append(r if i + 1 == depth else 1.0 if certain else left / (left + 1 - r))
+        thresholds.append(r if i + 1 == depth else 1.0 if certain else remaining_mass / (remaining_mass + 1 - r))
     return thresholds, [*residuals, p[depth]]
 
 
@@ -40,14 +40,14 @@ def python_cases(block, p, q, deterministic):
     for drafted in itertools.product(range(vocab), repeat=depth):
         if deterministic and drafted != (1, 0, 2)[:depth]:
             continue
-        seen = [np.broadcast_to(np.eye(vocab)[x], t.shape) for x, t in zip(drafted, q, strict=True)]
-        thresholds, residuals = python_rule(block, p, seen if deterministic else q, drafted)
+        one_hot_q = [np.broadcast_to(np.eye(vocab)[x], t.shape) for x, t in zip(drafted, q, strict=True)]
+        thresholds, residuals = python_rule(block, p, one_hot_q if deterministic else q, drafted)
         chance = 1.0 if deterministic else np.prod([q[i][drafted[: i + 1]] for i in range(depth)])
-        for below in itertools.product((True, False), repeat=depth):
-            sides = list(zip(below, thresholds, strict=True))
+        for accepted in itertools.product((True, False), repeat=depth):
+            sides = list(zip(accepted, thresholds, strict=True))
             weight = chance * np.prod([t if b else 1 - t for b, t in sides])
             uniforms = [t * (1 - 1e-4) if b else t + (1 - t) * 1e-4 for b, t in sides]
-            stop = max(np.flatnonzero([True, *below])) if block else [*below, False].index(False)
+            stop = max(np.flatnonzero([True, *accepted])) if block else [*accepted, False].index(False)
             yield weight, drafted, uniforms, stop, residuals[stop]
 
 
@@ -80,9 +80,9 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
             assert stop[c] == stops[c], drafted[c]
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
             prefix = tuple(drafted[c, : stops[c]])
-            left = depth - stops[c]  # tokens after the emitted one, which the target draws
-            rest = target[prefix].sum(tuple(range(1, left + 1)), keepdims=True)
-            joint[prefix] += weights[c] * emit[c].reshape((vocab,) + (1,) * left) * target[prefix] / rest
+            num_later = depth - stops[c]  # tokens after the emitted one, which the target draws
+            marginal = target[prefix].sum(tuple(range(1, num_later + 1)), keepdims=True)
+            joint[prefix] += weights[c] * emit[c].reshape((vocab,) + (1,) * num_later) * target[prefix] / marginal
         np.testing.assert_allclose(joint, target, atol=2e-6)
         mean_accepted[block, seed] = (weights * stops).sum()
     for seed in range(2):

@@ -167,13 +167,13 @@ def compiled():
 @relaxing
 def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
     case = CASES[name]
-    want, free = decoded(case, case.base), decoded(case, case.rule)
-    assert free != want, "the setting relaxes nothing: the test would prove nothing"
+    base_rows, relaxed_rows = decoded(case, case.base), decoded(case, case.rule)
+    assert relaxed_rows != base_rows, "the setting relaxes nothing: the test would prove nothing"
     for strict in ([True] * BATCH, [True, False, True, False]):
-        expected = [want[row] if strict[row] else free[row] for row in range(BATCH)]
+        expected = [base_rows[row] if strict[row] else relaxed_rows[row] for row in range(BATCH)]
         assert decoded(case, case.rule, strict=strict) == expected
     if case.strict is not None:
-        assert decoded(case, with_numbers(case.rule, case.strict)) == want
+        assert decoded(case, with_numbers(case.rule, case.strict)) == base_rows
 
 
 @every_rule
@@ -181,47 +181,47 @@ def test_a_row_next_to_finished_ones_equals_the_row_in_a_batch(name):
     case = CASES[name]
     together = decoded(case, case.rule)
     for row in (1, 3):
-        alone = decoded(case, case.rule, limit=[BUFFER if i == row else 1 for i in range(BATCH)])
-        assert alone[row] == together[row]
-        assert [len(text) for text in alone] != [len(text) for text in together]
+        single = decoded(case, case.rule, limit=[BUFFER if i == row else 1 for i in range(BATCH)])
+        assert single[row] == together[row]
+        assert [len(text) for text in single] != [len(text) for text in together]
 
 
 @with_other_numbers
 def test_changed_numbers_compile_nothing_and_apply_per_row(name):
     case = CASES[name]
-    before = decoded(case, case.rule)
+    unchanged = decoded(case, case.rule)
     count = compiled()
     changed = decoded(case, with_numbers(case.rule, case.changed))
-    assert changed != before
-    own = {
+    assert changed != unchanged
+    per_row = {
         k: [v, float(getattr(case.rule, k)), v, float(getattr(case.rule, k))] for k, v in case.changed.items()
     }
-    mixed = decoded(case, with_numbers(case.rule, own))
-    assert mixed == [changed[0], before[1], changed[2], before[3]]
+    mixed = decoded(case, with_numbers(case.rule, per_row))
+    assert mixed == [changed[0], unchanged[1], changed[2], unchanged[3]]
     assert compiled() == count
 
 
 @relaxing
 def test_the_exact_prefix_of_each_row_follows_its_base(name):
     case = CASES[name]
-    want, free = decoded(case, case.base), decoded(case, case.rule)
+    base_rows, relaxed_rows = decoded(case, case.base), decoded(case, case.rule)
     count = compiled()
-    prefixes, ends = prefixes_of(free, want)
-    found = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
-    for row, other, end in zip(found, want, ends, strict=True):
-        assert row[:end] == other[:end]
+    prefixes, ends = prefixes_of(relaxed_rows, base_rows)
+    prefixed_rows = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
+    for row, base_row, end in zip(prefixed_rows, base_rows, ends, strict=True):
+        assert row[:end] == base_row[:end]
     # Set the prefix of only one row.
-    own, one = prefix_of_one(case.rule, prefixes)
-    assert decoded(case, own) == [found[row] if row == one else free[row] for row in range(BATCH)]
-    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == want
+    single_rule, single_row = prefix_of_one(case.rule, prefixes)
+    assert decoded(case, single_rule) == [prefixed_rows[row] if row == single_row else relaxed_rows[row] for row in range(BATCH)]
+    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == base_rows
     assert compiled() == count
 
 
-def prefixes_of(free, want):
+def prefixes_of(relaxed_rows, base_rows):
     """Return prefixes that end two tokens after the first relaxed token, 0 if there is none, and where they end."""
     differ = [
         next((i for i, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), 0)
-        for pair in zip(free, want, strict=True)
+        for pair in zip(relaxed_rows, base_rows, strict=True)
     ]
     ends = [first + 3 if first else 0 for first in differ]
     return [max(end - length, 0) for end, length in zip(ends, prompts()[1].tolist(), strict=True)], ends
@@ -229,8 +229,8 @@ def prefixes_of(free, want):
 
 def prefix_of_one(rule, prefixes):
     """Return the rule with only the prefix of the first row that has one, and that row."""
-    one = next(row for row, prefix in enumerate(prefixes) if prefix)
-    return with_numbers(rule, {"exact_prefix": [p * (row == one) for row, p in enumerate(prefixes)]}), one
+    first = next(row for row, prefix in enumerate(prefixes) if prefix)
+    return with_numbers(rule, {"exact_prefix": [p * (row == first) for row, p in enumerate(prefixes)]}), first
 
 
 @flax.struct.dataclass
@@ -262,11 +262,11 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
 def test_a_text_ends_at_its_first_stop_token(name):
     """A relaxed rule neither inserts a stop token nor skips one."""
     stops, lengths = [3, 7], prompts()[1].tolist()
-    found = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
-    for text, n in zip(found, lengths, strict=True):
+    rows = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
+    for text, n in zip(rows, lengths, strict=True):
         assert not set(text[n:-1]) & set(stops)
         assert len(text) == BUFFER or text[-1] in stops
-    assert any(text[-1] in stops and len(text) < BUFFER for text in found)
+    assert any(text[-1] in stops and len(text) < BUFFER for text in rows)
 
 
 @rules_that(fast=("budget",))
@@ -274,8 +274,8 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        found = decoded(case, case.rule)
-    assert found == decoded(case, case.rule)
+        sharded_rows = decoded(case, case.rule)
+    assert sharded_rows == decoded(case, case.rule)
 
 
 @pytest.mark.parametrize("generated", [0, 1, 2, 3])
@@ -285,15 +285,15 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
 def test_an_exact_prefix_ends_at_its_token(rule, generated):
     """Every drafted token is the runner-up. Generated tokens count towards the two strict ones."""
     tree = trees.chain(jnp.asarray([[0, 2, 2, 2, 2]], jnp.int32))
-    given = verify.evidence(
+    evidence = verify.evidence(
         tree,
         jnp.asarray([[[0.0, 10.0, 9.9]] * 5]),
         start=jnp.asarray([6 + generated], jnp.int32),
         prompt_length=jnp.asarray([7], jnp.int32),
     )
-    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(given)
+    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(evidence)
     assert int(verdict.num_accepted[0]) == (0 if generated < 2 else 4)
-    exact_first = given.replace(tree=trees.chain(jnp.asarray([[0, 1, 2, 2, 2]], jnp.int32)))
+    exact_first = evidence.replace(tree=trees.chain(jnp.asarray([[0, 1, 2, 2, 2]], jnp.int32)))
     verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(exact_first)
     assert int(verdict.num_accepted[0]) == (1 if generated < 1 else 4)
 

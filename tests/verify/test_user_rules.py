@@ -143,6 +143,6 @@ def classes():
 
 def test_rules_of_different_classes_share_no_program_even_with_the_same_fields():
     """A notebook may define a class twice; jaxlib considers the two equal."""
-    one, other = (kind(theta=np.float32(1)) for kind in classes())
-    assert structure(one) != structure(other)
-    assert structure(one) == structure(type(one)(theta=np.float32(2)))
+    first, second = (kind(theta=np.float32(1)) for kind in classes())
+    assert structure(first) != structure(second)
+    assert structure(first) == structure(type(first)(theta=np.float32(2)))
