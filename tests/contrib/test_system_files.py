@@ -28,12 +28,12 @@ SYSTEMS = {
 def test_what_is_written_is_read(kind, tmp_path):
     arrays = {"weight": np.arange(3, dtype=np.float32), "bias": np.ones(1, np.float32)}
     path = save_system(tmp_path / "it", SYSTEMS[kind], arrays if kind == "sprinter" else None)
-    found = load_system(path, kind)
-    assert found.directory == path
+    system = load_system(path, kind)
+    assert system.directory == path
     for field in ("name", "draft", "draft_tokens", "proxy", "layers", "numbers"):
-        assert getattr(found, field) == getattr(SYSTEMS[kind], field)
+        assert getattr(system, field) == getattr(SYSTEMS[kind], field)
     if kind == "sprinter":
-        weight, bias = load_classifier(found)
+        weight, bias = load_classifier(system)
         assert weight.tolist() == [0, 1, 2] and bias == 1
     else:
         assert [file.name for file in path.iterdir()] == ["config.json"]

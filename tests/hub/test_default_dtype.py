@@ -60,7 +60,7 @@ KINDS = {
 
 
 def write_packed(
-    folder, method, *, config=CONFIG, plain=(), packs=("proj",), permuted="-", tiny="-", scales=np.float16,
+    folder, method, *, config=CONFIG, unpacked=(), packs=("proj",), permuted="-", tiny="-", scales=np.float16,
     settings=None, extra=(),
 ):  # fmt: skip
     """Write a checkpoint with packed matrices. Return its weights and the names of those that stay in 4 bits."""
@@ -68,7 +68,7 @@ def write_packed(
     draw, stored, meant, exact = np.random.default_rng(0), {}, {}, set()
     for name, weight in load_file(folder / "model.safetensors").items():
         base = name.removesuffix(".weight")
-        if not base.endswith(packs) or any(part in name for part in plain):
+        if not base.endswith(packs) or any(part in name for part in unpacked):
             stored[name] = weight.astype(np.float16 if "down" in name else ml_dtypes.bfloat16)
             meant[name] = stored[name].astype(np.float32)
             continue

@@ -1,4 +1,4 @@
-"""Conversations in Python, prompts files and the command, compared with the ids of transformers' own template."""
+"""Conversations in Python, prompts files and the command, compared with the ids that transformers gives."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_a_conversation_has_the_ids_of_transformers(chatty):
     """Compare system prompts, several turns, template variables, and an answer that the model continues."""
     target = hub.outline(str(chatty))
 
-    def transformers_ids(turns, **options):
-        given = {"add_generation_prompt": True} | options
-        return target.tokenizer.apply_chat_template(turns, return_dict=True, **given)["input_ids"]
+    def transformers_ids(turns, **variables):
+        variables = {"add_generation_prompt": True, "return_dict": True} | variables
+        return target.tokenizer.apply_chat_template(turns, **variables)["input_ids"]
 
-    def request_ids(prompts, **options):
-        return [list(request.prompt_tokens) for request in mj.make_requests(target, prompts, **options)]
+    def request_ids(prompts, **arguments):
+        return [list(request.prompt_tokens) for request in mj.make_requests(target, prompts, **arguments)]
 
     assert request_ids(TURNS) == request_ids([TURNS]) == [transformers_ids(TURNS)]
     assert request_ids("Hello", chat=True, system="Be brief.") == [transformers_ids([SYSTEM, TURNS[0]])]
@@ -54,7 +54,11 @@ def test_a_conversation_has_the_ids_of_transformers(chatty):
         transformers_ids([{"role": "system", "content": "Sing."}, *TURNS]),
     ]
     quiet = {"enable_thinking": False}
-    assert request_ids(TURNS, template_args=quiet) == [transformers_ids(TURNS, **quiet)] != [transformers_ids(TURNS)]
+    assert (
+        request_ids(TURNS, template_args=quiet)
+        == [transformers_ids(TURNS, **quiet)]
+        != [transformers_ids(TURNS)]
+    )
     cut = transformers_ids(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
     assert request_ids(TURNS[:2]) == [cut]
     assert "How are you?" in target.decode(cut)[-15:]
@@ -115,7 +119,9 @@ REFUSED = {
 def test_a_content_in_parts_is_read_as_one_string(name, chatty, tmp_path):
     target = hub.outline(str(chatty))
     turn, content = READ_AS[name]
-    string_turns, turns = ([first_turn, {"role": "user", "content": "x"}] for first_turn in (turn | {"content": content}, turn))
+    string_turns, turns = (
+        [first_turn, {"role": "user", "content": "x"}] for first_turn in (turn | {"content": content}, turn)
+    )
     template = target.tokenizer.apply_chat_template
     expected = template(string_turns, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert mj.Chat(target).ask(turns).prompt_tokens == tuple(expected)

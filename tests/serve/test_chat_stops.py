@@ -29,7 +29,7 @@ TEMPLATES = {
 
 
 def chatty(template):
-    """Return a model whose tokenizer has a chat template, and whose config lacks the ends of text and turn."""
+    """Return a model whose tokenizer has a chat template, and whose config lacks their end tokens."""
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))

@@ -46,14 +46,16 @@ def test_each_program_is_compiled_once(compiled, method):
     assert len(result.tokens if method == "decode" else list(result)) >= 3
     new = {k: n - counts_before.get(k, 0) for k, n in compiled.items()}
     assert new["jit(advance)"] == 1, new
-    assert new["jit(_start)"] <= 2, new  # one for all rows, and one for a row that starts later
+    assert new["jit(_start)"] <= 2, new  # one for all rows, one for a row that starts later
 
 
 def test_decoding_compiles_nothing_after_a_warm_up(compiled):
-    """Run a request per row, then more requests than rows, then several samples of a prompt. Each compiles more."""
+    """Decode a request per row, more requests than rows, and several samples of a prompt. Each compiles programs."""
     session = make_session(43)
     for prompts, samples in (([[1, 2, 3], [1, 2, 4]], 1), ([[1, 2], [4], [5, 6]], 1), ([[1, 2, 3], [2]], 2)):
-        requests = mj.make_requests(session.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4)
+        requests = mj.make_requests(
+            session.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4
+        )
         counts_before = dict(compiled)
         session.warm_up(requests)
         warm_counts = dict(compiled)

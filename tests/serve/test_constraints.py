@@ -37,16 +37,19 @@ def transformers_tokens(target, constraint, count):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
     ids = torch.tensor([target.encode(TEXT)])
-    automaton, words = constraint.automaton, constraints.vocabulary(target.tokenizer, target.config.vocab_size)
+    automaton, words = (
+        constraint.automaton,
+        constraints.vocabulary(target.tokenizer, target.config.vocab_size),
+    )
     [stop] = target.stop_tokens
 
     class Mask(transformers.LogitsProcessor):
         def __call__(self, ids_so_far, scores):
             data = b"".join(words.tokens[i] for i in ids_so_far[0, ids.shape[1] :].tolist())
             state = automaton.run(data)
-            may = [bool(t) and automaton.run(t, state) != 0 for t in words.tokens]
-            may[stop] = bool(automaton.accepting[state])
-            return scores.masked_fill(~torch.tensor(may)[None], -float("inf"))
+            allowed = [bool(t) and automaton.run(t, state) != 0 for t in words.tokens]
+            allowed[stop] = bool(automaton.accepting[state])
+            return scores.masked_fill(~torch.tensor(allowed)[None], -float("inf"))
 
     with torch.inference_mode():
         return model.generate(
@@ -57,11 +60,11 @@ def transformers_tokens(target, constraint, count):
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_path):
-    """Mix constrained and free rows with each kind of draft, with refilled rows, and in the command."""
+    """Mix constrained and free rows, refill rows, use each kind of draft, and run the command."""
     jsonschema = pytest.importorskip("jsonschema")
     free = mj.generate(target, "none", TEXT, **OPTIONS).tokens[0]
     schema, pattern = constraints.json_schema(SCHEMA), constraints.regex(PATTERN)
-    expected = [transformers_tokens(target, one, 48) for one in (schema, pattern)]
+    expected = [transformers_tokens(target, constraint, 48) for constraint in (schema, pattern)]
     drafts = (
         drafters.load("none", target),
         drafters.load("ngram", target),
@@ -72,15 +75,17 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
             target, drafter, [TEXT] * 3, constraint=[schema, None, pattern], batch_size=size, **OPTIONS
         )
         assert result.tokens == [expected[0], free, expected[1]]
-    one, _, by_pattern = result.completions
-    assert one.finish_reason == "stop" and jsonschema.validate(json.loads(one.text), SCHEMA) is None
+    by_schema, _, by_pattern = result.completions
+    assert (
+        by_schema.finish_reason == "stop" and jsonschema.validate(json.loads(by_schema.text), SCHEMA) is None
+    )
     assert pattern.automaton.begins(by_pattern.text.encode())
     if by_pattern.finish_reason == "stop":
         assert re.fullmatch(PATTERN, by_pattern.text)
     cut = mj.generate(target, "ngram", TEXT, json_schema=SCHEMA, max_new_tokens=12).completions[0]
     assert cut.finish_reason == "length" and cut.tokens == expected[0][:12]
     assert schema.automaton.begins(cut.text.encode()) and not schema.automaton.matches(cut.text)
-    # Forced text is drafted, so an n-gram draft is accepted even if no n-gram matches.
+    # The engine drafts forced text, so steps accept tokens even if no n-gram matches.
     assert result.completions[0].metrics.steps < len(expected[0])
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
@@ -90,25 +95,25 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
     assert json.loads(capsys.readouterr().out)["tokens"] == expected[0]
     constrained = [{"json_schema": SCHEMA}, {}, {"choice": ["yes, it is"]}]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": TEXT} | one) + "\n" for one in constrained))
+    prompts.write_text("".join(json.dumps({"prompt": TEXT} | fields) + "\n" for fields in constrained))
     assert main([*argv, "--regex", PATTERN, "--prompts-file", str(prompts)]) == 0
     outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["tokens"] for one in outputs[:2]] == expected and outputs[2]["text"] == "yes, it is"
+    assert [output["tokens"] for output in outputs[:2]] == expected and outputs[2]["text"] == "yes, it is"
 
 
 @pytest.mark.slow
 def test_texts_end_where_nothing_may_follow_also_without_a_stop_token(target):
     result = mj.generate(target, "ngram", [TEXT] * 2, choice=["a cat", "a dog"], ignore_eos=True, **OPTIONS)
-    for one in result.completions:
-        assert one.text in ("a cat", "a dog") and one.finish_reason == "stop"
+    for completion in result.completions:
+        assert completion.text in ("a cat", "a dog") and completion.finish_reason == "stop"
     allowed = target.encode(" the cat sat")[1:]
-    [one] = mj.generate(target, "ngram", TEXT, allowed_tokens=allowed, temperature=1.0, **OPTIONS).tokens
-    assert set(one) <= {*allowed, *target.stop_tokens}
+    [tokens] = mj.generate(target, "ngram", TEXT, allowed_tokens=allowed, temperature=1.0, **OPTIONS).tokens
+    assert set(tokens) <= {*allowed, *target.stop_tokens}
 
 
 @pytest.mark.slow
 def test_processed_log_probs_are_those_of_the_constrained_law(target):
-    """One token decides between the two choices, and tokens after it have probability 1."""
+    """One token decides between the two choices, and later tokens have probability 1."""
     options = {"choice": ["a cat", "a dog"], "temperature": 1.0, "log_probs": True, **OPTIONS}
     [completion] = mj.generate(target, "ngram", TEXT, **options).completions
     assert completion.text in ("a cat", "a dog")

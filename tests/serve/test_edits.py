@@ -17,7 +17,7 @@ TEXT = "Once upon a time"
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
-    """Apply a bias, a ban and a repetition penalty, next to a row without edits, in refilled rows, and in the CLI."""
+    """Apply a bias, a ban and a repetition penalty next to a row without edits, in refilled rows and in the CLI."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     target = mj.load("tiny/draft", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
@@ -47,7 +47,7 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
 
 @pytest.mark.slow
 def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
-    """Three prompts in two refilled rows: two minima with two stop tokens, next to a row without a minimum."""
+    """Decode three prompts in two refilled rows, with two minima and two stop tokens. One prompt has no minimum."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     target = mj.load("tiny/draft", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")

@@ -30,7 +30,7 @@ def test_it_does_not_depend_on_the_mesh(kind):
 @pytest.mark.parametrize("expert", range(4))
 def test_every_one_of_a_few_experts_counts(expert):
     experts = WEIGHTS["experts"].copy()
-    experts[expert] *= 1.01  # training changes every row of an array
+    experts[expert] *= 1.01
     assert fingerprint(WEIGHTS | {"experts": experts}) != fingerprint(WEIGHTS)
 
 

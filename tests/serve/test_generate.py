@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """Save a random checkpoint without a tokenizer, and load it."""
+    """Save and load a random checkpoint without a tokenizer."""
     path = tmp_path_factory.mktemp("api") / "target"
     hub.save(path, CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
     return mj.load(str(path))
@@ -46,7 +46,7 @@ PROMPTS = [[3, 5, 8], [1], list(range(10, 50))]
 @pytest.mark.parametrize("rule", ["exact", "mars"])
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, rule):
-    """Compare values before and after temperature, and after the filters, at every new token of a ragged batch."""
+    """Compare log-probabilities before and after temperature and filters, at every new token of a ragged batch."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path)
@@ -64,7 +64,9 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
         log_prob_of = lambda z, new=new: torch.log_softmax(z, -1).gather(1, new)[:, 0].numpy()  # noqa: E731
         scores = completion.log_probs
         np.testing.assert_allclose(scores.log_prob, log_prob_of(z), atol=1e-4)
-        np.testing.assert_allclose(scores.temperature_log_prob, log_prob_of(z / (temperature or 1)), atol=1e-4)
+        np.testing.assert_allclose(
+            scores.temperature_log_prob, log_prob_of(z / (temperature or 1)), atol=1e-4
+        )
         regret = (z.max(-1).values[:, None] - z.gather(1, new))[:, 0]
         np.testing.assert_allclose(scores.regret, regret, atol=1e-4)
         if rule == "mars":
@@ -82,7 +84,7 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
 
 @pytest.mark.slow
 def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
-    """Over several batches, each prompt decodes as in a call with only its own number."""
+    """In several batches, each prompt decodes as in a call with only that prompt's number."""
     options = {"max_new_tokens": 24, "ignore_eos": True, "batch_size": 2}
     thetas = [0.2, 0.9, np.inf]
     together = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=thetas), **options)
@@ -193,7 +195,7 @@ def test_stories260k_in_every_rule_equals_transformers_at_temperature_zero(stori
 
 @pytest.mark.parametrize("name", slow_but(["tiny/target", "stories260k"], "tiny/target"))
 def test_detokenized_pieces_join_to_the_text(name, request):
-    """The text has multi-byte characters, spaces at joints, and tokens of one byte each."""
+    """The text has multi-byte characters, spaces at token boundaries, and tokens of one byte."""
     tokenizer = request.getfixturevalue("stories") if name == "stories260k" else mj.load(name)
     text = "Once upon a time, a café in Tōkyō \N{SNOWMAN} had  two   spaces.\nThe end"
     ids = tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Queues: requests that share a few rows decode as in separate batches, and no row idles."""
+"""Requests that share a few rows through a queue decode as in separate batches, and no row idles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draft(target):
 
 @pytest.mark.slow
 def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
-    """Some samples begin at once, as rows are free, and others later; each equals its request in a batch of one."""
+    """Some samples start at once and others wait for a free row. Each equals its request in a batch of one."""
     options = {"samples": 4, "temperature": 1.0, "max_new_tokens": [12, 20, 9], "seed": 5, "batch_size": 3}
     read, start = [], decode.start
 
@@ -43,7 +43,7 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
 
     monkeypatch.setattr(decode, "start", counted)
     result = mj.generate(target, draft, WORDS[:3], **options)
-    assert read == [3, 1, 1, 1]  # first the filler rows, which read nothing, then each prompt
+    assert read == [3, 1, 1, 1]  # the filler rows, which read nothing, then each prompt
     assert len({tuple(tokens) for tokens in result.tokens[4:8]}) == 4
     requests = [completion.request for completion in result.completions]
     assert [request.seed for request in requests] == list(range(5, 17))
@@ -64,27 +64,25 @@ def test_samples_are_refused_at_temperature_0(target):
     "draft", slow_but(["hash model", "model:tiny/draft", "eagle:tiny/eagle3"], "hash model")
 )
 def test_what_prompts_begin_with_is_read_once(draft, target, monkeypatch):
-    """Prompts alternate between two beginnings, like two system prompts. Each beginning is read once.
+    """Prompts alternate between two beginnings, as with two system prompts.
 
     Every request gives the result of a separate batch, up to rounding in the log-probabilities.
     """
     if draft == "hash model":
-        draft, target = (
-            "ngram",
-            mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=512),
-        )
+        draft = "ngram"
+        target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=512)
     rng = np.random.default_rng(0)
     beginnings = [rng.integers(3, 60, n).tolist() for n in (300, 280)]
     prompts = [[*beginnings[i % 2], *rng.integers(3, 60, 5 + 2 * i).tolist()] for i in range(12)]
     read, start, extend = [], decode.start, decode.extend
 
-    def counted_start(decoder, params, given):
-        if len(given.length) == 1:  # larger batches only hold filler rows
-            read.append(int(given.length[0]))
-        return start(decoder, params, given)
+    def counted_start(decoder, params, batch):
+        if len(batch.length) == 1:  # larger batches only hold filler rows
+            read.append(int(batch.length[0]))
+        return start(decoder, params, batch)
 
-    def counted_extend(*given):
-        state, new = extend(*given)
+    def counted_extend(*arguments):
+        state, new = extend(*arguments)
         read.append(int(new[0]))
         return state, new
 
@@ -104,7 +102,7 @@ def test_what_prompts_begin_with_is_read_once(draft, target, monkeypatch):
 
 
 def without_token(target, token):
-    """Return the target with a NaN embedding of one token."""
+    """Return the target with a NaN embedding for one token."""
     params = {**target.params, "embed": target.params["embed"].at[token].set(np.nan)}
     params["unembed"] = target.params["embed"]
     config = dataclasses.replace(target.config, tie_embeddings=False)
@@ -112,7 +110,7 @@ def without_token(target, token):
 
 
 def test_a_prompt_that_spoils_its_row_spoils_no_other(target):
-    """The next prompt does not reuse a row whose caches hold non-finite values."""
+    """The next prompt does not reuse the caches of a row if they are not finite."""
     broken_target = without_token(target, 50)
     start = [7] * 40
     prompts = [[*start, 50, 50, 9, 9], [*start, 9], [*start, 11]]
@@ -134,7 +132,7 @@ def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch
         room = weights + rows * memory.row_bytes(prepared_batch)
         monkeypatch.setattr(memory, "_bytes_of", lambda device, room=room: room)
         assert memory.default_rows(prepared_batch) == max(int(rows), 1)
-    # The gate and the product of a wide layer, for a prompt that is read in one forward.
+    # One forward of the prompt needs the gate and the product of a wide layer.
     width, length = 2**20, state.tokens.shape[1]
     wide = dataclasses.replace(target, config=dataclasses.replace(target.config, intermediate_size=width))
     assert memory.row_bytes(dataclasses.replace(prepared_batch, target=wide)) > 2 * 4 * length * width
@@ -154,4 +152,4 @@ def test_eight_samples_of_a_long_prompt_read_it_about_once():
     prompt = np.random.default_rng(0).integers(0, 11, 512).tolist()
     mj.generate(counted, "none", [prompt], samples=8, temperature=1.0, max_new_tokens=4, batch_size=8)
     jax.effects_barrier()
-    assert 512 <= sum(read) <= 1.3 * 512 + 64, "one reading, and chunks of 64"
+    assert 512 <= sum(read) <= 1.3 * 512 + 64, "the prompt is read once, in chunks of 64"

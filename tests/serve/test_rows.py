@@ -1,4 +1,4 @@
-"""Rows on disk: one writer, whole lines, and rows of one run only."""
+"""Rows on disk: one writer, complete lines, and rows of a single run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Running`, one row that is kept between requests: it gives the tokens of a fresh state and reads only new tokens."""
+"""`Running` keeps a row between requests: it gives the tokens of a fresh state and reads only new tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 
 TURNS = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]
-# When the next turn arrives, the template keeps only the first word of earlier turns, as templates drop thoughts.
+# The template keeps only the first word of earlier turns, as real templates drop thoughts.
 FORGETFUL = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content.split()[0] }}
 {% endfor %}[assistant]"""
@@ -47,7 +47,7 @@ def forgetful(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """Set the buffer to the width of the fresh runs, so that both share compiled programs."""
+    """Give the buffer the width of fresh runs, so that both share compiled programs."""
     monkeypatch.setattr(runnings, "WIDTH", 64)
 
 
@@ -73,8 +73,7 @@ def session(target, draft="ngram"):
 def test_a_conversation_says_what_it_says_afresh(target, draft):
     drafter, rule = drafters.load(draft, target, num_draft_tokens=4), verify.mars(theta=0.5)
     chat = mj.Chat(target, drafter, verify=rule, max_new_tokens=8)
-    cached = []
-    compiled = set()
+    cached, compiled = [], set()
     for turn, text in enumerate(TURNS):
         answer = chat.say(text)
         compiled.add(_extend._cache_size())
@@ -82,7 +81,7 @@ def test_a_conversation_says_what_it_says_afresh(target, draft):
         assert answer.tokens == fresh.tokens and answer.text.strip() == chat.messages[-1]["content"]
         prompt = answer.request.prompt_tokens
         assert prompt == fresh.request.prompt_tokens and len(prompt) < 56
-        # A head that reads the target reads one more token, and the last token of an answer is in no cache.
+        # An EAGLE head reads one more token, and no cache holds the last token of an answer.
         new = len(prompt) - common_prefix(prompt, cached)
         assert new - 1 <= chat.read <= new + 1 and (turn == 0 or chat.read < len(prompt) - len(cached) // 2)
         cached = [*prompt, *answer.tokens]
@@ -95,14 +94,17 @@ def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
     cached, reads = [], []
     for text in TURNS:
         answer = chat.say(text)
-        assert answer.tokens == fresh_completion(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10).tokens
+        assert (
+            answer.tokens
+            == fresh_completion(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10).tokens
+        )
         prompt = answer.request.prompt_tokens
         same = common_prefix(prompt, cached)
         assert same < len(cached) or not cached
         assert chat.read == len(prompt) - 1 - same
         cached = [*prompt, *answer.tokens]
         reads.append((same, chat.read))
-    assert reads[1][0] < reads[2][0]  # a turn that has been shortened stays so
+    assert reads[1][0] < reads[2][0]  # a shortened turn does not change again
 
 
 @pytest.mark.slow
@@ -125,7 +127,9 @@ def test_a_buffer_that_is_full_grows(target):
     for text in TURNS:
         answer = chat.say(text)
         widths.append(chat._running._width)
-        assert answer.tokens == fresh_completion(target, "ngram", chat.messages[:-1], max_new_tokens=24).tokens
+        assert (
+            answer.tokens == fresh_completion(target, "ngram", chat.messages[:-1], max_new_tokens=24).tokens
+        )
     assert widths[0] == 64 and widths[-1] >= 128
 
 
@@ -155,7 +159,7 @@ def test_the_seconds_of_a_completion_include_its_prompt(target, monkeypatch):
         return extend(*arguments)
 
     monkeypatch.setattr(decode, "extend", extend)
-    # The pair and the rule of the conversation above, whose programs it shares.
+    # Use the pair and rule of the first conversation, to share its compiled programs.
     drafter = drafters.load("model:tiny/draft", target, num_draft_tokens=4)
     chat = mj.Chat(target, drafter, verify=verify.mars(theta=0.5), max_new_tokens=2)
     assert chat.say(TURNS[0]).seconds > 0.2
@@ -194,7 +198,7 @@ def test_a_conversation_refuses_unknown_options_and_an_undo_without_turns(target
 
 
 def scripted_chat():
-    """Return a chat that answers each turn with the words "one two three", one event per word."""
+    """Return a chat that answers every turn with "one two three", one event per word."""
 
     def stream(request):
         for word in ("one", " two", " three"):
@@ -212,7 +216,7 @@ def contents(chat):
 
 ABANDON = {
     "closed": lambda events: events.close(),
-    "collected": lambda events: None,  # the caller drops its only reference
+    "collected": lambda events: None,  # drop the only reference
     "read on": lambda events: list(events),
 }
 LATER = {

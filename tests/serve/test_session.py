@@ -1,4 +1,4 @@
-"""Sessions, and the lengths that drafters were trained for."""
+"""Sessions, and warnings beyond the length that a drafter was trained for."""
 
 from __future__ import annotations
 

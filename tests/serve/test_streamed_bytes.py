@@ -1,4 +1,4 @@
-"""Streamed text of arbitrary bytes, for both ways to write bytes as tokens. Oracle: the text of all tokens at once."""
+"""Streamed text of arbitrary bytes, in both encodings of bytes as tokens. Oracle: decoding all tokens at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHARACTERS = ["é", "€", "🙂", "\N{REPLACEMENT CHARACTER}", "a"]
 
 
 def byte_level():
-    """Return a tokenizer whose tokens are bytes, written as printable characters, as for GPT-2, Llama 3 and Qwen."""
+    """Return a tokenizer that writes bytes as printable characters, like those of GPT-2, Llama 3 and Qwen."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     names = dict(zip([*visible, *hidden], map(chr, [*visible, *range(256, 256 + len(hidden))]), strict=True))
@@ -34,7 +34,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """Return a tokenizer of words, with bytes for missing characters, as for Llama 2 and Gemma."""
+    """Return a tokenizer with byte tokens for missing characters, like those of Llama 2 and Gemma."""
     tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581cat", "dog", SPECIAL]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -56,7 +56,7 @@ def pretrained(kind):
 
 
 def bytes_of(text):
-    """Return the byte tokens of a text. In both vocabularies the token id of a byte is its value."""
+    """Return the byte tokens of a text. The id of a byte is its value in both vocabularies."""
     return list(text.encode())
 
 
@@ -90,7 +90,11 @@ def test_the_pieces_join_to_the_text_of_all_tokens(kind, prompt):
         pieces.append(detokenizer.feed(chunk, last=True))
         prompt_text, full_text = target.decode(prompt), target.decode([*prompt, *tokens])
         # If an invalid byte follows a prompt that ends in bytes, `tokenizers` would replace the prompt's characters.
-        expected = full_text.removeprefix(prompt_text) if full_text.startswith(prompt_text) else target.decode(tokens)
+        expected = (
+            full_text.removeprefix(prompt_text)
+            if full_text.startswith(prompt_text)
+            else target.decode(tokens)
+        )
         assert "".join(pieces) == expected
 
     check()

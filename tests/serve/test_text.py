@@ -1,4 +1,4 @@
-"""Stop strings, for every way of decoding: tokens as in transformers, text before the string. Loops in texts."""
+"""Stop strings: tokens as in transformers, text up to the string. Loops at the end of a completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars_jax.serve.requests import make_requests
 from mars_jax.serve.text import LONGEST_PERIOD, RowText, ends_in_loop
 
 PROMPTS = ("Once upon a time", "The cat", "A big dog ran to", "One day, Tim")
-# They occur inside words, over several tokens, and at the ends of words; the last one never occurs.
+# Inside words, across tokens and at the ends of words. The last one never occurs.
 STOPS = [["ily."], [" the ", "and"], [". He"], ["xyzzy"]]
 
 
@@ -39,7 +39,7 @@ def expected_tokens(target):
 
 @pytest.mark.slow
 def test_the_tokens_are_those_of_transformers_and_the_text_ends_before(target, expected_tokens):
-    """Other ways of decoding are compared in test_surfaces.py."""
+    """test_surfaces.py compares the other entry points."""
     result = mj.generate(target, "ngram", PROMPTS, max_new_tokens=60, stop_strings=STOPS)
     assert result.tokens == expected_tokens
     assert [c.finish_reason for c in result.completions] == ["stop"] * 3 + ["length"]

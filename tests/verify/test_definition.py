@@ -1,4 +1,4 @@
-"""Definitions of rules: what a class declares, ranges at their ends, conversions of values, and plugins."""
+"""Definitions of rules: their classes, the ends of ranges, conversions of values, and plugins."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_own_settings_come_before_inherited_ones():
 
 
 def test_rules_of_other_packages_are_plugins(tmp_path, monkeypatch):
-    """A name that the library does not know loads the entry points of `mars_jax.plugins`."""
+    """An unknown name loads the entry points of `mars_jax.plugins`."""
     (tmp_path / "half_rules.py").write_text(
         "from mars_jax import verify\n"
         "from mars_jax.core import struct\n\n"

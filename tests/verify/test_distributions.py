@@ -1,4 +1,4 @@
-"""Rules of distributions, and `nucleus` over rejection, compared with Python versions written from their papers."""
+"""Rules over distributions, and `nucleus` over rejection, compared with Python versions of their papers."""
 
 import functools
 from typing import Any, NamedTuple
@@ -67,14 +67,18 @@ def closest(p, q, bound):
         if v.sum() <= 1 + 1e-12:
             return v
         excess_mass = lambda b: np.minimum(v, b * p).sum() - 1  # noqa: E731
-        return np.minimum(v, optimize.brentq(excess_mass, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15) * p)
+        return np.minimum(
+            v, optimize.brentq(excess_mass, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15) * p
+        )
 
     def divergence(a):
         return np.sum(p[inside] * np.log(p[inside] / distribution_at(a)[inside]))
 
     if divergence(np.exp(-600)) <= bound:
         return distribution_at(0.0)
-    return distribution_at(np.exp(optimize.brentq(lambda log_a: divergence(np.exp(log_a)) - bound, -600, 0, xtol=1e-12)))
+    return distribution_at(
+        np.exp(optimize.brentq(lambda log_a: divergence(np.exp(log_a)) - bound, -600, 0, xtol=1e-12))
+    )
 
 
 def mentored(z, p, q, x, bound):
@@ -127,7 +131,7 @@ LAWS = {
 
 
 def law_of(law, z, p, q):
-    """Return f64 of the shape of p: the law of one emitted token after every prefix, over all drafts."""
+    """Return the law of one emitted token after every prefix, over all drafts, in the shape of p."""
     flat = [x.reshape(-1, VOCAB) for x in (z, p, q)]
     emitted = np.zeros_like(flat[1])
     for row, (z_row, p_row, q_row) in enumerate(zip(*(x.astype(float) for x in flat), strict=True)):
@@ -141,7 +145,7 @@ def law_of(law, z, p, q):
 
 @functools.cache
 def steps():
-    """Return drafts of two tokens and the target's logits, with every setting in one batch."""
+    """Return drafts of two tokens and the target's logits. The batch mixes all settings."""
     settings = rule_oracles.controls_of([rule_oracles.SETTINGS[b % 5] for b in range(ROWS)])
     z_table, q_table = rule_oracles.tables(41, VOCAB, 3), rule_oracles.tables(42, VOCAB, 2)
     tree, drafted = sampled_chain(rule_oracles.keys_of(1, ROWS), q_table, settings, ROWS)
@@ -159,14 +163,14 @@ def test_the_text_follows_the_law_of_the_paper(name):
     for s, row in enumerate(rule_oracles.SETTINGS):
         p, q = rule_oracles.processed_tables(z_table, row), rule_oracles.processed_tables(q_table, row)
         laws = [law_of(law, *layer) for layer in zip(z_table[:2], p[:2], q, strict=True)] + [p[2]]
-        assert np.abs(laws[0] - p[0]).max() > 0.02 or s  # the law differs from the target's
+        assert np.abs(laws[0] - p[0]).max() > 0.02 or s
         sequences = rule_oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], laws)
         assert rule_oracles.chi_square(sequences, rule_oracles.sequence_probabilities(laws)) > 1e-3, row
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name and name != "nucleus"])
 def test_every_decision_is_the_papers(name):
-    """Without random draws: check every possible x for 300 pairs of distributions, some of which exclude tokens."""
+    """Check every x for 300 pairs of distributions, without sampling. Some distributions exclude tokens."""
     law, rng, pairs = LAWS[name], np.random.default_rng(5), 300
     z, y = (rng.normal(0, 1.5, (pairs, VOCAB)).astype(np.float32) for _ in range(2))
     top_k = rng.integers(2, VOCAB + 1, pairs)
@@ -192,7 +196,7 @@ def test_every_decision_is_the_papers(name):
 
 
 def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
-    """Run transformers' own function on fixed uniforms, one on each side of our acceptance probability."""
+    """Run the function of transformers on fixed uniforms on either side of our acceptance probability."""
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("transformers.generation.utils")
     rng, weight = np.random.default_rng(7), 0.3
@@ -246,7 +250,7 @@ def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
         assert harms[0] <= bound + 1e-6
         accepted = np.minimum(q_row, np.vstack([v, grid])).sum(1)
         best = accepted[1:][harms[1:] <= bound].max(initial=0)
-        # The grid's optimum is at most one step per token off. At bound 0, p itself may not be on the grid.
+        # The grid misses the optimum by at most one step per token. At bound 0, p may not be on the grid.
         upper_bound = best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6
         assert best - 1e-5 <= accepted[0] <= upper_bound
 
@@ -261,7 +265,9 @@ def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_follo
     keys = rule_oracles.keys_of(3, 64)
     run, base = jax.jit(judge(LAWS[name].rule)), jax.jit(judge(verify.rejection()))
     greedy_rows = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
-    rule_oracles.same_verdict(greedy_rows(run(keys, tree, logits, rows)), greedy_rows(base(keys, tree, logits, rows)))
+    rule_oracles.same_verdict(
+        greedy_rows(run(keys, tree, logits, rows)), greedy_rows(base(keys, tree, logits, rows))
+    )
     rule_oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
     undrafted = tree.replace(tokens=tree.tokens.at[:, 1:].set(-1))
     rule_oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))

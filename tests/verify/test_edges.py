@@ -1,4 +1,4 @@
-"""Rules of edges, compared with transformers' warpers, scipy's entropies, and decisions node by node in Python."""
+"""Rules over edges, compared with transformers' warpers, scipy's entropies, and decisions per node in Python."""
 
 import functools
 
@@ -52,13 +52,13 @@ def relaxable(rule, tree, logits, **controls):
 
 
 def at_edges(tree, per_node):
-    """Return the value of [B, N, V] at each drafted token and its parent, [B, N - 1]."""
+    """Gather [B, N, V] at the parent of each drafted token and the token itself: [B, N - 1]."""
     tokens, parents = np.asarray(tree.tokens)[:, 1:], np.asarray(tree.parents)[:, 1:]
     return np.asarray(per_node)[np.arange(ROWS)[:, None], parents, tokens]
 
 
 def warped(logits, *warpers):
-    """Return bool[B, N, V]: the tokens that warpers of transformers keep."""
+    """Return bool[B, N, V]: the tokens that transformers' warpers keep."""
     scores = pytest.importorskip("torch").tensor(np.asarray(logits)).reshape(-1, VOCAB)
     for warper in warpers:
         scores = warper(None, scores)
@@ -72,7 +72,7 @@ def assert_equal_and_mixed(actual, expected):
 
 @pytest.fixture(scope="module")
 def warpers():
-    pytest.importorskip("torch")  # its warpers raise an error without it
+    pytest.importorskip("torch")  # the warpers need it
     return pytest.importorskip("transformers")
 
 
@@ -134,7 +134,7 @@ def test_the_entropy_gate_opens_by_scipys_entropy(chain):
 
 
 def is_uncertain(z, threshold):
-    """Return whether the three largest probabilities have high entropy; scipy's entropy would renormalise them."""
+    """Compare the entropy of the three largest probabilities, not renormalised, with the threshold."""
     p = np.sort(scipy.special.softmax(np.asarray(z, float)))[-3:]
     return scipy.special.entr(p).sum() >= threshold
 
@@ -146,7 +146,7 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
     tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
 
     def continues(b, node, count):
-        """Return whether `more` drafted tokens after a node can be the target's own."""
+        """Return whether `count` drafted tokens in a row below a node are the target's."""
         children = [
             c for c in range(1, NODES) if parents[b, c] == node and tokens[b, c] == z[b, node].argmax()
         ]
@@ -154,7 +154,8 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
 
     edges = range(1, NODES)
     expected = [
-        [is_uncertain(z[b, parents[b, i]], 0.8) and continues(b, i, window) for i in edges] for b in range(ROWS)
+        [is_uncertain(z[b, parents[b, i]], 0.8) and continues(b, i, window) for i in edges]
+        for b in range(ROWS)
     ]
     np.testing.assert_array_equal(relaxable(contrib.fly(entropy=0.8, window=window), tree, logits), expected)
     assert np.any(expected) and not np.all(expected)
@@ -202,7 +203,9 @@ def test_a_budget_is_spent_as_in_python(chain, gap, max_relaxed, total):
     assert [row[: n - 1].tolist() for row, n in zip(out, count, strict=True)] == [row for row, _ in expected]
     np.testing.assert_allclose(next_rule.total, [remaining for _, remaining in expected], atol=1e-5)
     assert bool(np.any(verdict.relaxed)) == (max_relaxed > 0)
-    assert np.asarray(verdict.relaxed).sum(1).max() == (0 if max_relaxed == 0 else 1 if max_relaxed == 1 else 2)
+    assert np.asarray(verdict.relaxed).sum(1).max() == (
+        0 if max_relaxed == 0 else 1 if max_relaxed == 1 else 2
+    )
 
 
 @pytest.mark.slow

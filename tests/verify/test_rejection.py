@@ -30,12 +30,14 @@ def python_rule(block, p, q, drafted):
         r = min(r * p[i][x] / q[i][x], 1.0)
         remaining_mass = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
         certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 if no mass is left
-        thresholds.append(r if i + 1 == depth else 1.0 if certain else remaining_mass / (remaining_mass + 1 - r))
+        thresholds.append(
+            r if i + 1 == depth else 1.0 if certain else remaining_mass / (remaining_mass + 1 - r)
+        )
     return thresholds, [*residuals, p[depth]]
 
 
 def python_cases(block, p, q, deterministic):
-    """Yield (probability, draft, uniforms near thresholds, stop node, residual weights) of all cells of all drafts."""
+    """Yield (probability, draft, uniforms near thresholds, stop node, residual weights) per cell of every draft."""
     vocab, depth = p[0].size, len(q)
     for drafted in itertools.product(range(vocab), repeat=depth):
         if deterministic and drafted != (1, 0, 2)[:depth]:
@@ -56,7 +58,7 @@ def python_cases(block, p, q, deterministic):
 def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(vocab, depth, deterministic):
     """Sum over drafts, cells of the uniforms and emitted tokens; the target completes the sequences.
 
-    The probabilities of the cells are the reference's. The code runs 1e-4 from each threshold, on both sides.
+    The reference gives the probabilities of the cells. The rule runs 1e-4 from each threshold, on both sides.
     """
     mean_accepted = {}
     for block, seed in itertools.product((False, True), range(2)):
@@ -80,9 +82,11 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
             assert stop[c] == stops[c], drafted[c]
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
             prefix = tuple(drafted[c, : stops[c]])
-            num_later = depth - stops[c]  # tokens after the emitted one, which the target draws
+            num_later = depth - stops[c]  # tokens that the target draws after the emitted one
             marginal = target[prefix].sum(tuple(range(1, num_later + 1)), keepdims=True)
-            joint[prefix] += weights[c] * emit[c].reshape((vocab,) + (1,) * num_later) * target[prefix] / marginal
+            joint[prefix] += (
+                weights[c] * emit[c].reshape((vocab,) + (1,) * num_later) * target[prefix] / marginal
+            )
         np.testing.assert_allclose(joint, target, atol=2e-6)
         mean_accepted[block, seed] = (weights * stops).sum()
     for seed in range(2):
@@ -103,7 +107,7 @@ def stretch(block, tree, logits, uniforms):
 
 @pytest.mark.parametrize("block", slow_but([False, True], True))
 def test_rejection_leaves_the_target_distribution(block):
-    """One batch, with one compilation, has all settings, greedy rows and rows with a padded tail."""
+    """Mix all settings, greedy rows and rows with a padded tail in one batch."""
     vocab, rows = 4, 18_000
     choices = [*rule_oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
     settings = rule_oracles.controls_of([choices[b % 6] for b in range(rows)])

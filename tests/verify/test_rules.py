@@ -1,4 +1,4 @@
-"""Every rule of the table in the same tests; a new rule is one row of `CASES`."""
+"""Tests that every rule of the table must pass. A new rule is one row of `CASES`."""
 
 import dataclasses
 import functools
@@ -40,13 +40,13 @@ class Case(NamedTuple):
 
 
 def learned_head():
-    made = indicator.init_params(1, jax.random.key(0), width=2)
-    return made | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
+    params = indicator.init_params(1, jax.random.key(0), width=2)
+    return params | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
 
 
 def mixer_head():
-    made = mixer.init_params(1, jax.random.key(0), width=2, draft_hidden_size=1)
-    return made | {"outer": jnp.asarray([0.5, -0.5]), "signals": jnp.asarray([0.3, -0.2, 1.0])}
+    params = mixer.init_params(1, jax.random.key(0), width=2, draft_hidden_size=1)
+    return params | {"outer": jnp.asarray([0.5, -0.5]), "signals": jnp.asarray([0.3, -0.2, 1.0])}
 
 
 CASES = {
@@ -125,13 +125,13 @@ LIKE_ANOTHER = {
     "cactus", "diversed", "speccascade", "mars over rejection on trees", "mixture on trees",
     "phrase", "mentored", "fuzzy", "equivalent", "released",
 }  # fmt: skip
-"""Rules without state that differ from another rule of the table only in a formula. Their tests are slow ones."""
+"""Stateless rules that differ from another rule only in a formula. Their tests are slow."""
 SEAMS = ("mixture", "budget")
 """One rule of each kind: over distributions, and relaxed with state."""
 
 
 def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
-    """Parametrize a test over rules. The module scope runs all tests of a rule in sequence: they share programs."""
+    """Parametrize a test over rules. Module scope runs the tests of a rule in sequence, as they share programs."""
     names = [name for name, case in CASES.items() if holds(case)]
     return pytest.mark.parametrize("name", slow_but(names, *fast), scope="module")
 
@@ -153,7 +153,7 @@ def prompts():
 
 
 def decoded(case, rule, **settings):
-    """Return the tokens of each row. The base takes no weights, so that it shares one program with all rules."""
+    """Return the tokens of each row. The base gets no weights, so that all rules share its program."""
     params = Params((), (), () if rule is case.base else case.params)
     state, _ = decode_all(TARGET, case.drafter, rule, *prompts(), params=params, **{**SETTINGS, **settings})
     return committed(state)
@@ -168,7 +168,7 @@ def compiled():
 def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
     case = CASES[name]
     base_rows, relaxed_rows = decoded(case, case.base), decoded(case, case.rule)
-    assert relaxed_rows != base_rows, "the setting relaxes nothing: the test would prove nothing"
+    assert relaxed_rows != base_rows, "the setting relaxes nothing"
     for strict in ([True] * BATCH, [True, False, True, False]):
         expected = [base_rows[row] if strict[row] else relaxed_rows[row] for row in range(BATCH)]
         assert decoded(case, case.rule, strict=strict) == expected
@@ -212,13 +212,15 @@ def test_the_exact_prefix_of_each_row_follows_its_base(name):
         assert row[:end] == base_row[:end]
     # Set the prefix of only one row.
     single_rule, single_row = prefix_of_one(case.rule, prefixes)
-    assert decoded(case, single_rule) == [prefixed_rows[row] if row == single_row else relaxed_rows[row] for row in range(BATCH)]
+    assert decoded(case, single_rule) == [
+        prefixed_rows[row] if row == single_row else relaxed_rows[row] for row in range(BATCH)
+    ]
     assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == base_rows
     assert compiled() == count
 
 
 def prefixes_of(relaxed_rows, base_rows):
-    """Return prefixes that end two tokens after the first relaxed token, 0 if there is none, and where they end."""
+    """Return prefixes that end two tokens after the first relaxed one, 0 if there is none, and their ends."""
     differ = [
         next((i for i, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), 0)
         for pair in zip(relaxed_rows, base_rows, strict=True)
@@ -228,14 +230,14 @@ def prefixes_of(relaxed_rows, base_rows):
 
 
 def prefix_of_one(rule, prefixes):
-    """Return the rule with only the prefix of the first row that has one, and that row."""
+    """Return the rule with the prefix of only the first row that has one, and that row."""
     first = next(row for row, prefix in enumerate(prefixes) if prefix)
     return with_numbers(rule, {"exact_prefix": [p * (row == first) for row, p in enumerate(prefixes)]}), first
 
 
 @flax.struct.dataclass
 class Wrapped(verify.Rule):
-    """A user's wrapper, which may hold a rule that reads hidden states of the draft."""
+    """A user's wrapper of any rule, so it needs the hidden states of the draft."""
 
     inner: Any
     calls: Any
@@ -254,7 +256,7 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     wrapped, params = Wrapped(rule, np.int32(0)), Params((), (), case.params)
     state, stats = decode_all(TARGET, case.drafter, wrapped, *prompts(), params=params, **SETTINGS)
     assert committed(state) == decoded(case, rule)
-    # Steps of rows that are done do not count.
+    # Steps of finished rows do not count.
     np.testing.assert_array_equal(state.rule.calls, stats.steps)
 
 
@@ -283,7 +285,7 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
     "rule", [verify.mars(theta=0.5), pytest.param(verify.adaptive(theta=0.5), marks=pytest.mark.slow)]
 )
 def test_an_exact_prefix_ends_at_its_token(rule, generated):
-    """Every drafted token is the runner-up. Generated tokens count towards the two strict ones."""
+    """Every drafted token is the runner-up. Generated tokens count towards the exact prefix of two."""
     tree = trees.chain(jnp.asarray([[0, 2, 2, 2, 2]], jnp.int32))
     evidence = verify.evidence(
         tree,

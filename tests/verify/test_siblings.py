@@ -1,4 +1,4 @@
-"""Rejection along trees with siblings drawn without replacement: by exact enumeration, and by chi-square of text."""
+"""Rejection over siblings drawn without replacement: exact enumeration, and chi-square of completions."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ def sequences_without_replacement(q, count):
 
 
 def python_node(p, q, drawn, deterministic):
-    """Compute in float64 the threshold of each sibling in turn."""
+    """Return the float64 threshold of each sibling in turn."""
     p, q, thresholds = p.copy(), q.copy(), []
     for token in drawn:
         draft_law = np.eye(len(p))[token] if deterministic else q
@@ -46,7 +46,7 @@ def python_node(p, q, drawn, deterministic):
 
 
 def cells(thresholds):
-    """Yield (chance, index of the accepted sibling or None, uniforms) of each cell of the uniforms, near thresholds."""
+    """Yield (chance, index of the accepted sibling or None, uniforms near the thresholds) of each cell."""
     chance, uniforms = 1.0, []
     for index, threshold in enumerate(thresholds):
         yield chance * threshold, index, [*uniforms, threshold * (1 - 1e-4)]
@@ -122,12 +122,14 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
             node = int(parents[node])
         assert tuple(walked) == path
         marginal = target[path].sum(tuple(range(1, 3 - len(path))), keepdims=True)
-        joint[path] += chance * residual[row].reshape((VOCAB,) + (1,) * (2 - len(path))) * target[path] / marginal
+        joint[path] += (
+            chance * residual[row].reshape((VOCAB,) + (1,) * (2 - len(path))) * target[path] / marginal
+        )
     np.testing.assert_allclose(joint, target, atol=2e-6)
 
 
 def test_siblings_are_drawn_without_replacement_in_their_order():
-    """Compare two draws from a vocabulary of four, under filters, with the law of sequential draws."""
+    """Compare filtered draws of two of four tokens with the law of sequential draws."""
     rows, logits = 20_000, jnp.asarray([[1.0, 0.3, -0.5, 0.9]])
     row_settings = [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0)]
     settings = rule_oracles.controls_of([row_settings[row % 4] for row in range(rows)])
@@ -148,7 +150,7 @@ def test_siblings_are_drawn_without_replacement_in_their_order():
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [(2, 2), drafters.Dynamic(top_k=3, depth=2, nodes=6)], ids=str)
 def test_text_under_a_mixture_follows_the_mixture(tree):
-    """Check only the first token, whose parent always has a draft: at the end of a draft the rule emits from p."""
+    """Check only the first token, which always has a draft. After a draft, the rule emits from p."""
     drafter = drafters.language_model(SMALL, tree=tree, sample=True)
     text, _ = sampled(drafter, verify.mixture(weight=0.5))
     assert rule_oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
@@ -176,7 +178,7 @@ CHAINS_ONLY = [verify.rejection(block=True), contrib.cactus(), verify.mixture(bl
 
 
 def on_a_tree(rule, drawn):
-    """Return the verdict on a tree of three nodes, with or without its q."""
+    """Return the verdict on a tree of three nodes, with or without q."""
     tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
     if drawn:
         tree = tree.replace(draft_logits=jnp.zeros((1, 3, 4)))

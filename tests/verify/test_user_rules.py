@@ -1,4 +1,4 @@
-"""Rules that a program defines itself: error handling, and when two of them share a compiled program."""
+"""Rules that users define: error handling, and when two of them share a compiled program."""
 
 import dataclasses
 from typing import Any
@@ -49,7 +49,7 @@ def test_errors_of_the_rules_of_this_package_pass_unchanged(monkeypatch):
 
 
 def broken(name, body):
-    """Return a rule over edges that overrides one method."""
+    """Return a rule over edges with one overridden method."""
     methods = {"low": lambda self, evidence: jnp.ones(evidence.tree.tokens.shape, bool), name: body}
     return struct.dataclass(type("Gate", (verify.Relaxed,), {"__module__": __name__} | methods))()
 
@@ -83,9 +83,9 @@ def test_edges_with_dimensions_of_size_1_are_broadcast(method, shape):
 
 
 def failing(name):
-    """Return a function of this name that raises."""
+    """Return a function of this name that raises an error."""
     namespace: dict[str, Any] = {}
-    source = f"def {name}(self, *given): raise ZeroDivisionError"
+    source = f"def {name}(self, *arguments): raise ZeroDivisionError"
     exec(compile(source, __file__, "exec"), globals(), namespace)
     return namespace[name]
 
