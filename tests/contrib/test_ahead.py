@@ -49,9 +49,7 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     assert guesses.steps == int(jnp.max(stats.steps))
     if pre_verify:
         # Some steps have no draft, and only the remainder of some drafts is verified.
-        assert 0 < guesses.held < guesses.steps and int(jnp.sum(stats.steps)) > int(
-            jnp.sum(expected_stats.steps)
-        )
+        assert 0 < guesses.held < guesses.steps and jnp.sum(stats.steps) > jnp.sum(expected_stats.steps)
         return
     # The drafts are the same too: the target never verifies the extra token, which is a guess.
     np.testing.assert_array_equal(stats.steps, expected_stats.steps)

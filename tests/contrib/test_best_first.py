@@ -58,7 +58,8 @@ def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
     for row in range(rows):
         actual, expected = paths(tree, row), search(log_p[row], shape)
         assert len(set(actual)) == len(actual) == shape.num_nodes - 1
-        if set(actual) != set(expected):  # two paths may have equal scores up to rounding
+        # Two paths may have equal scores up to rounding.
+        if set(actual) != set(expected):
             scores = [sum(log_p[row, d, t] for d, t in enumerate(path)) for path in actual]
             np.testing.assert_allclose(sorted(scores), sorted(expected.values()), atol=1e-5)
             assert len(set(actual) ^ set(expected)) <= 4

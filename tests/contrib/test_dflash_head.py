@@ -177,14 +177,12 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         corrected = logits + dflash_head.markov(config, params.draft, previous)
         return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, previous)
 
-    outputs = jax_head(
-        params, jnp.asarray(features), jnp.asarray(last, jnp.int32), jnp.asarray(previous, jnp.int32)
-    )
+    inputs = jnp.asarray(features), jnp.asarray(last, jnp.int32), jnp.asarray(previous, jnp.int32)
     with torch.no_grad(), transformers_oracle.third_party():
         expected = reference([torch.tensor(x) for x in features], torch.tensor(last))
         if config.confidence:
             expected = (*expected, *reference.corrected(*expected, torch.tensor(previous)))
-    for output, expected_output in zip(outputs, expected, strict=True):
+    for output, expected_output in zip(jax_head(params, *inputs), expected, strict=True):
         # The order of float32 sums differs by up to 1e-5. A wrong term would differ by 1e-2 or more.
         np.testing.assert_allclose(output, expected_output, atol=1e-5, rtol=0)
 

@@ -54,8 +54,8 @@ def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
     requests = make_requests(target, PROMPTS, **OPTIONS)
     options = {"batch_size": 3, "log_probs": True}
     expected = dict(Session.of(target, drafter(3, small), rule, **options).queue(requests))
-    remote_drafter = elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1])
-    session = Session.of(target, remote_drafter, rule, **options)
+    remote = elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1])
+    session = Session.of(target, remote, rule, **options)
     for order in (range(4), range(2, 4)):
         completions = dict(session.queue(requests, order=order))
         assert sorted(completions) == list(order)
@@ -65,12 +65,10 @@ def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
                 actual, reference = (getattr(c.log_probs, name) for c in (completions[i], expected[i]))
                 np.testing.assert_allclose(actual, reference, atol=1e-4)
     assert sum(c.metrics.accepted_relaxed for c in expected.values()) > 0
-    result = mj.generate(target, remote_drafter, PROMPTS, verify=rule, batch_size=3, **OPTIONS)
+    result = mj.generate(target, remote, PROMPTS, verify=rule, batch_size=3, **OPTIONS)
     assert result.tokens == [expected[i].tokens for i in range(4)]
     assert result.forwards >= max(c.metrics.steps for c in expected.values())
-    for index, completion in mj.generate_iter(
-        target, remote_drafter, PROMPTS, verify=rule, batch_size=3, **OPTIONS
-    ):
+    for index, completion in mj.generate_iter(target, remote, PROMPTS, verify=rule, batch_size=3, **OPTIONS):
         assert completion.tokens == expected[index].tokens
     small_device = {d for x in jax.tree.leaves(target.params) for d in x.devices()}
     assert jax.devices()[1] not in small_device
@@ -82,17 +80,17 @@ def test_a_mesh_drafts_for_a_mesh():
     target, small = pair(mesh=meshes[0], draft_mesh=meshes[1])
     unsharded, unsharded_draft = pair()
     expected = mj.generate(unsharded, drafter(3, unsharded_draft), PROMPTS, **OPTIONS)
-    remote_drafter = elsewhere.draft_elsewhere(drafter(4, small), target, meshes[1])
-    result = mj.generate(target, remote_drafter, PROMPTS, **OPTIONS)
+    remote = elsewhere.draft_elsewhere(drafter(4, small), target, meshes[1])
+    result = mj.generate(target, remote, PROMPTS, **OPTIONS)
     assert result.tokens == expected.tokens
     assert result.metrics.accepted_exact == expected.metrics.accepted_exact
 
 
 def test_what_cannot_draft_elsewhere_is_refused():
     target, small = pair()
-    remote_drafter = elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1])
+    remote = elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1])
     with pytest.raises(MarsError, match="needs the draft's true probabilities"):
-        mj.generate(target, remote_drafter, PROMPTS, verify=verify.rejection(), temperature=1.0)
+        mj.generate(target, remote, PROMPTS, verify=verify.rejection(), temperature=1.0)
     with pytest.raises(MarsError, match="only model:PATH can"):
         elsewhere.draft_elsewhere("ngram", target, jax.devices()[1])
     for devices, sentence in (

@@ -84,11 +84,7 @@ def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(pa
             for depth, width in enumerate(branching):
                 expected += best[depth, :width].tolist() * level
                 level *= width
-            assert drafted.tokens[row].tolist() == expected, (
-                row,
-                len(past),
-                np.sort(slow_logits(params, past)),
-            )
+            assert drafted.tokens[row].tolist() == expected, (row, len(past))
         topology = drafted.parents[0].tolist(), drafted.depths[0].tolist()
         assert topology == tuple(column.tolist() for column in static_topology(branching))
         state, info = decode.jitted_step(decoder, params, state)

@@ -48,9 +48,8 @@ def test_a_phrase_is_what_its_tokens_cost_together(is_chain, window):
         costs = [cheapest(b, j, length - 1) for j in range(1, tokens.shape[1]) if parents[b, j] == i]
         return cost(b, i) + min(costs, default=np.inf)
 
-    expected = [
-        [cheapest(b, i, window) < (0.8, 2.0, 4.0)[b] for i in range(tokens.shape[1])] for b in range(BATCH)
-    ]
+    bounds, edges = (0.8, 2.0, 4.0), range(tokens.shape[1])
+    expected = [[cheapest(b, i, window) < bounds[b] for i in edges] for b in range(BATCH)]
     np.testing.assert_array_equal(relaxable, expected)
     assert 0 < relaxable.sum() < relaxable.size
 
@@ -68,10 +67,8 @@ def test_equivalents_stand_for_the_targets_token(is_chain):
     tree = drafted(is_chain, rng)
     logits = rng.normal(size=(*tree.tokens.shape, VOCAB)).astype(np.float32)
     groups = np.asarray([0, 1, 1, 1, 2, 2, 0], np.int32)
-    tree_evidence = evidence(tree, jnp.asarray(logits), params=jnp.asarray(groups))
-    relaxable = np.asarray(
-        for_rows(contrib.equivalent(gap=[np.inf, 1.0, 0.0]), BATCH).relaxable(tree_evidence)
-    )
+    rule = for_rows(contrib.equivalent(gap=[np.inf, 1.0, 0.0]), BATCH)
+    relaxable = np.asarray(rule.relaxable(evidence(tree, jnp.asarray(logits), params=jnp.asarray(groups))))
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
     for b, i in itertools.product(range(BATCH), range(tokens.shape[1])):
         z, x = logits[b, parents[b, i]], tokens[b, i]

@@ -23,9 +23,8 @@ DRAFTER, SAMPLED = contrib.sprinter(SMALL, MOST), contrib.sprinter(SMALL, MOST, 
 def decoded(rule, threshold=0.5, rows=slice(None), drafter=DRAFTER, params=None, **settings):
     """Return the committed tokens of some rows, and the counters."""
     params = weights(threshold) if params is None else params
-    return decode_rows(
-        TARGET, drafter, rule, *ragged(LENGTHS, BUFFER, VOCAB), rows, params=params, **settings
-    )
+    prompts = ragged(LENGTHS, BUFFER, VOCAB)
+    return decode_rows(TARGET, drafter, rule, *prompts, rows, params=params, **settings)
 
 
 @functools.cache
@@ -74,7 +73,8 @@ def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops):
     for row, n in enumerate(lengths.tolist()):
         text, count = one_text(np.asarray(tokens)[row, :n].tolist(), tuple(stops))
         assert rows[row] == text[: len(rows[row])] and len(rows[row]) == min(BUFFER, len(text))
-        assert count - MOST <= trusted[row] <= count  # the last draft may pass the end of the buffer
+        # The last draft may pass the end of the buffer.
+        assert count - MOST <= trusted[row] <= count
     if not stops:
         assert trusted.sum() > 40 and np.asarray(stats.regret).sum() > 0
 

@@ -74,10 +74,8 @@ def test_models_are_named_within_the_directory_or_by_name(tmp_path):
     (path / "small").mkdir()
     (path / "small" / "config.json").write_text("{}")
     system = load_system(path, "trispec")
-    assert (
-        resolve_system_model(system, "small") == str(path / "small")
-        and resolve_system_model(system, "tiny/draft") == "tiny/draft"
-    )
+    assert resolve_system_model(system, "small") == str(path / "small")
+    assert resolve_system_model(system, "tiny/draft") == "tiny/draft"
     for name in ("../other", "/etc", "~/model", "./x"):
         with pytest.raises(MarsError, match="expected a directory within its own"):
             resolve_system_model(system, name)

@@ -43,10 +43,8 @@ def test_labels_and_features_are_those_of_one_branch_at_a_time():
         branch, branch_segments = np.ones((1, 9), np.int32), np.full((1, 9), 2, np.int32)
         branch[0, begin : end + 1] = [*BATCH.tokens[row, begin:end], x]
         branch_segments[0, :begin], branch_segments[0, begin : end + 1] = 0, 1
-        expected = np.asarray(
-            forward_packed(MODEL, OTHER, jnp.asarray(branch), jnp.asarray(branch_segments)).hidden
-        )[0, end]
-        np.testing.assert_allclose(examples.hidden[row, place], expected, atol=1e-4)
+        output = forward_packed(MODEL, OTHER, jnp.asarray(branch), jnp.asarray(branch_segments))
+        np.testing.assert_allclose(examples.hidden[row, place], output.hidden[0, end], atol=1e-4)
         chance = min(1.0, p[row, place, x] / q[row, place, x]) if row else p[row, place].argmax() == x
         np.testing.assert_allclose(examples.accepted[row, place], float(chance), atol=1e-4)
 
@@ -68,7 +66,8 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
     log = tmp_path / "masks.jsonl"
     best = via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log)
     lines = log.read_text().splitlines()
-    assert len(lines) == 6  # pairs of the four sublayers between the first layer and the last
+    # Pairs of the four sublayers between the first layer and the last.
+    assert len(lines) == 6
     tokens, segments = jnp.asarray(BATCH.tokens[:, :-1]), jnp.asarray(BATCH.segments[:, :-1])
     p = predict(MODEL, PARAMS, tokens, segments)
     divergences = {}
@@ -78,7 +77,8 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
         divergences[mask] = float(forward_kl(p, q).mean())
     assert best.mask == min(divergences, key=divergences.__getitem__)
     assert abs(best.kl - divergences[best.mask]) < 1e-5
-    log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')  # killed in the middle of a write
+    # The run was killed in the middle of a write.
+    log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')
     assert via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log).mask == best.mask
 
 

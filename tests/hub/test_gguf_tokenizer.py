@@ -100,8 +100,7 @@ def test_the_packages_own_tokenizer_comes_back(tmp_path):
     packaged = hub.outline(assets.TARGET).tokenizer
     turns = [{"role": "user", "content": "Who is Lily?"}]
     actual, expected = (
-        each_tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-        for each_tokenizer in (tokenizer, packaged)
+        t.apply_chat_template(turns, add_generation_prompt=True) for t in (tokenizer, packaged)
     )
     assert actual["input_ids"] == expected["input_ids"]
     for name in ("bos_token", "eos_token", "all_special_ids"):
@@ -202,9 +201,8 @@ def test_pieces_merge_by_score_as_in_sentencepiece(tmp_path, prefix):
         minloglevel=2,
     )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    tokenizer = read_tokenizer(
-        pieces(tmp_path / "model.gguf", processor, add_space_prefix=prefix, add_bos_token=False)
-    )
+    path = pieces(tmp_path / "model.gguf", processor, add_space_prefix=prefix, add_bos_token=False)
+    tokenizer = read_tokenizer(path)
     texts = TEXTS if prefix else (*TEXTS, "a  b    c\n\n\nd <start> e<start>")
     assert_equal(tokenizer, processor.encode, processor.decode, texts)
     marked_ids = tokenizer("<start>Hi")["input_ids"]

@@ -54,11 +54,8 @@ def test_a_conversation_has_the_ids_of_transformers(chatty):
         transformers_ids([{"role": "system", "content": "Sing."}, *TURNS]),
     ]
     quiet = {"enable_thinking": False}
-    assert (
-        request_ids(TURNS, template_args=quiet)
-        == [transformers_ids(TURNS, **quiet)]
-        != [transformers_ids(TURNS)]
-    )
+    quiet_ids = transformers_ids(TURNS, **quiet)
+    assert request_ids(TURNS, template_args=quiet) == [quiet_ids] != [transformers_ids(TURNS)]
     cut = transformers_ids(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
     assert request_ids(TURNS[:2]) == [cut]
     assert "How are you?" in target.decode(cut)[-15:]
@@ -119,16 +116,16 @@ REFUSED = {
 def test_a_content_in_parts_is_read_as_one_string(name, chatty, tmp_path):
     target = hub.outline(str(chatty))
     turn, content = READ_AS[name]
-    string_turns, turns = (
-        [first_turn, {"role": "user", "content": "x"}] for first_turn in (turn | {"content": content}, turn)
-    )
+    last_turn = {"role": "user", "content": "x"}
+    turns, string_turns = [turn, last_turn], [turn | {"content": content}, last_turn]
     template = target.tokenizer.apply_chat_template
     expected = template(string_turns, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert mj.Chat(target).ask(turns).prompt_tokens == tuple(expected)
     assert target.encode(turns) == target.encode_chat(turns) == target.encode_many([turns])[0] == expected
     [request] = mj.make_requests(target, [turns])
     assert list(request.prompt_tokens) == expected and request.messages == tuple(turns)
-    if name != "a tuple":  # JSON has no tuples
+    # JSON has no tuples.
+    if name != "a tuple":
         path = tmp_path / "prompts.jsonl"
         path.write_text(json.dumps({"messages": turns}))
         [row] = read_prompts(str(path), MARS)
@@ -149,7 +146,8 @@ def test_a_content_that_is_not_text_is_refused_by_name(name, chatty, tmp_path):
     ):
         with pytest.raises(mj.MarsError, match=sentence):
             call()
-    if "half" not in name:  # a file cannot hold half a character
+    # A file cannot hold half a character.
+    if "half" not in name:
         path = tmp_path / "prompts.jsonl"
         path.write_text(json.dumps({"messages": turns}))
         with pytest.raises(mj.MarsError, match=f"line 1: {sentence}"):

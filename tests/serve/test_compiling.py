@@ -53,9 +53,8 @@ def test_decoding_compiles_nothing_after_a_warm_up(compiled):
     """Decode a request per row, more requests than rows, and several samples of a prompt. Each compiles programs."""
     session = make_session(43)
     for prompts, samples in (([[1, 2, 3], [1, 2, 4]], 1), ([[1, 2], [4], [5, 6]], 1), ([[1, 2, 3], [2]], 2)):
-        requests = mj.make_requests(
-            session.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4
-        )
+        options = {"samples": samples, "temperature": 1.0, "max_new_tokens": 4}
+        requests = mj.make_requests(session.target, prompts, **options)
         counts_before = dict(compiled)
         session.warm_up(requests)
         warm_counts = dict(compiled)

@@ -64,9 +64,8 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
         log_prob_of = lambda z, new=new: torch.log_softmax(z, -1).gather(1, new)[:, 0].numpy()  # noqa: E731
         scores = completion.log_probs
         np.testing.assert_allclose(scores.log_prob, log_prob_of(z), atol=1e-4)
-        np.testing.assert_allclose(
-            scores.temperature_log_prob, log_prob_of(z / (temperature or 1)), atol=1e-4
-        )
+        scaled = z / (temperature or 1)
+        np.testing.assert_allclose(scores.temperature_log_prob, log_prob_of(scaled), atol=1e-4)
         regret = (z.max(-1).values[:, None] - z.gather(1, new))[:, 0]
         np.testing.assert_allclose(scores.regret, regret, atol=1e-4)
         if rule == "mars":
@@ -74,9 +73,7 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
         elif temperature == 0:
             assert set(scores.processed_log_prob) == {0.0}
         else:
-            filtered = z / temperature
-            if temperature == 0.7:
-                filtered = filters.TopKLogitsWarper(top_k)(None, filtered)
+            filtered = filters.TopKLogitsWarper(top_k)(None, scaled) if temperature == 0.7 else scaled
             np.testing.assert_allclose(scores.processed_log_prob, log_prob_of(filtered), atol=1e-4)
         assert len(scores.kind) == 30 and set(scores.kind) <= {"exact", "relaxed", "corrected"}
     assert mj.generate(target, "none", [[3]], max_new_tokens=2).completions[0].log_probs is None

@@ -53,9 +53,8 @@ def narrow(monkeypatch):
 
 def fresh_completion(target, drafter, prompts, rule=None, **options):
     """Return the completion of a state that has read the whole prompt."""
-    [completion] = (
-        Session.of(target, drafter, rule).decode(make_requests(target, prompts, **options)).completions
-    )
+    requests = make_requests(target, prompts, **options)
+    [completion] = Session.of(target, drafter, rule).decode(requests).completions
     return completion
 
 
@@ -64,9 +63,8 @@ def common_prefix(a, b):
 
 
 def session(target, draft="ngram"):
-    return Session(
-        target=target, drafter=drafters.load(draft, target), loaded_rule=LoadedRule(verify.exact())
-    )
+    rule = LoadedRule(verify.exact())
+    return Session(target=target, drafter=drafters.load(draft, target), loaded_rule=rule)
 
 
 @pytest.mark.parametrize("draft", slow_but(["model:tiny/draft", "eagle:tiny/eagle3"], "model:tiny/draft"))
@@ -94,17 +92,15 @@ def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
     cached, reads = [], []
     for text in TURNS:
         answer = chat.say(text)
-        assert (
-            answer.tokens
-            == fresh_completion(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10).tokens
-        )
+        fresh = fresh_completion(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10)
+        assert answer.tokens == fresh.tokens
         prompt = answer.request.prompt_tokens
         same = common_prefix(prompt, cached)
         assert same < len(cached) or not cached
         assert chat.read == len(prompt) - 1 - same
         cached = [*prompt, *answer.tokens]
         reads.append((same, chat.read))
-    assert reads[1][0] < reads[2][0]  # a shortened turn does not change again
+    assert reads[1][0] < reads[2][0], "a shortened turn does not change again"
 
 
 @pytest.mark.slow
@@ -127,9 +123,8 @@ def test_a_buffer_that_is_full_grows(target):
     for text in TURNS:
         answer = chat.say(text)
         widths.append(chat._running._width)
-        assert (
-            answer.tokens == fresh_completion(target, "ngram", chat.messages[:-1], max_new_tokens=24).tokens
-        )
+        fresh = fresh_completion(target, "ngram", chat.messages[:-1], max_new_tokens=24)
+        assert answer.tokens == fresh.tokens
     assert widths[0] == 64 and widths[-1] >= 128
 
 

@@ -104,10 +104,8 @@ def decode_reference(row: Mapping[str, Any]) -> Expected:
         z = edited(raw, row, prompt, tokens)
         if pattern is not None:
             text = words.decode(tokens)
-            allowed = [
-                bool(t) and regex.fullmatch(pattern, text + t, partial=True) is not None for t in texts
-            ]
-            allowed[0] = regex.fullmatch(pattern, text) is not None
+            allowed = [bool(t and regex.fullmatch(pattern, text + t, partial=True)) for t in texts]
+            allowed[0] = bool(regex.fullmatch(pattern, text))
             z = np.where(allowed, z, -np.inf)
         tokens.append(int(np.argmax(z)))
         log_probs.append(float(raw[tokens[-1]] - np.logaddexp.reduce(raw)))
@@ -202,17 +200,16 @@ def from_session_stream() -> list[Any]:
         streamed[event.index] = [a + type(a)(b) for a, b in zip(streamed[event.index], parts, strict=True)]
     for row, completion in completions.items():
         text, tokens, log_probs, kinds = streamed[row]
-        assert (text, tokens) == (completion.text, completion.tokens)
-        assert tuple(kinds) == completion.log_probs.kind
-        np.testing.assert_allclose(log_probs, completion.log_probs.log_prob, atol=1e-5)
+        scores = completion.log_probs
+        assert (text, tokens, tuple(kinds)) == (completion.text, completion.tokens, scores.kind)
+        np.testing.assert_allclose(log_probs, scores.log_prob, atol=1e-5)
     return [completions[i] for i in range(len(prompts))]
 
 
 def from_session_queue() -> list[Any]:
     target, drafter, prompts, options = arguments()
-    session = Session(
-        target=target, drafter=drafter, loaded_rule=verify.LoadedRule(RULE), batch_size=4, log_probs=True
-    )
+    rule = verify.LoadedRule(RULE)
+    session = Session(target=target, drafter=drafter, loaded_rule=rule, batch_size=4, log_probs=True)
     requests = mj.make_requests(target, prompts, **options)
     order = [*range(1, len(prompts), 2), *range(0, len(prompts), 2)]
     completions = dict(session.queue(requests, order=order))
@@ -231,20 +228,15 @@ SURFACES = {
 }
 
 
-@pytest.mark.parametrize(
-    "surface", slow_but(SURFACES, *[name for name in SURFACES if name != "side_by_side"])
-)
+@pytest.mark.parametrize("surface", slow_but(SURFACES, *(SURFACES.keys() - {"side_by_side"})))
 def test_texts_are_those_of_a_loop_over_the_target(surface):
     actual_completions = SURFACES[surface]()
     assert len(actual_completions) == len(ROWS)
     for row, (actual, expected) in enumerate(zip(actual_completions, expected_completions(), strict=True)):
         if actual is None:
             continue
-        assert (actual.tokens, actual.text, actual.finish_reason) == (
-            expected.tokens,
-            expected.text,
-            expected.finish,
-        ), row
+        assert (actual.tokens, actual.text) == (expected.tokens, expected.text), row
+        assert actual.finish_reason == expected.finish, row
         scores, metrics = actual.log_probs, actual.metrics
         np.testing.assert_allclose(scores.log_prob, expected.log_probs, atol=1e-3)
         np.testing.assert_allclose(scores.regret, expected.regrets, atol=1e-3)

@@ -67,18 +67,16 @@ def closest(p, q, bound):
         if v.sum() <= 1 + 1e-12:
             return v
         excess_mass = lambda b: np.minimum(v, b * p).sum() - 1  # noqa: E731
-        return np.minimum(
-            v, optimize.brentq(excess_mass, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15) * p
-        )
+        b = optimize.brentq(excess_mass, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15)
+        return np.minimum(v, b * p)
 
     def divergence(a):
         return np.sum(p[inside] * np.log(p[inside] / distribution_at(a)[inside]))
 
     if divergence(np.exp(-600)) <= bound:
         return distribution_at(0.0)
-    return distribution_at(
-        np.exp(optimize.brentq(lambda log_a: divergence(np.exp(log_a)) - bound, -600, 0, xtol=1e-12))
-    )
+    log_a = optimize.brentq(lambda log_a: divergence(np.exp(log_a)) - bound, -600, 0, xtol=1e-12)
+    return distribution_at(np.exp(log_a))
 
 
 def mentored(z, p, q, x, bound):
@@ -94,7 +92,7 @@ def fuzzy_tv(z, p, q, x, bound):
 
 
 def released(z, p, q, x, ratio):
-    allowed_logits = np.where(p > 0, z, -np.inf)  # filters set excluded tokens to -inf
+    allowed_logits = np.where(p > 0, z, -np.inf)
     first, second = np.argsort(-allowed_logits)[:2]
     if allowed_logits[second] / allowed_logits[first] > ratio and x in (first, second):
         return 1.0, None
@@ -265,9 +263,8 @@ def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_follo
     keys = rule_oracles.keys_of(3, 64)
     run, base = jax.jit(judge(LAWS[name].rule)), jax.jit(judge(verify.rejection()))
     greedy_rows = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
-    rule_oracles.same_verdict(
-        greedy_rows(run(keys, tree, logits, rows)), greedy_rows(base(keys, tree, logits, rows))
-    )
-    rule_oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
+    verdict, base_verdict = run(keys, tree, logits, rows), base(keys, tree, logits, rows)
+    rule_oracles.same_verdict(greedy_rows(verdict), greedy_rows(base_verdict))
+    rule_oracles.same_verdict(run(keys, tree, logits, strict), base_verdict)
     undrafted = tree.replace(tokens=tree.tokens.at[:, 1:].set(-1))
     rule_oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))

@@ -165,10 +165,8 @@ def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_rel
         max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
     )
     rule = mars(base=base)
-    strict, verdict = (
-        compiled(base)(keys, tree, logits, controls),
-        compiled(rule)(keys, tree, logits, controls),
-    )
+    strict = compiled(base)(keys, tree, logits, controls)
+    verdict = compiled(rule)(keys, tree, logits, controls)
     rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
     relaxable = np.asarray(rows.guarded(evidence(tree, logits, controls=controls)))
     stops, tokens = np.asarray(controls.stop_tokens[:, 0]), np.asarray(tree.tokens)

@@ -28,11 +28,9 @@ def python_rule(block, p, q, drafted):
             thresholds.append(min(p[i][x] / q[i][x], 1.0))
             continue
         r = min(r * p[i][x] / q[i][x], 1.0)
-        remaining_mass = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
+        mass = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
         certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 if no mass is left
-        thresholds.append(
-            r if i + 1 == depth else 1.0 if certain else remaining_mass / (remaining_mass + 1 - r)
-        )
+        thresholds.append(r if i + 1 == depth else 1.0 if certain else mass / (mass + 1 - r))
     return thresholds, [*residuals, p[depth]]
 
 
@@ -82,11 +80,11 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
             assert stop[c] == stops[c], drafted[c]
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
             prefix = tuple(drafted[c, : stops[c]])
-            num_later = depth - stops[c]  # tokens that the target draws after the emitted one
+            # The target draws the tokens after the emitted one.
+            num_later = depth - stops[c]
             marginal = target[prefix].sum(tuple(range(1, num_later + 1)), keepdims=True)
-            joint[prefix] += (
-                weights[c] * emit[c].reshape((vocab,) + (1,) * num_later) * target[prefix] / marginal
-            )
+            emitted = emit[c].reshape((vocab,) + (1,) * num_later)
+            joint[prefix] += weights[c] * emitted * target[prefix] / marginal
         np.testing.assert_allclose(joint, target, atol=2e-6)
         mean_accepted[block, seed] = (weights * stops).sum()
     for seed in range(2):
@@ -119,7 +117,7 @@ def test_rejection_leaves_the_target_distribution(block):
     verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
-    assert np.mean(count) > 1.3  # drafts are accepted
+    assert np.mean(count) > 1.3, "no drafts are accepted"
     for s, row in enumerate(choices):
         p = rule_oracles.processed_tables(p_table, row)
         sequences = rule_oracles.complete(np.random.default_rng(s), out[s::6], count[s::6], p)

@@ -193,9 +193,7 @@ def test_changed_numbers_compile_nothing_and_apply_per_row(name):
     count = compiled()
     changed = decoded(case, with_numbers(case.rule, case.changed))
     assert changed != unchanged
-    per_row = {
-        k: [v, float(getattr(case.rule, k)), v, float(getattr(case.rule, k))] for k, v in case.changed.items()
-    }
+    per_row = {k: [v, float(getattr(case.rule, k))] * 2 for k, v in case.changed.items()}
     mixed = decoded(case, with_numbers(case.rule, per_row))
     assert mixed == [changed[0], unchanged[1], changed[2], unchanged[3]]
     assert compiled() == count
@@ -212,9 +210,8 @@ def test_the_exact_prefix_of_each_row_follows_its_base(name):
         assert row[:end] == base_row[:end]
     # Set the prefix of only one row.
     single_rule, single_row = prefix_of_one(case.rule, prefixes)
-    assert decoded(case, single_rule) == [
-        prefixed_rows[row] if row == single_row else relaxed_rows[row] for row in range(BATCH)
-    ]
+    relaxed_rows[single_row] = prefixed_rows[single_row]
+    assert decoded(case, single_rule) == relaxed_rows
     assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == base_rows
     assert compiled() == count
 

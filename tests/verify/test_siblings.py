@@ -122,9 +122,8 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
             node = int(parents[node])
         assert tuple(walked) == path
         marginal = target[path].sum(tuple(range(1, 3 - len(path))), keepdims=True)
-        joint[path] += (
-            chance * residual[row].reshape((VOCAB,) + (1,) * (2 - len(path))) * target[path] / marginal
-        )
+        emitted = residual[row].reshape((VOCAB,) + (1,) * (2 - len(path)))
+        joint[path] += chance * emitted * target[path] / marginal
     np.testing.assert_allclose(joint, target, atol=2e-6)
 
 
@@ -143,8 +142,8 @@ def test_siblings_are_drawn_without_replacement_in_their_order():
         for pair, chance in sequences_without_replacement(q, 2):
             joint[pair] = chance
         assert rule_oracles.chi_square(ids[s::4], joint) > 1e-3
-    assert np.all(ids[2::4] == [0, 3])  # a greedy row takes the best tokens
-    assert np.all(ids[3::4] == [0, NO_TOKEN])  # a filter that keeps one token gives one child
+    assert np.all(ids[2::4] == [0, 3]), "a greedy row takes the best tokens"
+    assert np.all(ids[3::4] == [0, NO_TOKEN]), "a filter that keeps one token gives one child"
 
 
 @pytest.mark.slow
