@@ -52,9 +52,8 @@ def test_the_weight_is_that_of_each_position():
     inner = np.asarray(jax.nn.gelu(jnp.asarray(params["inner"] @ unit_h + params["drafted"] @ unit_d)))
     entropies = [-(x * np.log(x)).sum() for x in (p, q)]
     expected = inner @ params["outer"] + 0.5 * entropies[0] - 0.7 * entropies[1] + np.abs(p - q).sum() + 0.1
-    actual = mixer.weight_log_odds(
-        params, jnp.asarray(h), *(jnp.log(jnp.asarray(x)) for x in (p, q)), jnp.asarray(d)
-    )
+    log_p, log_q = (jnp.log(jnp.asarray(x)) for x in (p, q))
+    actual = mixer.weight_log_odds(params, jnp.asarray(h), log_p, log_q, jnp.asarray(d))
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 

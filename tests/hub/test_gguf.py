@@ -31,14 +31,14 @@ def transformers_logits(path):
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    file = {"gguf_file": path.name}
-    config = transformers.AutoConfig.from_pretrained(str(path.parent), **file)
+    options = {"gguf_file": path.name}
+    config = transformers.AutoConfig.from_pretrained(str(path.parent), **options)
     # transformers keeps both at the values of the published sizes and ignores those of the file.
     config.head_dim = WIDTH
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = WIDTH
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), config=config, dtype=torch.float32, attn_implementation="eager", **file
+        str(path.parent), config=config, dtype=torch.float32, attn_implementation="eager", **options
     )
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits.numpy()

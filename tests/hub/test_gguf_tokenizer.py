@@ -141,9 +141,8 @@ def trained():
     """Return a vocabulary and merges trained across word boundaries, so that any wrong split changes the ids."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     anything = pre_tokenizers.Split(Regex(r".{1,12}|\s+"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [anything, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([anything, to_bytes])
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )

@@ -67,9 +67,8 @@ def test_only_chats_end_there_and_options_win():
 def test_every_interface_ends_a_chat_there():
     target = chatty(TEMPLATES["chatml"][0])
     rows = [PromptRow(where="", prompt="A"), PromptRow(where="", messages=tuple(TURNS))]
-    stops = [
-        [r.stop_tokens for r in job.make_job_requests(target, parse(argv), rows)] for argv in ([], ["--chat"])
-    ]
+    jobs = [job.make_job_requests(target, parse(argv), rows) for argv in ([], ["--chat"])]
+    stops = [[request.stop_tokens for request in requests] for requests in jobs]
     assert stops == [[target.stop_tokens, target.chat_stop_tokens], [target.chat_stop_tokens] * 2]
     assert mj.Chat(target).ask(TURNS).stop_tokens == target.chat_stop_tokens
     for chat, stop_tokens in {True: target.chat_stop_tokens, False: target.stop_tokens}.items():

@@ -37,10 +37,10 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
     for drafter, size in (("none", 3), ("ngram", 2)):
         result = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
         assert result.tokens == [expected, free, expected]
-    flags = (
-        "--target tiny/draft --dtype float32 --draft ngram --verify exact --ignore-eos --max-new-tokens 40"
+    flags = "--target tiny/draft --dtype float32 --draft ngram --verify exact --json --ignore-eos"
+    flags += (
+        f" --max-new-tokens 40 --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
     )
-    flags += f" --json --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
     assert main([*flags.split(), TEXT]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == expected
 
@@ -79,9 +79,8 @@ def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
 def test_batches_with_9_to_16_biases_share_their_shapes():
     target, shapes = mj.load("tiny/draft"), []
     for count in (9, 16):
-        requests = mj.make_requests(
-            target, TEXT, max_new_tokens=2, banned_tokens=list(range(100, 100 + count))
-        )
+        banned = list(range(100, 100 + count))
+        requests = mj.make_requests(target, TEXT, max_new_tokens=2, banned_tokens=banned)
         state = prepare(target, mj.drafters.load("none", target), requests)[2]
         shapes.append(jax.tree.map(jnp.shape, state))
     assert shapes[0] == shapes[1]

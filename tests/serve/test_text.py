@@ -65,9 +65,8 @@ def test_a_row_that_has_said_a_stop_string_makes_room(target):
 
 
 def test_a_special_token_is_a_stop_token(target):
-    [request] = make_requests(
-        target, ["The"], stop_strings=[target.tokenizer.eos_token, "x"], ignore_eos=True
-    )
+    stops = [target.tokenizer.eos_token, "x"]
+    [request] = make_requests(target, ["The"], stop_strings=stops, ignore_eos=True)
     assert request.stop_tokens == (target.tokenizer.eos_token_id,) and request.stop_strings == ("x",)
 
 
