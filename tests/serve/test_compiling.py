@@ -81,7 +81,7 @@ def test_greedy_requests_compile_nothing_of_drawing():
 
     def program(temperature):
         requests = mj.make_requests(session.target, [[1, 2, 3], [4, 5]], temperature=temperature)
-        ready = prepared(session.target, session.drafter, requests, verify=session.rule)
+        ready = prepared(session.target, session.drafter, requests, verify=session.loaded_rule)
         state = ready.start([0, 1])
         return decode.jitted_step.lower(ready.decoder, ready.params, state).as_text(), requests
 
